@@ -1,0 +1,1 @@
+"""Kernels of our own as MLIR text: one file a kernel, each with its packing, its shapes and its NumPy definition."""

@@ -1,0 +1,101 @@
+"""Element types and tensor types of the graph: one table, one failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+
+class EmitError(Exception):
+    """A graph that cannot be built; one sentence that names the operation, its operands and the module path."""
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type.
+
+    `mlir` is its StableHLO spelling; `numpy` is how an array of it is stored (bf16, which numpy lacks, is stored as
+    its upper 16 bits in uint16).
+    """
+
+    name: str
+    mlir: str
+    bits: int
+    kind: str  # "float", "int", "uint" or "bool"
+    numpy: np.dtype
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _dtype(name: str, mlir: str, bits: int, kind: str, numpy: str) -> DType:
+    return DType(name, mlir, bits, kind, np.dtype(numpy))
+
+
+F32 = _dtype("f32", "f32", 32, "float", "float32")
+F16 = _dtype("f16", "f16", 16, "float", "float16")
+BF16 = _dtype("bf16", "bf16", 16, "float", "uint16")
+I1 = _dtype("i1", "i1", 1, "bool", "bool")
+I8 = _dtype("i8", "i8", 8, "int", "int8")
+UI8 = _dtype("ui8", "ui8", 8, "uint", "uint8")
+I32 = _dtype("i32", "i32", 32, "int", "int32")
+UI32 = _dtype("ui32", "ui32", 32, "uint", "uint32")
+I64 = _dtype("i64", "i64", 64, "int", "int64")
+
+DTYPES: dict[str, DType] = {d.name: d for d in (F32, F16, BF16, I1, I8, UI8, I32, UI32, I64)}
+
+
+def dtype(name: str) -> DType:
+    """The element type of this name; the only place where an unknown one is refused."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise EmitError(f"element type {name!r} is not supported; use one of {', '.join(DTYPES)}") from None
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A ranked tensor with static extents; `TensorType((), I32)` is a scalar."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        if any(not isinstance(n, int) or n < 0 for n in self.shape):
+            raise EmitError(f"tensor extents must be non-negative integers, got {self.shape}")
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * max(self.dtype.bits, 8) // 8
+
+    def __str__(self) -> str:
+        return "tensor<" + "".join(f"{n}x" for n in self.shape) + self.dtype.mlir + ">"
+
+    __repr__ = __str__
+
+
+def to_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """Widen a stored float array (f32, f16 or bf16-as-uint16) to float32, exactly."""
+    if dtype is BF16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def from_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """Narrow float32 to how `dtype` is stored, rounding to nearest even; bf16 comes back as uint16."""
+    if dtype is not BF16:
+        return array.astype(dtype.numpy)
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nan = np.isnan(array)
+    return np.where(nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
