@@ -1,0 +1,198 @@
+"""Weight codecs: how a checkpoint stores a row of numbers, and what those numbers are.
+
+A codec is a row of the table `CODECS`. A quantised row is a sequence of blocks; `split` takes blocks apart
+into codes, scales and minima, and everything else (dequantisation here, packing for the kernels) follows from
+those parts:
+
+    value = scale[group] * code + minimum[group]
+
+Block layouts: GGUF specification and ggml's `block_q*` structures (ggml-common.h).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+_ROWS_AT_ONCE_BYTES = 1 << 22  # bounds the temporaries of a dequantisation, not its result
+
+
+@dataclass(frozen=True)
+class Parts:
+    """n blocks taken apart. `codes` already carry their sign, so `code` is the factor of the scale.
+
+    codes [n, block] i8; d, m [n] f16; scales, minima [n, groups] u8 or i8, factors of d and m, or None for ones.
+    """
+
+    codes: np.ndarray
+    d: np.ndarray
+    m: np.ndarray | None = None
+    scales: np.ndarray | None = None
+    minima: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One way to store a row. `block` elements take `block_bytes` bytes; `group` elements share a scale.
+
+    Codes are `bits` wide, and stored as `code + offset` (unsigned) unless they are 8 bits wide. `minimum` is the
+    sign with which the minimum is added: +1, -1, or 0 where there is none.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+    split: Callable[[np.ndarray], Parts] | None = None
+    bits: int = 0
+    offset: int = 0
+    group: int = 0
+    minimum: int = 0
+
+    @property
+    def quantised(self) -> bool:
+        return self.split is not None
+
+
+def _f16(columns: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(columns).view("<f2")[:, 0]
+
+
+def _nibbles(columns: np.ndarray, run: int) -> np.ndarray:
+    """[n, b] bytes -> [n, 2b] codes: in every `run` bytes the low nibbles come first, then the high ones."""
+    runs = columns.reshape(len(columns), -1, 1, run)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(columns), -1)
+
+
+def _bit_plane(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
+    """[n, b] bytes -> [n, 8b/bits] fields of `bits` bits: in every `run` bytes the lowest fields come first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
+    fields = columns.reshape(len(columns), -1, 1, run) >> shifts & (1 << bits) - 1
+    return fields.reshape(len(columns), -1)
+
+
+def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
+    return codes.view(np.int8) - np.int8(offset)
+
+
+def _split_q4_0(b: np.ndarray) -> Parts:
+    return Parts(_signed(_nibbles(b[:, 2:], 16), 8), _f16(b[:, :2]))
+
+
+def _split_q4_1(b: np.ndarray) -> Parts:
+    return Parts(_signed(_nibbles(b[:, 4:], 16), 0), _f16(b[:, :2]), _f16(b[:, 2:4]))
+
+
+def _fifth_bits(columns: np.ndarray) -> np.ndarray:
+    """[n, 4] bytes: bit k of the little-endian word is the fifth bit of code k."""
+    return np.unpackbits(columns, axis=1, bitorder="little") << 4
+
+
+def _split_q5_0(b: np.ndarray) -> Parts:
+    return Parts(_signed(_nibbles(b[:, 6:], 16) | _fifth_bits(b[:, 2:6]), 16), _f16(b[:, :2]))
+
+
+def _split_q5_1(b: np.ndarray) -> Parts:
+    return Parts(_signed(_nibbles(b[:, 8:], 16) | _fifth_bits(b[:, 4:8]), 0), _f16(b[:, :2]), _f16(b[:, 2:4]))
+
+
+def _split_q8_0(b: np.ndarray) -> Parts:
+    return Parts(np.ascontiguousarray(b[:, 2:]).view(np.int8), _f16(b[:, :2]))
+
+
+def _six_bit_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[n, 12] bytes -> scales, minima [n, 8] of 6 bits (ggml's get_scale_min_k4)."""
+    low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
+    minima = np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=1)
+    return scales, minima
+
+
+def _split_q4_k(b: np.ndarray) -> Parts:
+    codes = _nibbles(b[:, 16:], 32)
+    return Parts(_signed(codes, 0), _f16(b[:, :2]), _f16(b[:, 2:4]), *_six_bit_scales(b[:, 4:16]))
+
+
+def _split_q5_k(b: np.ndarray) -> Parts:
+    codes = _nibbles(b[:, 48:], 32) | _bit_plane(b[:, 16:48], 32, 1) << 4
+    return Parts(_signed(codes, 0), _f16(b[:, :2]), _f16(b[:, 2:4]), *_six_bit_scales(b[:, 4:16]))
+
+
+def _split_q6_k(b: np.ndarray) -> Parts:
+    codes = _nibbles(b[:, :128], 64) | _bit_plane(b[:, 128:192], 32, 2) << 4
+    return Parts(_signed(codes, 32), _f16(b[:, 208:]), scales=np.ascontiguousarray(b[:, 192:208]).view(np.int8))
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("f32", 1, 4),
+        Codec("f16", 1, 2),
+        Codec("bf16", 1, 2),
+        Codec("q4_0", 32, 18, _split_q4_0, bits=4, offset=8, group=32),
+        Codec("q4_1", 32, 20, _split_q4_1, bits=4, group=32, minimum=+1),
+        Codec("q5_0", 32, 22, _split_q5_0, bits=5, offset=16, group=32),
+        Codec("q5_1", 32, 24, _split_q5_1, bits=5, group=32, minimum=+1),
+        Codec("q8_0", 32, 34, _split_q8_0, bits=8, group=32),
+        Codec("q4_k", 256, 144, _split_q4_k, bits=4, group=32, minimum=-1),
+        Codec("q5_k", 256, 176, _split_q5_k, bits=5, group=32, minimum=-1),
+        Codec("q6_k", 256, 210, _split_q6_k, bits=6, offset=32, group=16),
+    )
+}
+
+
+def codec_of(name: str) -> Codec:
+    """The codec of that name. ValueError names the codecs there are."""
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise ValueError(f"weight type {name!r} is unknown: use one of {', '.join(CODECS)}") from None
+
+
+def row_bytes(codec_name: str, in_features: int) -> int:
+    """Bytes of a stored row of `in_features` elements. ValueError if they do not fill whole blocks."""
+    codec = codec_of(codec_name)
+    blocks, rest = divmod(in_features, codec.block)
+    if rest:
+        raise ValueError(f"a {codec.name} row has {in_features} elements: it takes a multiple of {codec.block}")
+    return blocks * codec.block_bytes
+
+
+def _in_features(codec: Codec, raw: np.ndarray) -> int:
+    blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
+    if rest:
+        raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes: it takes a multiple of {codec.block_bytes}")
+    return blocks * codec.block
+
+
+def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
+    raw = np.ascontiguousarray(raw)
+    if codec.name == "f32":
+        return raw.view("<f4")
+    if codec.name == "f16":
+        return raw.view("<f2").astype(np.float32)
+    if codec.name == "bf16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    parts = codec.split(raw.reshape(-1, codec.block_bytes))
+    scale = parts.d.astype(np.float32)[:, None]
+    if parts.scales is not None:
+        scale = scale * parts.scales.astype(np.float32)
+    groups = parts.codes.reshape(len(parts.codes), -1, codec.group).astype(np.float32)
+    values = scale[:, :, None] * groups
+    if parts.m is not None:
+        minimum = parts.m.astype(np.float32)[:, None]
+        if parts.minima is not None:
+            minimum = minimum * parts.minima.astype(np.float32)
+        values += np.float32(codec.minimum) * minimum[:, :, None]
+    return values.reshape(len(raw), -1)
+
+
+def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
+    """raw [..., row_bytes] u8 -> values [..., in] f32, bit for bit those of `gguf.quants.dequantize`."""
+    codec = codec_of(codec_name)
+    values = np.empty((*raw.shape[:-1], _in_features(codec, raw)), np.float32)
+    if values.size:
+        rows, out = raw.reshape(-1, raw.shape[-1]), values.reshape(-1, values.shape[-1])
+        step = max(1, _ROWS_AT_ONCE_BYTES // raw.shape[-1])
+        for start in range(0, len(rows), step):
+            out[start : start + step] = _dequantise_rows(codec, rows[start : start + step])
+    return values

@@ -1,0 +1,58 @@
+"""The codecs against the `gguf` package, which is the judge of what a stored row means."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emitter.codecs import CODECS, dequantise, row_bytes
+
+gguf = pytest.importorskip("gguf")
+BLOCKED = [name for name, codec in CODECS.items() if codec.quantised]
+
+
+def rows_of(codec: str, rows: int, blocks: int, seed: int) -> np.ndarray:
+    """Any bytes are a row: scales may be huge, negative, infinite or not a number."""
+    shape = (rows, blocks * CODECS[codec].block_bytes)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(0, 9), blocks=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+def test_dequantise_is_bit_equal_to_gguf(codec, rows, blocks, seed):
+    raw = rows_of(codec, rows, blocks, seed)
+    with np.errstate(all="ignore"):
+        ours = dequantise(codec, raw)
+        kind = gguf.GGMLQuantizationType[codec.upper()]
+        theirs = gguf.quants.dequantize(raw, kind) if rows else ours
+    assert ours.dtype == np.float32 and ours.shape == (rows, blocks * CODECS[codec].block)
+    np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_table_agrees_with_ggml_sizes(codec):
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[codec.upper()]]
+    assert (CODECS[codec].block, CODECS[codec].block_bytes) == (block, size)
+    assert row_bytes(codec, 3 * block) == 3 * size
+
+
+@pytest.mark.parametrize("codec", BLOCKED)
+def test_partial_blocks_are_refused(codec):
+    with pytest.raises(ValueError, match=f"{codec} row has .*multiple of"):
+        row_bytes(codec, CODECS[codec].block + 1)
+    with pytest.raises(ValueError, match=f"{codec} row has .*multiple of"):
+        dequantise(codec, np.zeros((2, CODECS[codec].block_bytes + 1), np.uint8))
+
+
+def test_unknown_codec_names_the_known_ones():
+    with pytest.raises(ValueError, match="'q3_k' is unknown: use one of f32, f16, .*q6_k"):
+        row_bytes("q3_k", 256)
+
+
+def test_dequantise_takes_strided_rows_and_leading_axes():
+    raw = rows_of("q4_0", 8, 6, 0)
+    with np.errstate(all="ignore"):
+        whole = dequantise("q4_0", raw)
+        np.testing.assert_array_equal(dequantise("q4_0", raw[::2]), whole[::2])
+        np.testing.assert_array_equal(dequantise("q4_0", raw.reshape(2, 4, -1)), whole.reshape(2, 4, -1))
