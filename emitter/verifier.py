@@ -1,0 +1,220 @@
+"""An independent check of a finished graph: it shares no code with the functions that build it.
+
+`verify(module)` raises one EmitError that names the function, the operation and the module path, or returns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from emitter.ir import Function, Module, Op
+from emitter.ops import ARITHMETIC, BITWISE, FLOAT_UNARY
+from emitter.types import DTYPES, F32, I1, I32, EmitError, TensorType
+
+
+def verify(module: Module) -> None:
+    """Check definitions, types, unused inputs and parameters, element types and names of the whole module."""
+    if not module.functions:
+        raise EmitError(f"module {module.name} has no function")
+    read: set[str] = set()
+    for function in module.functions.values():
+        _verify_function(module, function, read)
+    unread = sorted(set(module.params) - read)
+    if unread:
+        raise EmitError(f"module {module.name}: no function reads parameter {', '.join(unread)}")
+
+
+def _verify_function(module: Module, function: Function, read: set[str]) -> None:
+    defined = set()
+    used = set()
+
+    def wrong(op: Op | None, message: str) -> EmitError:
+        where = f"{op.kind} in {op.path or 'no scope'}" if op else "its signature"
+        return EmitError(f"function {function.name}, {where}: {message}")
+
+    def define(value, op) -> None:
+        if value in defined:
+            raise wrong(op, "a value is defined twice")
+        # bool(value.dtype) would accept an unknown type, so it is looked up: f64 has no entry.
+        if not isinstance(value.type, TensorType) or DTYPES.get(value.type.dtype.name) is not value.type.dtype:
+            raise wrong(op, f"{value.type} is of no known element type")
+        defined.add(value)
+
+    names = [v.name for v in function.inputs]
+    if len(set(names)) != len(names) or not all(names):
+        raise wrong(None, "inputs need distinct names")
+    for value in function.inputs:
+        define(value, None)
+    for op in function.ops:
+        for operand in op.operands:
+            if operand not in defined:
+                raise wrong(op, "an operand is used before it is defined")
+            used.add(operand)
+        for result in op.results:
+            define(result, op)
+        rule = _RULES.get(op.kind)
+        if rule is None:
+            raise wrong(op, "no such operation in StableHLO form")
+        problem = rule(op)
+        if problem:
+            types = ", ".join(str(v.type) for v in op.operands)
+            raise wrong(op, f"{problem}; operands ({types}), results ({', '.join(str(v.type) for v in op.results)})")
+        if op.kind == "parameter":
+            param = module.params.get(op.attrs["name"])
+            if param is None or param.type != op.results[0].type:
+                raise wrong(op, f"parameter {op.attrs['name']!r} is not declared with this type")
+            read.add(param.name)
+    if len(function.outputs) != len(function.output_names):
+        raise wrong(None, "every output needs a name")
+    for value in function.outputs:
+        if value not in defined:
+            raise wrong(None, "an output is not defined")
+        used.add(value)
+    for value in function.inputs:
+        if value not in used:
+            raise wrong(None, f"input {value.name!r} is never used")
+    for index, value in function.storage.items():
+        if value not in function.inputs or value.type != function.outputs[index].type:
+            raise wrong(None, f"output {index} cannot live in the storage of {value.name!r}")
+
+
+def _shapes(op: Op) -> tuple[tuple[int, ...], ...]:
+    return tuple(v.shape for v in (*op.operands, op.results[0]))
+
+
+def _elementwise(dtypes: Callable[[str], bool]) -> Callable[[Op], str | None]:
+    def rule(op: Op) -> str | None:
+        if len({v.type for v in (*op.operands, *op.results)}) != 1:
+            return "operands and result must have one type"
+        return None if dtypes(op.results[0].dtype.kind) else "not defined for this element type"
+
+    return rule
+
+
+def _constant(op: Op) -> str | None:
+    value, type_ = op.attrs["value"], op.results[0].type
+    if value.dtype != type_.dtype.numpy:
+        return f"the array is {value.dtype}, not as {type_.dtype} is stored"
+    return None if value.shape in ((), type_.shape) else "the array has another shape"
+
+
+def _compare(op: Op) -> str | None:
+    a, b = op.operands
+    return None if a.type == b.type and op.results[0].type == TensorType(a.shape, I1) else "types disagree"
+
+
+def _select(op: Op) -> str | None:
+    pred, a, b = op.operands
+    ok = a.type == b.type == op.results[0].type and pred.type == TensorType(a.shape, I1)
+    return None if ok else "types disagree"
+
+
+def _convert(op: Op) -> str | None:
+    return None if op.operands[0].shape == op.results[0].shape else "shapes differ"
+
+
+def _bitcast(op: Op) -> str | None:
+    bits = [prod(v.shape) * v.dtype.bits for v in (op.operands[0], op.results[0])]
+    return None if bits[0] == bits[1] else "bit counts differ"
+
+
+def _broadcast(op: Op) -> str | None:
+    (shape, result), dims = _shapes(op), op.attrs["dims"]
+    ok = len(dims) == len(shape) == len(set(dims)) and all(n in (1, result[d]) for n, d in zip(shape, dims))
+    return None if ok else f"dims {dims} do not fit"
+
+
+def _reshape(op: Op) -> str | None:
+    return None if prod(op.operands[0].shape) == prod(op.results[0].shape) else "element counts differ"
+
+
+def _transpose(op: Op) -> str | None:
+    (shape, result), dims = _shapes(op), op.attrs["dims"]
+    return None if len(dims) == len(shape) and tuple(shape[d] for d in dims) == result else f"dims {dims} do not fit"
+
+
+def _slice(op: Op) -> str | None:
+    (shape, result), starts = _shapes(op), op.attrs["starts"]
+    ok = len(shape) == len(result) == len(starts) and all(0 <= s and s + r <= n for s, r, n in zip(starts, result, shape))
+    return None if ok else "the window leaves the operand"
+
+
+def _dynamic(op: Op) -> str | None:
+    update = op.kind == "dynamic_update_slice"
+    shape, window = op.operands[0].shape, (op.operands[1] if update else op.results[0]).shape
+    starts = op.operands[2 if update else 1 :]
+    if len(starts) != len(shape) or any(v.type != TensorType((), I32) for v in starts):
+        return "one i32 start index a dimension is needed"
+    if update and op.results[0].type != op.operands[0].type:
+        return "the result must have the operand's type"
+    return None if len(window) == len(shape) and all(w <= n for w, n in zip(window, shape)) else "the window is larger"
+
+
+def _concatenate(op: Op) -> str | None:
+    dim, shapes = op.attrs["dim"], [v.shape for v in op.operands]
+    result = list(shapes[0])
+    result[dim] = sum(s[dim] for s in shapes)
+    others = {s[:dim] + s[dim + 1 :] for s in shapes}
+    return None if len(others) == 1 and tuple(result) == op.results[0].shape else "extents do not add up"
+
+
+def _dot(op: Op) -> str | None:
+    (a, b, result), (ca, cb), (ba, bb) = _shapes(op), op.attrs["contract"], op.attrs["batch"]
+    if [a[i] for i in ca + ba] != [b[i] for i in cb + bb]:
+        return "contracted or batched extents differ"
+    free = [n for i, n in enumerate(a) if i not in ca + ba] + [n for i, n in enumerate(b) if i not in cb + bb]
+    return None if tuple([a[i] for i in ba] + free) == result else "the result has another shape"
+
+
+def _reduce(op: Op) -> str | None:
+    left = tuple(n for i, n in enumerate(op.operands[0].shape) if i not in op.attrs["dims"])
+    ok = left == op.results[0].shape and op.operands[1].type == TensorType((), op.results[0].dtype)
+    return None if ok else "the result or the initial value has another type"
+
+
+def _argmax(op: Op) -> str | None:
+    n = op.operands[0].shape
+    want = [TensorType(n, F32), TensorType(n, I32), TensorType((), F32), TensorType((), I32)]
+    ok = [v.type for v in op.operands] == want and [v.type for v in op.results] == want[2:]
+    return None if ok and len(n) == 1 else "needs f32 and i32 vectors"
+
+
+def _gather(op: Op) -> str | None:
+    (table, ids, result) = _shapes(op)
+    return None if result == (*ids, table[1]) else "the result has another shape"
+
+
+def _kernel(op: Op) -> str | None:
+    kernel = op.attrs["kernel"]
+    tensors = [t for t in kernel.operands if isinstance(t, TensorType)]
+    if tensors != [v.type for v in op.operands] or list(kernel.results) != [v.type for v in op.results]:
+        return "operands or results are not the kernel's"
+    if len(op.attrs["indices"]) != len(kernel.operands) - len(tensors):
+        return "an index operand is missing"
+    return None
+
+
+_RULES: dict[str, Callable[[Op], str | None]] = {
+    **dict.fromkeys(FLOAT_UNARY, _elementwise(lambda kind: kind == "float")),
+    **dict.fromkeys(ARITHMETIC, _elementwise(lambda kind: kind != "bool")),
+    **dict.fromkeys(BITWISE, _elementwise(lambda kind: kind != "float")),
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _dynamic),
+    "constant": _constant,
+    "iota": lambda op: None if op.attrs["dim"] < op.results[0].type.rank else "no such dimension",
+    "parameter": lambda op: None,
+    "compare": _compare,
+    "select": _select,
+    "convert": _convert,
+    "bitcast_convert": _bitcast,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "slice": _slice,
+    "concatenate": _concatenate,
+    "dot_general": _dot,
+    "reduce": _reduce,
+    "argmax": _argmax,
+    "gather": _gather,
+    "kernel": _kernel,
+}
