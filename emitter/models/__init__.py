@@ -1,0 +1,59 @@
+"""Model families: one file each, which reads like its paper and is named as HF names things.
+
+A family offers `Config.read(config.json as a dict)` and `forward(step, config) -> logits`. Adding a family is adding
+its file and its row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+
+from emitter import ops
+from emitter.layers import ModelModule, Step
+from emitter.ir import current_function
+from emitter.types import F32, I32, EmitError, TensorType
+
+# HF model_type: the file of its family.
+FAMILIES = {
+    "llama": "llama",
+}
+
+
+def family(config: dict) -> ModuleType:
+    """The family module of a config, or EmitError with the list of those there are."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}")
+    return import_module(f"emitter.models.{FAMILIES[model_type]}")
+
+
+def build(config: dict, codecs: Callable[[str], str], context: int, widths: Sequence[int]) -> ModelModule:
+    """The layer-operation module of a model: `decode_step` and one `prefill_T` for each width T.
+
+    config: config.json as a dict. codecs: stored codec by tensor name. context: positions of the cache.
+    Raises EmitError for a config that is not understood and for a context past the model's limit.
+    """
+    model = family(config)
+    c = model.Config.read(config)
+    if not 1 <= context <= c.max_positions:
+        raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions)")
+    module = ModelModule("model", codecs)
+    cache = TensorType((c.layers, context, c.kv_heads, c.head_dim), F32)
+    scalar = TensorType((), I32)
+    with module.function("decode_step", token=scalar, pos=scalar, k=cache, v=cache) as (token, pos, k, v):
+        _forward(model, c, Step(module, ops.reshape(token, (1,)), pos, None, k, v))
+    for width in widths:
+        types = {"tokens": TensorType((width,), I32), "start": scalar, "length": scalar, "k": cache, "v": cache}
+        with module.function(f"prefill_{width}", **types) as (tokens, start, length, k, v):
+            _forward(model, c, Step(module, tokens, start, length, k, v))
+    return module
+
+
+def _forward(model: ModuleType, config, step: Step) -> None:
+    caches = step.k, step.v
+    logits = model.forward(step, config)
+    logits = ops.reshape(logits, logits.shape[-1:])
+    outputs = {"argmax": ops.argmax(logits), "logits": logits, "k": step.k, "v": step.v}
+    current_function().returns({2: caches[0], 3: caches[1]}, **outputs)
