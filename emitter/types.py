@@ -95,7 +95,7 @@ def from_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
     """Narrow float32 to how `dtype` is stored, rounding to nearest even; bf16 comes back as uint16."""
     if dtype is not BF16:
         return array.astype(dtype.numpy)
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    bits = np.array(array, np.float32, order="C").view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = np.isnan(array)
     return np.where(nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
