@@ -1,0 +1,281 @@
+"""NumPy interpreter of the graph: one table from operation kinds to functions on arrays.
+
+Semantics are those of the StableHLO specification (github.com/openxla/stablehlo, docs/spec.md). Where it leaves a choice
+open: f16 and bf16 are computed in f32 and rounded once per operation, sums and dot products of them too; a float outside
+the range of an integer type converts to the nearest integer of it, NaN to 0 (as XLA does).
+
+Arrays are as `DType.numpy` stores them (bf16 as its upper 16 bits in uint16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from emitter.ir import Module, Op, Value, users
+from emitter.types import F32, I8, DType, EmitError, TensorType, from_f32, to_f32
+
+Trace = Callable[[Op, tuple[np.ndarray, ...]], None]
+
+
+def run(
+    module: Module,
+    function: str,
+    inputs: Sequence[np.ndarray],
+    params: Mapping[str, np.ndarray] | None = None,
+    trace: Trace | None = None,
+) -> list[np.ndarray]:
+    """Outputs of `function` of `module` for `inputs`, one array for each of its outputs.
+
+    Inputs and parameters are stored arrays of the declared shapes; i8 is also taken as uint8, as packed weights are stored.
+    `trace(op, results)` is called after every operation, in order; `op.path` is the module path. The arrays it gets must
+    not be changed, and are not kept by the interpreter past their last use.
+    Kernels run through `kernel.reference(*operands)`: index operands are Python integers, i8 tensors arrive as uint8, and
+    every array is read-only. Raises EmitError for an unknown function, an operation with no rule here (lower the module
+    first), or an array that does not fit its declared type.
+    """
+    try:
+        body = module.functions[function]
+    except KeyError:
+        raise EmitError(f"module {module.name} has no function {function!r}, only {', '.join(module.functions)}") from None
+    if len(inputs) != len(body.inputs):
+        raise EmitError(f"function {function} takes {len(body.inputs)} inputs, got {len(inputs)}")
+    left = users(body)
+    values = {v: _stored(a, v.type, f"input {v.name!r} of {function}") for v, a in zip(body.inputs, inputs)}
+    with np.errstate(all="ignore"):
+        for op in body.ops:
+            results = _run_op(op, [values[v] for v in op.operands], params or {})
+            for value, array in zip(op.results, results, strict=True):
+                values[value] = _stored(array, value.type, f"{op.kind} in {op.path or function}")
+            if trace:
+                trace(op, tuple(values[v] for v in op.results))
+            _forget(values, left, op)
+    return [np.array(values[v]) for v in body.outputs]
+
+
+def _run_op(op: Op, args: list[np.ndarray], params: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
+    if op.kind == "parameter":
+        name, type_ = op.attrs["name"], op.results[0].type
+        if name not in params:
+            raise EmitError(f"parameter {name!r} was not given")
+        return (_stored(params[name], type_, f"parameter {name!r}"),)
+    rule = _RULES.get(op.kind)
+    if rule is None:
+        raise EmitError(f"{op.kind} in {op.path or 'the module'} is no operation of the interpreter; lower the module first")
+    results = rule(op, *args)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
+    """`array` as `type_` is stored, without a copy; i8 and uint8 are the same bytes."""
+    array = np.asarray(array)
+    if type_.dtype is I8 and array.dtype == np.uint8:
+        array = array.view(np.int8)
+    if array.shape != type_.shape or array.dtype != type_.dtype.numpy:
+        raise EmitError(f"{what} is {type_}, got an array {array.dtype}{list(array.shape)}")
+    return array
+
+
+def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
+    """Drop arrays after their last use: the weights of a model, widened, would not fit in memory together."""
+    for value in op.operands:
+        left[value] -= 1
+    for value in (*op.operands, *op.results):
+        if not left.get(value):
+            values.pop(value, None)
+
+
+def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Compute floats in f32 and round to the result's type once; other types as they are."""
+
+    def rule(op: Op, *args: np.ndarray) -> np.ndarray:
+        dtype = op.results[0].dtype
+        if dtype.kind != "float" or dtype is F32:
+            return np.asarray(compute(*args), dtype.numpy)
+        return from_f32(compute(*(to_f32(a, dtype) for a in args)), dtype)
+
+    return rule
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind == "f":
+        return a / b
+    quotient = a // np.where(b == 0, 1, b)
+    # NumPy rounds towards minus infinity, StableHLO towards zero.
+    quotient = quotient + ((quotient < 0) & (quotient * b != a)).astype(a.dtype)
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient)
+
+
+def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind == "f":
+        return np.power(a, b)
+    positive = np.power(a, np.maximum(b, 0))
+    # An integer to a negative power truncates to 0 unless its magnitude is 1.
+    inverse = np.where(a == 1, 1, np.where(a == np.array(-1).astype(a.dtype), np.where(b % 2 == 0, 1, -1), 0)).astype(a.dtype)
+    return np.where(b < 0, inverse, positive)
+
+
+def _shift(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """A shift of the bits: zeros come in, and a shift of the whole width or more leaves zero."""
+
+    def rule(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        bits = op.results[0].dtype.bits
+        unsigned = np.dtype(f"uint{bits}")
+        a, b = np.ascontiguousarray(a).view(unsigned), np.ascontiguousarray(b).view(unsigned)
+        shifted = np.where(b < bits, function(a, np.minimum(b, bits - 1).astype(unsigned)), 0).astype(unsigned)
+        return shifted.view(op.results[0].dtype.numpy).reshape(op.results[0].shape)
+
+    return rule
+
+
+def _compare(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    dtype = op.operands[0].dtype
+    if dtype.kind == "float":
+        a, b = to_f32(a, dtype), to_f32(b, dtype)
+    functions = {"EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater}
+    return np.asarray(functions.get(op.attrs["direction"], np.greater_equal)(a, b))
+
+
+def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
+    """Element by element: to nearest even between floats, towards zero to integers, modulo 2^n between integers."""
+    if source.kind == "float":
+        array = to_f32(array, source)
+    if target.kind == "float":
+        return from_f32(array.astype(np.float32), target)
+    if target.kind == "bool" or source.kind != "float":
+        return array.astype(target.numpy)
+    limits = np.iinfo(target.numpy)
+    # In f64, which holds the limits of 32 bits exactly; 2^63 - 1 rounds up to 2^63, so that end is set by hand.
+    wide = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    inside = np.clip(wide, float(limits.min), np.nextafter(2.0**63, 0) if target.bits == 64 else float(limits.max))
+    return np.where(wide >= float(limits.max), limits.max, inside.astype(target.numpy)).astype(target.numpy)
+
+
+def _bitcast(op: Op, x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(op.results[0].dtype.numpy).reshape(op.results[0].shape)
+
+
+def _broadcast(op: Op, x: np.ndarray) -> np.ndarray:
+    shape, dims = op.results[0].shape, op.attrs["dims"]
+    order = sorted(range(len(dims)), key=lambda i: dims[i])
+    aligned = [1] * len(shape)
+    for extent, dim in zip(x.shape, dims):
+        aligned[dim] = extent
+    return np.broadcast_to(x.transpose(order).reshape(aligned), shape)
+
+
+def _iota(op: Op) -> np.ndarray:
+    type_, dim = op.results[0].type, op.attrs["dim"]
+    line = np.arange(type_.shape[dim])
+    line = from_f32(line.astype(np.float32), type_.dtype) if type_.dtype.kind == "float" else line.astype(type_.dtype.numpy)
+    return np.broadcast_to(line.reshape([-1 if i == dim else 1 for i in range(type_.rank)]), type_.shape)
+
+
+def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
+    """A window of `sizes`, moved to lie inside `shape`, as StableHLO clamps start indices."""
+    clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
+    return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
+
+
+def _dynamic_update_slice(op: Op, x: np.ndarray, update: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    x = np.array(x)
+    x[_window(x.shape, update.shape, starts)] = update
+    return x
+
+
+def _slice(op: Op, x: np.ndarray) -> np.ndarray:
+    return x[tuple(slice(s, s + n) for s, n in zip(op.attrs["starts"], op.results[0].shape))]
+
+
+def _dot_general(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    dtype = op.results[0].dtype
+    (ca, cb), (ba, bb) = op.attrs["contract"], op.attrs["batch"]
+    if dtype.kind == "float":
+        a, b = to_f32(a, dtype), to_f32(b, dtype)
+    free_a = [i for i in range(a.ndim) if i not in ca + ba]
+    free_b = [i for i in range(b.ndim) if i not in cb + bb]
+    batch = [a.shape[i] for i in ba]
+    inner = int(np.prod([a.shape[i] for i in ca], dtype=np.int64))
+    rows = a.transpose([*ba, *free_a, *ca]).reshape([*batch, -1, inner] if a.size else [*batch, 0, inner])
+    columns = b.transpose([*bb, *cb, *free_b]).reshape([*batch, inner, -1] if b.size else [*batch, inner, 0])
+    product = np.matmul(rows, columns).reshape(op.results[0].shape)
+    return from_f32(product, dtype) if dtype.kind == "float" else product.astype(dtype.numpy)
+
+
+def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
+    dtype, add = op.results[0].dtype, op.attrs["reducer"] == "add"
+    x, init = to_f32(x, dtype), to_f32(init, dtype)
+    total = np.sum(x, axis=op.attrs["dims"]) if add else np.max(x, axis=op.attrs["dims"], initial=-np.inf)
+    return from_f32(np.asarray(total + init if add else np.maximum(total, init), np.float32), dtype)
+
+
+def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The largest value and its lowest index, folded from the left: NaN yields to whatever follows it."""
+    nans = np.flatnonzero(np.isnan(values))
+    first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0
+    best = first + int(np.argmax(values[first:]))
+    return np.asarray(values[best]), np.asarray(indices[best])
+
+
+def _gather(op: Op, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return table[np.clip(ids, 0, len(table) - 1)]
+
+
+def _kernel(op: Op, *args: np.ndarray) -> tuple[np.ndarray, ...]:
+    kernel, indices, arrays = op.attrs["kernel"], iter(op.attrs["indices"]), iter(args)
+    operands = [_packed(next(arrays), t) if isinstance(t, TensorType) else next(indices) for t in kernel.operands]
+    results = kernel.reference(*operands)
+    if not isinstance(results, tuple):
+        raise EmitError(f"the reference of kernel {kernel.name} returns {type(results).__name__}, not a tuple of arrays")
+    return results
+
+
+def _packed(array: np.ndarray, type_: TensorType) -> np.ndarray:
+    view = array.view(np.uint8) if type_.dtype is I8 else array.view()
+    # An operand may be read again later: a reference that writes into it must fail, not corrupt.
+    view.flags.writeable = False
+    return view
+
+
+_RULES: dict[str, Callable[..., np.ndarray | tuple[np.ndarray, ...]]] = {
+    "negate": _float(np.negative),
+    "exponential": _float(np.exp),
+    "log": _float(np.log),
+    "sqrt": _float(np.sqrt),
+    "rsqrt": _float(lambda x: np.float32(1) / np.sqrt(x)),
+    "tanh": _float(np.tanh),
+    "logistic": _float(lambda x: np.float32(1) / (np.float32(1) + np.exp(-x))),
+    "cosine": _float(np.cos),
+    "sine": _float(np.sin),
+    "abs": _float(np.abs),
+    "add": _float(np.add),
+    "subtract": _float(np.subtract),
+    "multiply": _float(np.multiply),
+    "divide": _float(_divide),
+    "maximum": _float(np.maximum),
+    "minimum": _float(np.minimum),
+    "power": _float(_power),
+    "and": lambda op, a, b: np.asarray(a & b),
+    "or": lambda op, a, b: np.asarray(a | b),
+    "shift_left": _shift(np.left_shift),
+    "shift_right_logical": _shift(np.right_shift),
+    "constant": lambda op: np.broadcast_to(op.attrs["value"], op.results[0].shape),
+    "iota": _iota,
+    "compare": _compare,
+    "select": lambda op, pred, a, b: np.asarray(np.where(pred, a, b)),
+    "convert": lambda op, x: convert(x, op.operands[0].dtype, op.results[0].dtype),
+    "bitcast_convert": _bitcast,
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda op, x: x.reshape(op.results[0].shape),
+    "transpose": lambda op, x: x.transpose(op.attrs["dims"]),
+    "slice": _slice,
+    "dynamic_slice": lambda op, x, *starts: x[_window(x.shape, op.attrs["sizes"], starts)],
+    "dynamic_update_slice": _dynamic_update_slice,
+    "concatenate": lambda op, *parts: np.concatenate(parts, op.attrs["dim"]),
+    "dot_general": _dot_general,
+    "reduce": _reduce,
+    "argmax": _argmax,
+    "gather": _gather,
+    "kernel": _kernel,
+}

@@ -1,0 +1,88 @@
+"""StableHLO text through XLA on the CPU, by jaxlib's own client: the second compiler of the portable lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.extend.mlir import ir
+from jax.interpreters.mlir import make_ir_context
+from jaxlib import xla_client
+
+
+def run_stablehlo(text: str, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Outputs of `function` of the StableHLO module `text` for `args`, compiled once for each text and function.
+
+    Arrays are stored as `DType.numpy` says: bf16 as uint16, both ways; i8 is also taken as uint8.
+    Raises ValueError if the text does not parse, XLA refuses it, it lacks the function, or an argument does not fit.
+    """
+    return compile_stablehlo(text, function)(args)
+
+
+@lru_cache(maxsize=64)
+def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
+    """`function` of the StableHLO module `text` as a Python function on stored arrays; see `run_stablehlo`."""
+    text, types = _entry(text, function)
+    device = jax.local_devices(backend="cpu")[0]
+    executable = device.client.compile_and_load(text, xla_client.DeviceList((device,)), xla_client.CompileOptions())
+
+    def call(args: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if len(args) != len(types):
+            raise ValueError(f"function {function} takes {len(types)} arguments, got {len(args)}")
+        # Without x64, JAX would narrow 64-bit integers on the way in.
+        with jax.enable_x64(True):
+            arrays = [jax.device_put(_given(np.asarray(a), *t), device) for a, t in zip(args, types)]
+        return [_stored(np.asarray(result)) for result in executable.execute(arrays)]
+
+    return call
+
+
+def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
+    """The module with `function` alone, called `main` as XLA wants its entry, and the shapes and types it takes."""
+    with make_ir_context():
+        try:
+            module = ir.Module.parse(text)
+        except ir.MLIRError as error:
+            raise ValueError(f"the text is no StableHLO module: {error}") from None
+        found = None
+        for op in list(module.body.operations):
+            if op.attributes["sym_name"].value == function:
+                found = op
+            else:
+                op.erase()
+        if found is None:
+            raise ValueError(f"the module has no function {function!r}")
+        found.attributes["sym_name"] = ir.StringAttr.get("main")
+        inputs = [ir.RankedTensorType(t) for t in ir.FunctionType(found.attributes["function_type"].value).inputs]
+        return str(module), [(tuple(t.shape), _NUMPY[str(t.element_type)]) for t in inputs]
+
+
+def _given(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """`array` viewed as `dtype` where it is stored as other bits of that size (bf16 in uint16, i8 in uint8)."""
+    if (array.dtype, dtype) in _SAME_BITS:
+        array = array.view(dtype)
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(f"an argument is {dtype}{list(shape)}, got {array.dtype}{list(array.shape)}")
+    return array
+
+
+def _stored(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype == _BF16 else array
+
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_SAME_BITS = {(np.dtype(np.uint16), _BF16), (np.dtype(np.uint8), np.dtype(np.int8))}
+_NUMPY = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "bf16": _BF16,
+    "i1": np.dtype(np.bool_),
+    "i8": np.dtype(np.int8),
+    "ui8": np.dtype(np.uint8),
+    "i32": np.dtype(np.int32),
+    "ui32": np.dtype(np.uint32),
+    "i64": np.dtype(np.int64),
+}
