@@ -1,0 +1,77 @@
+"""Runs kernels under IREE: many in one module, on one thread or two, against what their NumPy definitions say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import iree.runtime as rt
+import numpy as np
+
+from emitter.kernels.kernel import Kernel
+from emitter.types import TensorType
+from vmfb.compiler import compile_mlir
+from vmfb.targets import Target, resolve
+
+THREADS = {1: "local-sync", 2: "local-task"}
+
+
+def module_text(kernels: Sequence[Kernel]) -> str:
+    """A module with one function a kernel, `call_{name}`; index operands become i32 arguments, tied ones are caches."""
+    functions = []
+    for kernel in kernels:
+        arguments, names, types, casts = [], [], [], []
+        for i, operand in enumerate(kernel.operands):
+            if isinstance(operand, TensorType):
+                outputs = [r for r, place in enumerate(kernel.tied) if place == i]
+                attribute = f" {{iree.abi.output = {outputs[0]} : index}}" if outputs else ""
+                arguments.append(f"%a{i}: {operand}{attribute}")
+                names.append(f"%a{i}")
+            else:
+                arguments.append(f"%a{i}: i32")
+                casts.append(f"    %n{i} = arith.index_cast %a{i} : i32 to index\n")
+                names.append(f"%n{i}")
+            types.append(str(operand))
+        results = [
+            f"%a{place}" if place is not None else str(t) for t, place in zip(kernel.results, kernel.tied, strict=True)
+        ]
+        result = f"({', '.join(results)})" if len(results) > 1 else results[0]
+        returned = ", ".join(f"%r#{i}" if len(results) > 1 else "%r" for i in range(len(results)))
+        plain = ", ".join(map(str, kernel.results))
+        functions.append(
+            f"  func.func @call_{kernel.name}({', '.join(arguments)}) -> ({plain}) {{\n{''.join(casts)}"
+            f"    %r{f':{len(results)}' if len(results) > 1 else ''} = flow.dispatch @{kernel.name}::@{kernel.name}_fn"
+            f"({', '.join(names)}) : ({', '.join(types)}) -> {result}\n    return {returned} : {plain}\n  }}\n"
+        )
+    return "module @kernels {\n" + "".join(k.text for k in kernels) + "".join(functions) + "}\n"
+
+
+def compile_kernels(kernels: Sequence[Kernel], out: Path, target: str | Target = "host", flags: Sequence[str] = ()) -> Path:
+    target = resolve(target) if isinstance(target, str) else target
+    compile_mlir(module_text(kernels), target, out, extra_flags=flags)
+    return out
+
+
+@cache
+def _device(driver: str) -> rt.HalDevice:
+    rt.flags.parse_flags("--task_topology_group_count=2")
+    return rt.get_driver(driver).create_default_device()
+
+
+class Runner:
+    """Kernels of one vmfb on one device; `threads` is 1 or 2."""
+
+    def __init__(self, path: Path, threads: int = 1):
+        self.device = _device(THREADS[threads])
+        config = rt.Config(device=self.device)
+        self.modules = rt.load_vm_module(rt.VmModule.mmap(config.vm_instance, str(path)), config)
+
+    def __call__(self, kernel: Kernel, *arguments: np.ndarray | int) -> tuple[np.ndarray, ...]:
+        """The results of one call; caches are copied in, so that the caller's stay as they were."""
+        given = [
+            a if isinstance(a, int) else rt.asdevicearray(self.device, np.asarray(a, order="C")) for a in arguments
+        ]
+        results = self.modules[f"call_{kernel.name}"](*given)
+        results = results if isinstance(results, tuple | list) else (results,)
+        return tuple(np.array(r.to_host()) for r in results)
