@@ -1,0 +1,237 @@
+"""Layer operations as StableHLO alone: the definition of each, in f32, for any StableHLO compiler.
+
+Weights stay in the codec they are stored in: codes, scales and minima are parameters of their own, and the graph
+dequantises them where they are used.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from emitter import ops
+from emitter.codecs import CODECS
+from emitter.ir import Module, Op, Param, Source, Value, parameter
+from emitter.layers import ModelModule, Weight
+from emitter.lowering.rewrite import Rule, rewrite, rules_of
+from emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
+
+_FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
+
+
+def lower(module: ModelModule) -> Module:
+    """A module of StableHLO operations only."""
+    into = Module(module.name)
+    for function in module.functions.values():
+        rewrite(module, function, rules_of(_RULES), into)
+    return into
+
+
+class Stored:
+    """A weight as its stored parts, standing in for its value until an operation needs numbers."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+        self.codec = CODECS[weight.codec]
+
+    def _part(self, suffix: str, dtype: DType, width: int, take) -> Value:
+        weight = self.weight
+        source = Source(((weight.name, weight.codec),), lambda raw: take(raw).reshape(weight.shape[0], width))
+        return parameter(Param(f"{weight.name}{suffix}", TensorType((weight.shape[0], width), dtype), source))
+
+    def value(self, rows: Value | None = None) -> Value:
+        """The f32 values `weight.shape`, or of the given rows ([T] i32) only."""
+        weight, codec = self.weight, self.codec
+        pick = (lambda v: ops.gather_rows(v, rows)) if rows is not None else (lambda v: v)
+        if not codec.quantised:
+            return ops.convert(pick(parameter(float_param(weight, _FLOATS[weight.codec]))), F32)
+        inner = weight.shape[1]
+        blocks, groups = inner // codec.block, inner // codec.group
+
+        def split(name):
+            return lambda raw: getattr(codec.split(raw.reshape(-1, codec.block_bytes)), name)
+
+        def factor(whole: str, sub: str) -> Value:
+            """[rows, groups] f32: the block's factor times the group's own, where the codec has one."""
+            value = ops.convert(pick(self._part("." + whole, F16, blocks, split(whole))), F32)
+            if groups == blocks:
+                return value
+            shape = (value.shape[0], blocks, groups // blocks)
+            own = ops.convert(pick(self._part("." + sub, I8, groups, lambda raw: split(sub)(raw).view(np.int8))), F32)
+            wide = ops.broadcast_in_dim(value, shape, (0, 1))
+            return ops.reshape(ops.multiply(wide, ops.reshape(own, shape)), (shape[0], groups))
+
+        codes = ops.convert(pick(self._part(".codes", I8, inner, split("codes"))), F32)
+        shape = (codes.shape[0], groups, codec.group)
+        scale = ops.broadcast_in_dim(factor("d", "scales"), shape, (0, 1))
+        value = ops.multiply(scale, ops.reshape(codes, shape))
+        if codec.minimum:
+            minimum = ops.broadcast_in_dim(factor("m", "minima"), shape, (0, 1))
+            value = (ops.add if codec.minimum > 0 else ops.subtract)(value, minimum)
+        return ops.reshape(value, (shape[0], inner))
+
+
+def float_param(weight: Weight, dtype: DType) -> Param:
+    """The parameter of an unquantised weight or of a computed table."""
+    type_ = TensorType(weight.shape, dtype)
+    if weight.values is not None:
+        return Param(weight.name, type_, Source((), lambda: np.asarray(weight.values(), np.float32)))
+
+    def pack(raw: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(raw).view(dtype.numpy).reshape(weight.shape)
+        return weight.transform(array) if weight.transform else array
+
+    return Param(weight.name, type_, Source(((weight.name, weight.codec),), pack))
+
+
+def _numbers(value: Value | Stored) -> Value:
+    return value.value() if isinstance(value, Stored) else value
+
+
+def _weight(op: Op) -> Stored:
+    return Stored(op.attrs["weight"])
+
+
+def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
+    return weight.value(tokens)
+
+
+def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None = None) -> Value:
+    y = ops.dot_general(x, _numbers(weight), ((1,), (1,)))
+    return y if bias is None else ops.add(y, _along_last(_numbers(bias), y))
+
+
+def _along_last(vector: Value, like: Value) -> Value:
+    return ops.broadcast_in_dim(vector, like.shape, (like.type.rank - 1,))
+
+
+def _mean(x: Value) -> Value:
+    """Mean over the last dimension, repeated along it."""
+    total = ops.reduce("add", x, (x.type.rank - 1,))
+    mean = ops.divide(total, ops.constant(float(x.shape[-1]), F32, total.shape))
+    return ops.broadcast_in_dim(mean, x.shape, range(x.type.rank - 1))
+
+
+def rms_norm(op: Op, x: Value, weight: Stored) -> Value:
+    variance = ops.add(_mean(ops.multiply(x, x)), ops.constant(op.attrs["eps"], F32, x.shape))
+    return ops.multiply(ops.multiply(x, ops.rsqrt(variance)), _along_last(_numbers(weight), x))
+
+
+def layer_norm(op: Op, x: Value, weight: Stored, bias: Stored | None = None) -> Value:
+    centred = ops.subtract(x, _mean(x))
+    variance = ops.add(_mean(ops.multiply(centred, centred)), ops.constant(op.attrs["eps"], F32, x.shape))
+    y = ops.multiply(ops.multiply(centred, ops.rsqrt(variance)), _along_last(_numbers(weight), x))
+    return y if bias is None else ops.add(y, _along_last(_numbers(bias), x))
+
+
+def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
+    tokens, heads, head_dim = x.shape
+    rotary_dim = op.attrs["rotary_dim"]
+    half = rotary_dim // 2
+    zero = ops.constant(0, I32, ())
+
+    def rows(table: Stored) -> Value:
+        rows = ops.dynamic_slice(_numbers(table), (start, zero), (tokens, half))
+        return ops.broadcast_in_dim(rows, (tokens, heads, half), (0, 2))
+
+    def features(first: int, last: int) -> Value:
+        return ops.slice_(x, (0, 0, first), (tokens, heads, last))
+
+    c, s, a, b = rows(cos), rows(sin), features(0, half), features(half, rotary_dim)
+    parts = [
+        ops.subtract(ops.multiply(a, c), ops.multiply(b, s)),
+        ops.add(ops.multiply(b, c), ops.multiply(a, s)),
+    ]
+    if rotary_dim < head_dim:
+        parts.append(features(rotary_dim, head_dim))
+    return ops.concatenate(parts, 2)
+
+
+def attention(op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length=None):
+    layers, context, kv_heads, head_dim = k_cache.shape
+    tokens, heads, _ = q.shape
+    group, layer = heads // kv_heads, op.attrs["layer"]
+    zero = ops.constant(0, I32, ())
+    at = (ops.constant(layer, I32, ()), start, zero, zero)
+    k_cache = ops.dynamic_update_slice(k_cache, ops.reshape(k, (1, *k.shape)), at)
+    v_cache = ops.dynamic_update_slice(v_cache, ops.reshape(v, (1, *v.shape)), at)
+
+    def of_layer(cache: Value) -> Value:
+        rows = ops.slice_(cache, (layer, 0, 0, 0), (layer + 1, context, kv_heads, head_dim))
+        return ops.reshape(rows, (context, kv_heads, head_dim))
+
+    # [T, kv_heads, group, head_dim] . [context, kv_heads, head_dim] -> [kv_heads, T, group, context]
+    q = ops.reshape(q, (tokens, kv_heads, group, head_dim))
+    scores = ops.dot_general(q, of_layer(k_cache), ((3,), (2,)), ((1,), (1,)))
+    scores = ops.multiply(scores, ops.constant(op.attrs["scale"], F32, scores.shape))
+    if op.attrs["softcap"] is not None:
+        cap = ops.constant(op.attrs["softcap"], F32, scores.shape)
+        scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap)
+    seen = _seen(start, tokens, context, op.attrs["window"])
+    seen = ops.broadcast_in_dim(seen, scores.shape, (1, 3))
+    scores = ops.select(seen, scores, ops.constant(-np.inf, F32, scores.shape))
+    peak = ops.broadcast_in_dim(ops.reduce("maximum", scores, (3,)), scores.shape, (0, 1, 2))
+    weights = ops.exponential(ops.subtract(scores, peak))
+    total = ops.broadcast_in_dim(ops.reduce("add", weights, (3,)), scores.shape, (0, 1, 2))
+    # [kv_heads, T, group, context] . [context, kv_heads, head_dim] -> [kv_heads, T, group, head_dim]
+    out = ops.dot_general(ops.divide(weights, total), of_layer(v_cache), ((3,), (0,)), ((0,), (1,)))
+    return ops.reshape(ops.transpose(out, (1, 0, 2, 3)), (tokens, heads * head_dim)), k_cache, v_cache
+
+
+def _seen(start: Value, tokens: int, context: int, window: int | None) -> Value:
+    """[T, context] i1: may the query at start + t see position j."""
+    shape = (tokens, context)
+    position = ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
+    j = ops.iota(shape, 1)
+    seen = ops.compare("LE", j, position)
+    if window is None or window >= context:
+        return seen
+    return ops.and_(seen, ops.compare("LT", ops.subtract(position, j), ops.constant(window, I32, shape)))
+
+
+def activation(op: Op, x: Value) -> Value:
+    kind = op.attrs["function"]
+    if kind == "silu":
+        return ops.multiply(x, ops.logistic(x))
+    if kind == "relu":
+        return ops.maximum(x, ops.constant(0.0, F32, x.shape))
+    half = ops.multiply(x, ops.constant(0.5, F32, x.shape))
+    if kind == "gelu":
+        inner = _erf(ops.multiply(x, ops.constant(2**-0.5, F32, x.shape)))
+    else:
+        cube = ops.multiply(ops.multiply(ops.multiply(x, x), x), ops.constant(0.044715, F32, x.shape))
+        inner = ops.tanh(ops.multiply(ops.add(x, cube), ops.constant((2 / np.pi) ** 0.5, F32, x.shape)))
+    return ops.multiply(half, ops.add(inner, ops.constant(1.0, F32, x.shape)))
+
+
+def _erf(x: Value) -> Value:
+    """erf as the rational approximation that XLA and Eigen use for f32: x * P(x^2) / Q(x^2) on [-4, 4]."""
+    bound = ops.constant(4.0, F32, x.shape)
+    x = ops.maximum(ops.minimum(x, bound), ops.negate(bound))
+    square = ops.multiply(x, x)
+
+    def polynomial(coefficients: tuple[float, ...]) -> Value:
+        total = ops.constant(coefficients[0], F32, x.shape)
+        for coefficient in coefficients[1:]:
+            total = ops.add(ops.multiply(total, square), ops.constant(coefficient, F32, x.shape))
+        return total
+
+    numerator = polynomial(
+        (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05)
+        + (-7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02)
+    )
+    denominator = polynomial(
+        (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02)
+    )
+    return ops.divide(ops.multiply(x, numerator), denominator)
+
+
+_RULES: dict[str, Rule] = {
+    "weight": _weight,
+    "embedding": embedding,
+    "linear": linear,
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "rope": rope,
+    "attention": attention,
+    "activation": activation,
+}

@@ -1,0 +1,44 @@
+"""Rewriting a module operation by operation: what both lowerings share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from emitter.ir import Function, Module, Op, Value, append, building, scope
+
+# A rule makes the replacement of one operation out of its already replaced operands.
+Rule = Callable[..., tuple[Value, ...] | Value]
+
+
+def rewrite(module: Module, function: Function, rule_of: Callable[[Op], Rule | None], into: Module) -> None:
+    """Copy `function` into module `into`, replacing each operation that has a rule; dead operations are dropped."""
+    copy = Function(function.name, [Value(v.type, v.name) for v in function.inputs])
+    mapped: dict[Value, Value] = dict(zip(function.inputs, copy.inputs))
+    with building(into, copy):
+        for op in function.ops:
+            with scope(op.path):
+                rule = rule_of(op)
+                operands = [mapped.get(v) for v in op.operands]
+                results = rule(op, *operands) if rule else append(op.kind, operands, [v.type for v in op.results], op.attrs)
+            results = results if isinstance(results, tuple) else (results,)
+            mapped.update(zip(op.results, results))
+    outputs = {name: mapped[v] for name, v in zip(function.output_names, function.outputs)}
+    copy.returns({i: mapped[v] for i, v in function.storage.items()}, **outputs)
+    drop_dead(copy)
+    into.functions[copy.name] = copy
+
+
+def drop_dead(function: Function) -> None:
+    """Remove operations whose results nobody uses."""
+    live = set(function.outputs)
+    kept = []
+    for op in reversed(function.ops):
+        if live.intersection(op.results):
+            live.update(op.operands)
+            kept.append(op)
+    function.ops = kept[::-1]
+
+
+def rules_of(table: Mapping[str, Rule]) -> Callable[[Op], Rule | None]:
+    """A rule chooser that looks up the operation's kind."""
+    return lambda op: table.get(op.kind)
