@@ -1,0 +1,108 @@
+"""Small random HF models of every family, written as checkpoint directories without a tokenizer.
+
+HF's own initialisation (0.02) gives nearly equal logits, so that greedy tokens hang on rounding. Here every weight
+matters and the logits are spread: an exact implementation gets the tokens right with a margin, a wrong one does not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+COMMON = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# What each family has besides, so that a tiny model uses it: windows shorter than a test's prompt, factors unlike 1.
+FAMILIES: dict[str, dict] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+    "gemma2": {
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {"original_max_position_embeddings": 256, "partial_rotary_factor": 0.5},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+    },
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "starcoder2": {"sliding_window": 24},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_moe": {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+
+
+def tiny_model(
+    model_type: str, directory: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config
+) -> Path:
+    """Write a small random model of this type (config.json, safetensors) to `directory`, which is returned.
+
+    `config` overrides any key of the HF config; `dtype` is how weights are stored. The same arguments give the same
+    weights. Raises ValueError for a type without a row in FAMILIES.
+    """
+    if model_type not in FAMILIES:
+        raise ValueError(f"no tiny model of type {model_type!r}; there are {', '.join(FAMILIES)}")
+    settings = {**COMMON, **FAMILIES[model_type], **config}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32)
+    _spread(model, seed)
+    directory = Path(directory)
+    logging.disable_progress_bar()
+    model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def _spread(model: torch.nn.Module, seed: int) -> None:
+    """Random weights for which the greedy tokens vary.
+
+    Matrices keep the scale of what they multiply, except that those writing to the residual stream are larger: else the
+    embedding of the last token outweighs them, and a tied head repeats that token for ever. Norms and biases, which HF
+    starts at a constant, move around it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    # Where a norm follows the writer (Gemma), its weight alone decides how much is written.
+    normed_writers = any("pre_feedforward_layernorm" in name for name, _ in model.named_parameters())
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                weight += 0.3 * noise
+                if normed_writers and "post_" in name:
+                    weight += 8.0
+            elif id(weight) in embeddings:
+                # Gemma multiplies embeddings by the root of the hidden size.
+                weight.copy_((0.2 if normed_writers else 0.5) * noise)
+            else:
+                gain = 4.0 if any(part in name for part in _WRITERS) else 1.5
+                weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
+
+
+_WRITERS = ("o_proj", "down_proj", "c_proj")
