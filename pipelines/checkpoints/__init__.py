@@ -1,0 +1,29 @@
+"""Reading checkpoints: a GGUF file or an HF directory, in one form."""
+
+from pathlib import Path
+
+from .audit import missing_and_left_over
+from .checkpoint import Checkpoint, CheckpointError, Tensor
+from .gguf_checkpoint import open_gguf
+from .hf_directory import open_hf_directory
+
+__all__ = ["Checkpoint", "CheckpointError", "Tensor", "missing_and_left_over", "open_checkpoint"]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint at `path`: a directory is read as an HF directory, a file as GGUF.
+
+    `path` may also be a name of the catalogue, whose file is then fetched into the cache. Weights are not read:
+    the tensors are views of the mapped files. CheckpointError (one sentence) if there is nothing sound at `path`.
+    """
+    from ..catalogue import CATALOGUE, fetch
+
+    place = Path(path)
+    if place.is_dir():
+        return open_hf_directory(place)
+    if place.is_file():
+        return open_gguf(place)
+    if str(path) in CATALOGUE:
+        return open_gguf(fetch(str(path)))
+    known = ", ".join(CATALOGUE)
+    raise CheckpointError(f"{path} is no file and no directory: give a GGUF file, an HF directory, or one of {known}")

@@ -1,0 +1,61 @@
+"""What every checkpoint format is read into."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from emitter.codecs import dequantise
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used; the text is one sentence for the user."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """One tensor under its HF name, still in the file's own number format.
+
+    shape is logical, (out, in) for a linear layer; codec is a key of `emitter.codecs.CODECS`; source is the name
+    of the tensor in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    codec: str
+    source: str
+    read: Callable[[], np.ndarray]
+
+    @property
+    def data(self) -> np.ndarray:
+        """The stored bytes, u8 [*shape[:-1], row_bytes].
+
+        A view of the mapped file, except for rows that GGUF keeps in another order and norms that it keeps with
+        one added: these are computed anew at each access, so that nobody but the caller holds them.
+        """
+        return self.read()
+
+    def dequantise(self) -> np.ndarray:
+        """The values, f32 [*shape]."""
+        return dequantise(self.codec, self.data)
+
+
+@dataclass
+class Checkpoint:
+    """A model as its makers gave it out.
+
+    format is "gguf" or "hf"; config has config.json's form with HF's key names, `model_type` among them; tensors
+    are under HF's names; tokenizer is the content of tokenizer.json, or None. That its post-processor adds the
+    BOS token is the only trace of a tokenizer's `add_bos_token`.
+    """
+
+    path: Path
+    format: str
+    config: dict
+    tensors: Mapping[str, Tensor]
+    tokenizer: dict | None = None
+    chat_template: str | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    generation_config: dict = field(default_factory=dict)

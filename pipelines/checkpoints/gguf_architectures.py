@@ -1,0 +1,254 @@
+"""What llama.cpp's GGUF files say, in HF's words: one row an architecture.
+
+Sources: llama.cpp's convert_hf_to_gguf.py (what is written, and changed on the way), gguf.tensor_mapping (names),
+llama.cpp's src/models (what is implied and written nowhere), the HF config classes (what it is called there).
+Adding an architecture is adding a row; what a table cannot say is a function in gguf_config.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of `general.architecture`.
+
+    tensors: leaf of a block's tensor -> HF's leaf; per_index: the same for tensors stacked along their first axis,
+    which HF keeps apart ("{}" takes the index). ints, floats: metadata key without its prefix -> config key.
+    constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
+    permuted: leaf -> metadata key with its number of heads, where the converter reordered rows for the interleaved
+    rotary form. norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
+    """
+
+    model_type: str
+    tensors: Mapping[str, str]
+    per_index: Mapping[str, str] = field(default_factory=dict)
+    ints: Mapping[str, str] = field(default_factory=dict)
+    floats: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, object] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    permuted: Mapping[str, str] = field(default_factory=dict)
+    norms_plus_one: bool = False
+    rules: tuple[str, ...] = ()
+
+
+TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_LLAMA_TENSORS = {**_ATTENTION, **_MLP, **_PRE_NORMS}
+_GEMMA_TENSORS = {
+    **_ATTENTION,
+    **_MLP,
+    **_POST_NORMS,
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+}
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_HEAD_DIM = {"attention.key_length": "head_dim"}
+_EXPERTS_USED = {"expert_used_count": "num_experts_per_tok"}
+_ROPE = {"rope.freq_base": "rope_theta"}
+_RMS = {**_ROPE, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+
+_SILU = {"hidden_act": "silu"}
+_LLAMA_PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+_LLAMA_FLAGS = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+
+# "llama" files with experts are Mixtral: gguf_config.architecture_of sends them here.
+_MIXTRAL = "llama with experts"
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        model_type="llama",
+        tensors=_LLAMA_TENSORS,
+        ints={**_SIZES, **_HEAD_DIM},
+        floats=_RMS,
+        constants=_SILU,
+        flags=_LLAMA_FLAGS,
+        permuted=_LLAMA_PERMUTED,
+        rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors"),
+    ),
+    _MIXTRAL: Architecture(
+        model_type="mixtral",
+        tensors={**_ATTENTION, **_PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        per_index={
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        },
+        ints={**_SIZES, **_HEAD_DIM, **_EXPERTS_USED, "expert_count": "num_local_experts"},
+        floats=_RMS,
+        constants={**_SILU, "sliding_window": None},
+        permuted=_LLAMA_PERMUTED,
+        rules=("llama_head_dim", "full_rotary", "rope_scaling"),
+    ),
+    "qwen2": Architecture(
+        model_type="qwen2",
+        tensors=_LLAMA_TENSORS,
+        ints={**_SIZES, **_HEAD_DIM},
+        floats=_RMS,
+        constants={**_SILU, "use_sliding_window": False, "sliding_window": None},
+        rules=("full_rotary", "rope_scaling"),
+    ),
+    "qwen3": Architecture(
+        model_type="qwen3",
+        tensors={**_LLAMA_TENSORS, **_QK_NORMS},
+        ints={**_SIZES, **_HEAD_DIM},
+        floats=_RMS,
+        constants={**_SILU, "use_sliding_window": False, "sliding_window": None},
+        flags={"attention_bias": "attn_q.bias"},
+        rules=("full_rotary", "rope_scaling"),
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        tensors={**_ATTENTION, **_QK_NORMS, **_PRE_NORMS, "ffn_gate_inp": "mlp.gate"},
+        per_index={
+            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+            "ffn_down_exps": "mlp.experts.{}.down_proj",
+            "ffn_up_exps": "mlp.experts.{}.up_proj",
+        },
+        ints={
+            **_SIZES,
+            **_HEAD_DIM,
+            **_EXPERTS_USED,
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        floats=_RMS,
+        # llama.cpp's graph always normalises the chosen experts' weights and knows no dense layers between
+        constants={
+            **_SILU,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+            "sliding_window": None,
+        },
+        flags={"attention_bias": "attn_q.bias"},
+        rules=("full_rotary", "rope_scaling"),
+    ),
+    "gemma2": Architecture(
+        model_type="gemma2",
+        tensors=_GEMMA_TENSORS,
+        ints={**_SIZES, **_HEAD_DIM, "attention.sliding_window": "sliding_window"},
+        floats={
+            **_RMS,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        constants=_GEMMA,
+        norms_plus_one=True,
+        rules=("full_rotary", "gemma_scale", "gemma2_layers"),
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        tensors={**_GEMMA_TENSORS, **_QK_NORMS},
+        ints={**_SIZES, **_HEAD_DIM, "attention.sliding_window": "sliding_window"},
+        floats={
+            **_RMS,
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        constants={**_GEMMA, "attn_logit_softcapping": None, "use_bidirectional_attention": False},
+        norms_plus_one=True,
+        rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
+    ),
+    "phi3": Architecture(
+        model_type="phi3",
+        tensors={
+            **_PRE_NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        ints={**_SIZES, "attention.sliding_window": "sliding_window"},
+        floats=_RMS,
+        constants=_SILU,
+        rules=("partial_rotary", "phi3_rope"),
+    ),
+    "olmo2": Architecture(
+        model_type="olmo2",
+        tensors={**_ATTENTION, **_MLP, **_POST_NORMS, **_QK_NORMS},
+        ints=_SIZES,
+        floats=_RMS,
+        constants={**_SILU, "attention_bias": False},
+        rules=("full_rotary", "rope_scaling"),
+    ),
+    "smollm3": Architecture(
+        model_type="smollm3",
+        tensors=_LLAMA_TENSORS,
+        ints={**_SIZES, **_HEAD_DIM},
+        floats=_RMS,
+        constants={**_SILU, "use_sliding_window": False, "sliding_window": None},
+        flags=_LLAMA_FLAGS,
+        permuted=_LLAMA_PERMUTED,
+        rules=("full_rotary", "rope_scaling", "smollm3_layers"),
+    ),
+    "granite": Architecture(
+        model_type="granite",
+        tensors=_LLAMA_TENSORS,
+        ints=_SIZES,
+        floats={
+            **_RMS,
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        constants=_SILU,
+        flags=_LLAMA_FLAGS,
+        permuted=_LLAMA_PERMUTED,
+        rules=("full_rotary", "rope_scaling"),
+    ),
+    "stablelm": Architecture(
+        model_type="stablelm",
+        tensors=_LLAMA_TENSORS,
+        per_index={
+            "attn_q_norm": "self_attn.q_layernorm.norms.{}",
+            "attn_k_norm": "self_attn.k_layernorm.norms.{}",
+        },
+        ints=_SIZES,
+        floats={**_ROPE, "attention.layer_norm_epsilon": "layer_norm_eps"},
+        constants=_SILU,
+        flags={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+        rules=("partial_rotary", "stablelm_residual"),
+    ),
+    "starcoder2": Architecture(
+        model_type="starcoder2",
+        tensors={**_ATTENTION, **_PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        ints=_SIZES,
+        floats={**_ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
+        # the converter drops sliding_window, and llama.cpp computes none
+        constants={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
+        flags={"use_bias": "attn_q.bias"},
+        rules=("full_rotary", "rope_scaling"),
+    ),
+}
+
+
+def architecture_row(name: str, experts: int) -> Architecture | None:
+    """The row of `general.architecture`; `experts` is the file's expert count, 0 for a dense model."""
+    return ARCHITECTURES.get(_MIXTRAL if name == "llama" and experts else name)
+
+
+def architecture_names() -> list[str]:
+    """The values of `general.architecture` that are read."""
+    return [name for name in ARCHITECTURES if name != _MIXTRAL]

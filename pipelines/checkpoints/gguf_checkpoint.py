@@ -1,0 +1,120 @@
+"""A GGUF file as a Checkpoint: HF's names, HF's order of rows, HF's norms; no weight is copied to do so."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from emitter.codecs import CODECS, dequantise
+
+from .checkpoint import Checkpoint, CheckpointError, Tensor
+from .gguf_architectures import TOP_TENSORS, Architecture
+from .gguf_config import architecture_of, hf_config
+from .gguf_file import GgufFile, GgufTensor, read_gguf
+from .gguf_rope import ROPE_TENSORS
+from .gguf_tokenizer import eos_token_ids, tokenizer_json
+
+_BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_TOP_TENSOR = re.compile(r"(.+)\.(weight|bias)")
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """The checkpoint in the GGUF file at `path`; CheckpointError (one sentence) if it cannot be used."""
+    file = read_gguf(path)
+    _refuse_parts(file)
+    config = hf_config(file)
+    eos = eos_token_ids(file)
+    chat_template = file.metadata.get("tokenizer.chat_template")
+    ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": list(eos), "pad_token_id": config["pad_token_id"]}
+    return Checkpoint(
+        path=path,
+        format="gguf",
+        config=config,
+        tensors=_tensors(file, architecture_of(file), config),
+        tokenizer=tokenizer_json(file),
+        chat_template=chat_template if isinstance(chat_template, str) else None,
+        bos_token_id=config["bos_token_id"],
+        eos_token_ids=eos,
+        generation_config={key: value for key, value in ids.items() if value not in (None, [])},
+    )
+
+
+def _refuse_parts(file: GgufFile) -> None:
+    parts = file.metadata.get("split.count", 0)
+    if isinstance(parts, int) and parts > 1:
+        raise CheckpointError(f"{file.path} is one of {parts} parts: join them with llama-gguf-split --merge")
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(f"{file.path} holds no model but, in its own words, a {kind}: give a model's file")
+
+
+def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for stored in file.tensors.values():
+        if stored.name in ROPE_TENSORS:
+            continue
+        for tensor in _named(file, row, config, stored):
+            if tensor.name in tensors:
+                raise CheckpointError(f"{file.path}: {tensors[tensor.name].source} and {stored.name} are the same")
+            tensors[tensor.name] = tensor
+    return tensors
+
+
+def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) -> Iterator[Tensor]:
+    """The HF tensors in one of the file; a name that the architecture does not know is kept, to be reported."""
+    block = _BLOCK_TENSOR.fullmatch(stored.name)
+    if block is None:
+        top = _TOP_TENSOR.fullmatch(stored.name)
+        known = top and TOP_TENSORS.get(top[1])
+        name = f"{known}.{top[2]}" if known else stored.name
+        yield _tensor(file, stored, name, row.norms_plus_one and top and top[1].endswith("norm"))
+        return
+    layer, leaf, suffix = block.groups()
+    prefix = f"model.layers.{int(layer)}."
+    if leaf in row.per_index:
+        for index in range(stored.shape[0]):
+            name = f"{prefix}{row.per_index[leaf].format(index)}.{suffix}"
+            yield _part(file, stored, name, index)
+    elif leaf in row.permuted:
+        heads = config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"]
+        yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", heads)
+    else:
+        name = f"{prefix}{row.tensors[leaf]}.{suffix}" if leaf in row.tensors else stored.name
+        yield _tensor(file, stored, name, row.norms_plus_one and leaf.endswith("norm"))
+
+
+def _tensor(file: GgufFile, stored: GgufTensor, name: str, plus_one: bool) -> Tensor:
+    if plus_one and name != stored.name:
+        return Tensor(name, stored.shape, "f32", stored.name, _minus_one(file, stored))
+    return Tensor(name, stored.shape, stored.codec, stored.name, lambda: file.rows(stored))
+
+
+def _part(file: GgufFile, stored: GgufTensor, name: str, index: int) -> Tensor:
+    return Tensor(name, stored.shape[1:], stored.codec, stored.name, lambda: file.rows(stored)[index])
+
+
+def _minus_one(file: GgufFile, stored: GgufTensor) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        values = dequantise(stored.codec, file.rows(stored)) - np.float32(1)
+        return values.view(np.uint8)
+
+    return read
+
+
+def _unpermuted(file: GgufFile, stored: GgufTensor, name: str, heads: int) -> Tensor:
+    """Rows back from (head, pair, half) to HF's (head, half, pair): the inverse of the converter's `permute`."""
+    out = stored.shape[0]
+    if out % (2 * heads):
+        raise CheckpointError(f"{file.path}: {stored.name} has {out} rows, which {heads} heads cannot share")
+
+    def read() -> np.ndarray:
+        rows = file.rows(stored)
+        if len(stored.shape) == 1:  # a bias: its elements are the rows
+            rows = rows.reshape(out, -1)
+        ordered = rows.reshape(heads, out // heads // 2, 2, -1).swapaxes(1, 2)
+        return ordered.reshape(file.rows(stored).shape)
+
+    if len(stored.shape) == 1 and CODECS[stored.codec].quantised:
+        raise CheckpointError(f"{file.path}: {stored.name} is a quantised bias, whose elements cannot be reordered")
+    return Tensor(name, stored.shape, stored.codec, stored.name, read)

@@ -1,0 +1,236 @@
+"""A GGUF file's metadata as the config.json that its model came from.
+
+Every key under the architecture's prefix is read or refused: a key that is not understood may change the
+mathematics.
+"""
+
+import math
+import numbers
+from collections.abc import Callable
+
+import numpy as np
+
+from .checkpoint import CheckpointError
+from .gguf_architectures import Architecture, architecture_names, architecture_row
+from .gguf_file import GgufFile
+from .gguf_rope import ROPE_RULES
+
+# What llama.cpp takes where a file is silent.
+_ROPE_BASE = 10000.0
+_GEMMA3_LOCAL_ROPE_BASE = 10000.0
+_GEMMA3_PATTERN = 6
+_SMOLLM3_PATTERN = 4
+
+# Keys that say nothing about the mathematics, or repeat what the tensors' shapes say.
+_SILENT_KEYS = {"vocab_size", "tensor_data_layout"}
+
+_TOKEN_IDS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+
+
+class Metadata:
+    """The architecture's own keys, without their prefix, and which of them were asked for."""
+
+    def __init__(self, file: GgufFile):
+        self.file = file
+        self.prefix = architecture_name(file) + "."
+        self._asked: set[str] = set()
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: {what}")
+
+    def get(self, key: str, default=None):
+        self._asked.add(key)
+        return self.file.metadata.get(self.prefix + key, default)
+
+    def _typed(self, key: str, kind: type, words: str, default):
+        value = self.get(key, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()  # a number per layer, all the same
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise self.fail(f"{self.prefix}{key} is {_short(value)}, where {words} belongs")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        value = self._typed(key, numbers.Integral, "one whole number", default)
+        if value is not None and value < 0:
+            raise self.fail(f"{self.prefix}{key} is {value}, which is negative")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float | None:
+        value = self._typed(key, numbers.Real, "one number", default)
+        if value is not None and not math.isfinite(value):
+            raise self.fail(f"{self.prefix}{key} is {value}, which is no finite number")
+        return None if value is None else float(value)
+
+    def required(self, key: str) -> int:
+        value = self.integer(key)
+        if not value:
+            raise self.fail(f"the metadata key {self.prefix}{key} is missing or 0, so the model's shape is unknown")
+        return value
+
+    def unread(self) -> list[str]:
+        mine = (key for key in self.file.metadata if key.startswith(self.prefix))
+        return sorted(key for key in mine if key.removeprefix(self.prefix) not in self._asked | _SILENT_KEYS)
+
+
+def _short(value) -> str:
+    text = repr(value.tolist() if isinstance(value, np.ndarray) else value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def architecture_name(file: GgufFile) -> str:
+    """`general.architecture` of the file."""
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{file.path} does not say what it holds: general.architecture is missing")
+    return name
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """The row of the file's architecture; CheckpointError names those there are."""
+    name = architecture_name(file)
+    experts = file.metadata.get(f"{name}.expert_count", 0)
+    row = architecture_row(name, experts if isinstance(experts, int) else 1)
+    if row is None:
+        known = ", ".join(architecture_names())
+        raise CheckpointError(f"{file.path} holds a {name} model, which is not known: use one of {known}")
+    return row
+
+
+def hf_config(file: GgufFile) -> dict:
+    """The config of the file's model in config.json's form, HF's key names; CheckpointError if one is unclear."""
+    row, metadata = architecture_of(file), Metadata(file)
+    config: dict = {"model_type": row.model_type, **row.constants}
+    for key, name in row.ints.items():
+        value = metadata.integer(key)
+        if value is not None:
+            config[name] = value
+    for key, name in row.floats.items():
+        value = metadata.real(key)
+        if value is not None:
+            config[name] = value
+    _fill_sizes(config, metadata)
+    config.setdefault("rope_theta", _ROPE_BASE)
+    for name, leaf in row.flags.items():
+        config[name] = f"blk.0.{leaf}" in file.tensors
+    for rule in row.rules:
+        RULES[rule](config, metadata)
+    for key, name in _TOKEN_IDS.items():
+        config[name] = _token_id(file, key)
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["vocab_size"] = _vocab_size(file)
+    _refuse_unread(metadata)
+    return config
+
+
+def _fill_sizes(config: dict, metadata: Metadata) -> None:
+    for key in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length"):
+        metadata.required(key)
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if metadata.integer("expert_count") == 0:  # how a dense file may say that it has none
+        metadata.get("expert_used_count")
+    elif metadata.integer("expert_count") and "num_experts_per_tok" not in config:
+        raise metadata.fail(f"a {config['model_type']} model has no experts, but {metadata.prefix}expert_count says so")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if kv_heads == 0 or heads % kv_heads:
+        raise metadata.fail(f"{heads} attention heads cannot share {kv_heads} key-value heads")
+    for key in ("attention.key_length", "attention.value_length"):
+        length = metadata.integer(key)
+        if length not in (None, head_dim(config)):
+            raise metadata.fail(f"{metadata.prefix}{key} is {length}, where heads have {head_dim(config)} elements")
+
+
+def _token_id(file: GgufFile, key: str) -> int | None:
+    value = file.metadata.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise CheckpointError(f"{file.path}: {key} is {_short(value)}, where a token's number belongs")
+    return value
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.path} has no token_embd.weight of two dimensions, so it is no whole model")
+    return embedding.shape[0]
+
+
+def _refuse_unread(metadata: Metadata) -> None:
+    unread = metadata.unread()
+    if unread:
+        raise metadata.fail(f"metadata that is not understood may change the result: {', '.join(unread)}")
+
+
+def head_dim(config: dict) -> int:
+    """Elements of one attention head: the config's own, or hidden size over heads."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _llama_head_dim(config: dict, metadata: Metadata) -> None:
+    config["head_dim"] = head_dim(config)
+
+
+def _gemma_scale(config: dict, metadata: Metadata) -> None:
+    """Attention is scaled by query_pre_attn_scalar ** -0.5; no file states it.
+
+    It is hidden size over heads in the two 27B models, which llama.cpp knows by their number of layers, and
+    head_dim in all others (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
+    """
+    large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
+    if config["num_hidden_layers"] == large:
+        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    else:
+        config["query_pre_attn_scalar"] = head_dim(config)
+
+
+def _windowed_layers(layers: int, pattern: int) -> list[str]:
+    """Every layer slides but each `pattern`-th."""
+    return ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
+
+
+def _gemma2_layers(config: dict, metadata: Metadata) -> None:
+    config["layer_types"] = _windowed_layers(config["num_hidden_layers"], 2)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        config.setdefault(key, None)
+
+
+def _gemma3_layers(config: dict, metadata: Metadata) -> None:
+    layers, pattern = config["num_hidden_layers"], metadata.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+    if isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) == layers:
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        config["layer_types"] = _windowed_layers(layers, pattern)
+    else:
+        raise metadata.fail(f"{metadata.prefix}attention.sliding_window_pattern is {_short(pattern)}")
+    config.setdefault("rope_local_base_freq", _GEMMA3_LOCAL_ROPE_BASE)
+    config.setdefault("final_logit_softcapping", None)
+
+
+def _smollm3_layers(config: dict, metadata: Metadata) -> None:
+    """HF lists 1 for a layer with rotary embedding; llama.cpp leaves it out of every fourth layer."""
+    config["no_rope_layer_interval"] = _SMOLLM3_PATTERN
+    layers = range(1, config["num_hidden_layers"] + 1)
+    config["no_rope_layers"] = [int(layer % _SMOLLM3_PATTERN != 0) for layer in layers]
+
+
+def _stablelm_residual(config: dict, metadata: Metadata) -> None:
+    """The parallel form has one norm a block, so the tensors say which form it is."""
+    parallel = "blk.0.ffn_norm.weight" not in metadata.file.tensors
+    stated = metadata.get("use_parallel_residual")
+    if isinstance(stated, bool) and stated != parallel:
+        raise metadata.fail(f"{metadata.prefix}use_parallel_residual is {stated}, but the tensors say {parallel}")
+    config["use_parallel_residual"] = parallel
+
+
+RULES: dict[str, Callable[[dict, Metadata], None]] = {
+    **ROPE_RULES,
+    "llama_head_dim": _llama_head_dim,
+    "gemma_scale": _gemma_scale,
+    "gemma2_layers": _gemma2_layers,
+    "gemma3_layers": _gemma3_layers,
+    "smollm3_layers": _smollm3_layers,
+    "stablelm_residual": _stablelm_residual,
+}

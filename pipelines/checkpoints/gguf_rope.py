@@ -1,0 +1,134 @@
+"""The rotary embedding's variants: GGUF's keys and factor tensors as HF's config keys.
+
+HF's names and formulas: transformers.modeling_rope_utils. transformers itself drops all of this when it reads a
+GGUF file.
+"""
+
+import math
+
+import numpy as np
+
+from emitter.codecs import dequantise
+
+from .gguf_file import GgufFile
+
+# Llama 3.1 and later; the GGUF keeps their effect, one factor a frequency, and not these numbers.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_FACTOR_TOLERANCE = 1e-4  # factors are f32 of an f32 computation: about 1e-6 apart
+
+
+def _factors(file: GgufFile, name: str) -> np.ndarray | None:
+    """f32 [rotary_dim / 2], or None if the file has no such tensor."""
+    tensor = file.tensors.get(name)
+    return None if tensor is None else dequantise(tensor.codec, file.rows(tensor)).reshape(-1)
+
+
+def _head_dim(config: dict) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
+    """What Llama 3's scaling divides each frequency by, f64 [rotary_dim / 2] (HF: _compute_llama3_parameters)."""
+    wavelength = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+    smooth = (original / wavelength - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, between))
+
+
+def _rope_factors(config: dict, metadata) -> None:
+    """rope_freqs.weight: Llama 3's scaling where its numbers explain the factors, else the factors themselves.
+
+    HF's longrope with equal long and short factors and an attention factor of 1 divides by any factors given.
+    """
+    factors = _factors(metadata.file, "rope_freqs.weight")
+    if factors is None or np.all(factors == 1):
+        return
+    if config.get("rope_scaling"):
+        raise metadata.fail("it has rope_freqs.weight and rope.scaling keys, of which only one can hold")
+    low, high, original = _LLAMA3.values()
+    factor = float(factors.max())
+    if len(factors) * 2 == _head_dim(config):
+        expected = llama3_factors(_head_dim(config), config["rope_theta"], factor, low, high, original)
+        if np.allclose(factors, expected, rtol=_FACTOR_TOLERANCE, atol=0):
+            config["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+            return
+    listed = factors.tolist()
+    config["rope_scaling"] = {
+        "rope_type": "longrope",
+        "long_factor": listed,
+        "short_factor": listed,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+    }
+
+
+def _rope_scaling(config: dict, metadata) -> None:
+    kind = metadata.get("rope.scaling.type", "none")
+    factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
+    original = metadata.integer("rope.scaling.original_context_length")
+    attention_factor = metadata.real("rope.scaling.attn_factor")
+    if kind == "none" and metadata.get("rope.scale_linear") is not None:
+        kind = "linear"
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return
+    if kind == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        config["rope_scaling"] = _yarn(config, metadata, factor, original, attention_factor)
+    else:
+        raise metadata.fail(f"{metadata.prefix}rope.scaling.type is {kind!r}: none, linear and yarn are read")
+
+
+def _yarn(config: dict, metadata, factor: float, original: int | None, attention_factor: float | None) -> dict:
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original or config["max_position_embeddings"],
+    }
+    if attention_factor not in (None, 1.0):
+        # llama.cpp multiplies this by the factor that HF computes by itself
+        scaling["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        value = metadata.real(f"rope.scaling.{key}")
+        if value is not None:
+            scaling[name] = value
+    return scaling
+
+
+def _full_rotary(config: dict, metadata) -> None:
+    rotary, whole = metadata.integer("rope.dimension_count"), _head_dim(config)
+    if rotary not in (None, whole):
+        raise metadata.fail(f"it rotates {rotary} of {whole} elements of a head, which {config['model_type']} cannot")
+
+
+def _partial_rotary(config: dict, metadata) -> None:
+    rotary = metadata.integer("rope.dimension_count")
+    config["partial_rotary_factor"] = 1.0 if rotary is None else rotary / _head_dim(config)
+
+
+def _phi3_rope(config: dict, metadata) -> None:
+    """longrope where the file has the two factor tensors; a window of 0 means none."""
+    config["sliding_window"] = config.get("sliding_window") or None
+    original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
+    attention_factor = metadata.real("rope.scaling.attn_factor")
+    config["original_max_position_embeddings"] = original
+    long, short = (_factors(metadata.file, f"rope_factors_{length}.weight") for length in ("long", "short"))
+    if (long is None) != (short is None):
+        raise metadata.fail("it has one of rope_factors_long.weight and rope_factors_short.weight, which go together")
+    if long is not None:
+        config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
+        if attention_factor is not None:
+            config["rope_scaling"]["attention_factor"] = attention_factor
+
+
+# Tensors that end in the config.
+ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+
+ROPE_RULES = {
+    "rope_factors": _rope_factors,
+    "rope_scaling": _rope_scaling,
+    "full_rotary": _full_rotary,
+    "partial_rotary": _partial_rotary,
+    "phi3_rope": _phi3_rope,
+}

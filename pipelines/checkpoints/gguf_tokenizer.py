@@ -1,0 +1,254 @@
+"""The tokenizer in a GGUF's metadata as the content of the tokenizer.json that its model has at HF.
+
+Two kinds are read: byte-level BPE ("gpt2") and SentencePiece BPE ("llama"). Whether BOS or EOS is added stands in
+the post-processor and nowhere else.
+
+Where this differs from transformers' own reading of a GGUF, it is on purpose: transformers knows no digit splitting
+(smollm, starcoder, refact), no NFC (qwen2) and no ignore_merges (llama-bpe), all of which the models' own
+tokenizer.json files have.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .checkpoint import CheckpointError
+from .gguf_file import GgufFile
+from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
+
+_PREFIX = "tokenizer.ggml."
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
+_SPACE = "\u2581"
+
+# Gemma's scores do not follow the order of its merges, the places in its vocabulary do.
+_RANKED_BY_PLACE = {"gemma", "gemma2", "gemma3"}
+
+
+class _Metadata:
+    """The tokenizer's keys, with their types checked."""
+
+    def __init__(self, file: GgufFile):
+        self.file = file
+        self.tokens: list[str] = self.strings("tokens")
+        self.types = self.numbers("token_type")
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: {what}")
+
+    def get(self, key: str, default=None):
+        return self.file.metadata.get(_PREFIX + key, default)
+
+    def strings(self, key: str) -> list[str]:
+        value = self.get(key)
+        if not isinstance(value, list) or not value:
+            raise self.fail(f"its tokenizer has no {_PREFIX}{key}, so text cannot be turned into tokens")
+        return value
+
+    def numbers(self, key: str) -> np.ndarray | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or len(value) != len(self.tokens):
+            raise self.fail(f"{_PREFIX}{key} does not have one number for each of the {len(self.tokens)} tokens")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(f"{_PREFIX}{key} is {value!r}, where true or false belongs")
+        return value
+
+    def token(self, key: str) -> str | None:
+        """The token that a metadata key names by its number."""
+        number = self.get(key)
+        if number is None:
+            return None
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self.tokens):
+            raise self.fail(f"{_PREFIX}{key} is {number!r}, which is no token of {len(self.tokens)}")
+        return self.tokens[number]
+
+
+def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    """The tokens that end an answer: end of sequence and, where the file names one, end of turn."""
+    found = (file.metadata.get(_PREFIX + key) for key in ("eos_token_id", "eot_token_id"))
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+def tokenizer_json(file: GgufFile) -> dict | None:
+    """tokenizer.json's content, or None if the file has no tokenizer; CheckpointError if it cannot be read."""
+    model = file.metadata.get(_PREFIX + "model")
+    if model in (None, "no_vocab"):
+        return None
+    if model == "gpt2":
+        return _byte_level(_Metadata(file))
+    if model == "llama":
+        return _sentencepiece(_Metadata(file))
+    raise CheckpointError(f"{file.path} has a tokenizer of the kind {model!r}: gpt2 and llama are read")
+
+
+def _byte_level(metadata: _Metadata) -> dict:
+    name = metadata.get("pre")
+    row = PRE_TOKENIZERS.get(name)
+    if row is None:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise metadata.fail(f"it cuts text the way named {name!r} (tokenizer.ggml.pre), which is none of {known}")
+    vocabulary = {token: number for number, token in enumerate(metadata.tokens)}
+    bpe = _bpe(vocabulary, list(_merges_of_file(metadata, vocabulary)))
+    bpe |= {"continuing_subword_prefix": "", "end_of_word_suffix": "", "ignore_merges": row.ignore_merges}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": row.split is None}
+    return _tokenizer(
+        metadata,
+        model=bpe,
+        normalizer={"type": "NFC"} if row.nfc else None,
+        pre_tokenizer=_sequence("pretokenizers", [*_cuts(row), byte_level]),
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        added=list(_added_tokens(metadata)),
+        adds_bos=row.adds_bos,
+    )
+
+
+def _cuts(row: PreTokenizer) -> Iterator[dict]:
+    if row.digits:
+        yield {"type": "Digits", "individual_digits": True}
+    if row.split is not None:
+        yield {"type": "Split", "pattern": {"Regex": row.split}, "behavior": "Isolated", "invert": False}
+
+
+def _sequence(key: str, steps: list[dict]) -> dict:
+    return steps[0] if len(steps) == 1 else {"type": "Sequence", key: steps}
+
+
+def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator[list[str]]:
+    for merge in metadata.strings("merges"):
+        left, _, right = merge.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise metadata.fail(f"its tokenizer merges {merge!r}, whose parts or whole are not among its tokens")
+        yield [left, right]
+
+
+def _sentencepiece(metadata: _Metadata) -> dict:
+    by_place = metadata.file.metadata.get("general.architecture") in _RANKED_BY_PLACE
+    # GGUF writes runs of spaces as they look in text; the model joins them from single ones
+    tokens = [_SPACE * len(token) if token.strip(" ") == "" else token for token in metadata.tokens]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if metadata.get("merges") is not None:
+        merges = list(_merges_of_file(metadata, vocabulary))
+    elif by_place:
+        merges = [merge for token in tokens for merge in _splits(token, vocabulary)]
+    else:
+        merges = _merges_by_score(metadata, tokens, vocabulary)
+    unknown = metadata.token("unknown_token_id")
+    bpe = _bpe(vocabulary, merges) | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    decode = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    normalizer = spaces
+    if metadata.flag("add_space_prefix", True):
+        normalizer = _sequence("normalizers", [{"type": "Prepend", "prepend": _SPACE}, spaces])
+        decode.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return _tokenizer(
+        metadata,
+        model=bpe,
+        normalizer=normalizer,
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": decode},
+        added=[token for token in _added_tokens(metadata) if token["content"].strip(" ")],
+        adds_bos=True,
+    )
+
+
+def _splits(token: str, vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """The pairs of tokens that make `token`, those with the longer left part first."""
+    for at in range(len(token) - 1, 0, -1):
+        left, right = token[:at], token[at:]
+        if left in vocabulary and right in vocabulary:
+            yield left, right
+
+
+def _merges_by_score(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """SentencePiece joins the pair whose whole has the best score; BPE the pair that comes first in this list."""
+    scores = metadata.numbers("scores")
+    if scores is None:
+        raise metadata.fail("its tokenizer has neither tokenizer.ggml.scores nor tokenizer.ggml.merges")
+    ranked = sorted(
+        (-score, -len(left), -len(right), left, right)
+        for token, score in zip(tokens, scores.tolist())
+        for left, right in _splits(token, vocabulary)
+    )
+    return [(left, right) for _, _, _, left, right in ranked]
+
+
+def _bpe(vocabulary: dict[str, int], merges: list) -> dict:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
+    """Tokens matched whole in the text: control tokens and those that the file names are special, user's are not."""
+    named = {metadata.get(f"{role}_token_id") for role in ("bos", "eos", "unknown", "padding", "eot")}
+    types = metadata.types if metadata.types is not None else np.zeros(len(metadata.tokens), np.int32)
+    for number, (content, kind) in enumerate(zip(metadata.tokens, types.tolist())):
+        special = kind in (_UNKNOWN, _CONTROL) or number in named
+        if content and (special or kind == _USER_DEFINED):
+            yield {
+                "id": number,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": special,
+            }
+
+
+def _tokenizer(metadata: _Metadata, *, model, normalizer, pre_tokenizer, decoder, added, adds_bos: bool) -> dict:
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": _post_processor(metadata, adds_bos),
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _post_processor(metadata: _Metadata, adds_bos: bool) -> dict | None:
+    """Adds BOS and EOS where the file, or llama.cpp's default for this kind of tokenizer, says so."""
+    before = [metadata.token("bos_token_id")] if metadata.flag("add_bos_token", adds_bos) else []
+    after = [metadata.token("eos_token_id")] if metadata.flag("add_eos_token", False) else []
+    before, after = ([token for token in side if token is not None] for side in (before, after))
+    if not before and not after:
+        return None
+
+    def around(sequence: str, type_id: int) -> list[dict]:
+        return [
+            *({"SpecialToken": {"id": token, "type_id": type_id}} for token in before),
+            {"Sequence": {"id": sequence, "type_id": type_id}},
+            *({"SpecialToken": {"id": token, "type_id": type_id}} for token in after),
+        ]
+
+    numbers = {token: metadata.tokens.index(token) for token in before + after}
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": around("A", 0) + around("B", 1),
+        "special_tokens": {
+            token: {"id": token, "ids": [number], "tokens": [token]} for token, number in numbers.items()
+        },
+    }

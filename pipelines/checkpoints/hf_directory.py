@@ -1,0 +1,131 @@
+"""A directory as `save_pretrained` writes it: config.json, safetensors, and what there is of a tokenizer."""
+
+import json
+from pathlib import Path
+
+from .audit import IGNORABLE
+from .checkpoint import Checkpoint, CheckpointError, Tensor
+from .safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def open_hf_directory(path: Path) -> Checkpoint:
+    """The checkpoint in the directory `path`; CheckpointError (one sentence) if it cannot be used.
+
+    Without tokenizer.json the checkpoint has no tokenizer. The chat template is that of chat_template.jinja, else
+    of tokenizer_config.json (the one called default, where there are several).
+    """
+    config = _json_object(path / "config.json")
+    if config is None:
+        raise CheckpointError(f"{path} has no config.json: give a directory as HF's save_pretrained writes it")
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
+    generation = _json_object(path / "generation_config.json") or {}
+    return Checkpoint(
+        path=path,
+        format="hf",
+        config=config,
+        tensors=_tensors(path),
+        tokenizer=_json_object(path / "tokenizer.json"),
+        chat_template=_chat_template(path),
+        bos_token_id=_first_id(path, "bos_token_id", generation, config),
+        eos_token_ids=_eos_ids(path, generation, config),
+        generation_config=generation,
+    )
+
+
+def _json_object(path: Path) -> dict | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise CheckpointError(f"{path} is not JSON: fetch it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is JSON but no object: fetch it again")
+    return content
+
+
+def _shards(path: Path) -> dict[str, list[str] | None]:
+    """File name -> the tensors that the index says are in it, or None if nobody says."""
+    if (path / _SINGLE).exists():
+        return {_SINGLE: None}
+    index = _json_object(path / _INDEX)
+    if index is None:
+        raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}: save the model as safetensors")
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise CheckpointError(f"{path / _INDEX} has no weight_map of tensor names to files")
+    shards: dict[str, list[str] | None] = {}
+    for name, shard in places.items():
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{path / _INDEX} places {name} in {shard!r}, which is not a file beside it")
+        shards.setdefault(shard, []).append(name)
+    return shards
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for shard, expected in _shards(path).items():
+        if not (path / shard).is_file():
+            raise CheckpointError(f"{path / shard} is missing, which {_INDEX} names: fetch it")
+        stored = read_safetensors(path / shard)
+        absent = sorted(set(expected or ()) - set(stored))
+        if absent:
+            raise CheckpointError(f"{path / shard} lacks {', '.join(absent)}, which {_INDEX} places there")
+        for tensor in stored.values():
+            if tensor.name in tensors:
+                raise CheckpointError(f"{path / shard} holds {tensor.name}, which another shard holds as well")
+            if not any(pattern.fullmatch(tensor.name) for pattern in IGNORABLE):
+                tensors[tensor.name] = _tensor(path / shard, tensor)
+    return tensors
+
+
+def _tensor(shard: Path, stored: StoredTensor) -> Tensor:
+    codec = CODEC_OF_DTYPE.get(stored.dtype)
+    if codec is None:
+        known = ", ".join(CODEC_OF_DTYPE)
+        raise CheckpointError(f"{shard}: {stored.name} is stored as {stored.dtype}, which is not read; use {known}")
+    if not stored.shape or 0 in stored.shape:
+        raise CheckpointError(f"{shard}: {stored.name} has the shape {list(stored.shape)}, which holds no row")
+    rows = stored.data.reshape(*stored.shape[:-1], -1)
+    return Tensor(stored.name, stored.shape, codec, stored.name, lambda: rows)
+
+
+def _chat_template(path: Path) -> str | None:
+    try:
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError):
+        raise CheckpointError(f"{path / 'chat_template.jinja'} cannot be read as UTF-8 text") from None
+    template = (_json_object(path / "tokenizer_config.json") or {}).get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _first_id(path: Path, key: str, *sources: dict) -> int | None:
+    """generation_config.json wins over config.json, as in HF's generate."""
+    for source in sources:
+        value = source.get(key)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise CheckpointError(f"{path}: {key} is {value!r}, where a token's number belongs")
+            return value
+    return None
+
+
+def _eos_ids(path: Path, *sources: dict) -> tuple[int, ...]:
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is not None:
+            several = value if isinstance(value, list) else [value]
+            if any(isinstance(token, bool) or not isinstance(token, int) for token in several):
+                raise CheckpointError(f"{path}: eos_token_id is {value!r}, where tokens' numbers belong")
+            return tuple(several)
+    return ()

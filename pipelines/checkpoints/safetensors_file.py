@@ -1,0 +1,60 @@
+"""A safetensors file as mapped bytes. The library checks the file; the bytes are ours, since NumPy has no bf16."""
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .checkpoint import CheckpointError
+
+CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_HEADER_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """dtype as safetensors names it; data u8 [*shape[:-1], bytes of a row], a view of the mapped file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    data: np.ndarray
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the file by name; CheckpointError if the file is not sound."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early
+        with open(path, "rb") as file:
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file ({error}): fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise CheckpointError(f"{path} is empty: fetch it again") from None
+    size = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
+    data_start = _HEADER_LENGTH_BYTES + size
+    header = json.loads(view[_HEADER_LENGTH_BYTES:data_start], object_pairs_hook=lambda pairs: _unique(path, pairs))
+    data = np.frombuffer(view, np.uint8)
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        tensors[name] = StoredTensor(
+            name, tuple(entry["shape"]), entry["dtype"], data[data_start + start : data_start + end]
+        )
+    return tensors
+
+
+def _unique(path: Path, pairs: list[tuple]) -> dict:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise CheckpointError(f"{path} is not a sound safetensors file: {twice!r} stands twice in its header")
+    return dict(pairs)
