@@ -1,0 +1,110 @@
+"""The compile driver: its cache, its errors and what it leaves behind."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.vmfb import toy
+from vmfb import compiler
+from vmfb.compiler import CompileError, compile_mlir
+from vmfb.targets import TARGETS
+
+SMALL = "func.func @f(%a: tensor<4xf32>) -> tensor<4xf32> {{ %b = stablehlo.{op} %a, %a : tensor<4xf32> return %b : tensor<4xf32> }}"
+ADD, BAD = SMALL.format(op="add"), SMALL.format(op="subtrac")
+HOST = TARGETS["host"]
+
+
+def files(directory) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def test_the_same_text_is_compiled_once(tmp_path):
+    first = compile_mlir(ADD, HOST, tmp_path / "a" / "model.vmfb", cache_dir=tmp_path / "c")
+    again = compile_mlir(ADD, HOST, tmp_path / "b" / "model.vmfb", cache_dir=tmp_path / "c")
+    assert (first.cached, again.cached) == (False, True)
+    assert again.seconds == first.seconds > 0 and again.flags == first.flags
+    assert (tmp_path / "a/model.vmfb").read_bytes() == (tmp_path / "b/model.vmfb").read_bytes()
+    assert first.log.read_text() == again.log.read_text() != ""
+
+
+def test_text_flags_target_and_compiler_each_make_another_result(tmp_path, monkeypatch):
+    ways = [(ADD, HOST, ()), (ADD + " ", HOST, ()), (ADD, TARGETS["x86-64-v3"], ()), (ADD, HOST, ("--iree-opt-level=O2",))]
+    run = lambda text, target, flags: compile_mlir(text, target, tmp_path / "m", extra_flags=flags, cache_dir=tmp_path / "c")  # noqa: E731
+    assert [run(*way).cached for way in ways] == [False] * 4
+    assert [run(*way).cached for way in ways] == [True] * 4
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "99.0.0")
+    assert not run(*ways[0]).cached
+
+
+def test_a_damaged_cache_entry_is_compiled_again(tmp_path):
+    compile_mlir(ADD, HOST, tmp_path / "m", cache_dir=tmp_path / "c")
+    (facts,) = (tmp_path / "c").glob("*.json")
+    facts.write_text("{")
+    assert not compile_mlir(ADD, HOST, tmp_path / "m", cache_dir=tmp_path / "c").cached
+
+
+def test_an_error_shows_its_line_and_the_log_but_no_module(tmp_path):
+    text = "\n".join(["module {", ADD, ADD.replace("@f", "@g").replace("%b = stablehlo.add", "%b = stablehlo.subtrac"), "}"])
+    with pytest.raises(CompileError) as caught:
+        compile_mlir(text, HOST, tmp_path / "out" / "model.vmfb", cache_dir=tmp_path / "c")
+    message, log = str(caught.value), caught.value.log
+    assert "module.mlir:3:" in message and "error:" in message and str(log.parent) in message
+    assert "func.func" not in message and len(message) < 600
+    assert log.is_file() and (log.parent / "module.mlir").read_text() == text
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "c").glob("*.vmfb"))
+
+
+def test_a_late_failure_does_not_dump_the_module(tmp_path):
+    """The stack of one workgroup is limited, which only the code generator notices."""
+    body = "func.func @f(%a: tensor<4xf32>) -> tensor<4xf32> { %b = util.call @absent(%a) : (tensor<4xf32>) -> tensor<4xf32> return %b : tensor<4xf32> }"
+    with pytest.raises(CompileError) as caught:
+        compile_mlir(body + toy.module_text(8, (4,)), HOST, tmp_path / "m", cache_dir=tmp_path / "c")
+    assert len(caught.value.log.read_text()) < 4000
+
+
+def test_an_interrupt_ends_the_compiler_and_leaves_nothing(tmp_path):
+    """In a process of its own, as from a terminal: ^C while iree-compile runs."""
+    code = (
+        "from tests.vmfb import toy; from vmfb.compiler import compile_mlir; from vmfb.targets import TARGETS; from pathlib import Path\n"
+        f"compile_mlir(toy.module_text(512, tuple(range(2, 40))), TARGETS['host'], Path({str(tmp_path)!r}) / 'out/m', cache_dir=Path({str(tmp_path)!r}) / 'c')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    children = f"/proc/{process.pid}/task/{process.pid}/children"
+    deadline = time.monotonic() + 20
+    while not (pids := open(children).read().split()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert pids, "the compiler never started"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in errors
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert files(tmp_path) == set() and not list((tmp_path / "c").glob(".work-*"))
+
+
+def test_without_the_compiler_package_a_sentence_says_what_to_install(tmp_path, monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(CompileError, match="pip install iree-base-compiler"):
+        compile_mlir(ADD, HOST, tmp_path / "m", cache_dir=tmp_path / "c")
+
+
+def test_results_longest_unused_are_forgotten(tmp_path, monkeypatch):
+    for n, op in enumerate(("add", "multiply")):
+        compile_mlir(SMALL.format(op=op), HOST, tmp_path / "m", cache_dir=tmp_path / "c")
+        for path in (tmp_path / "c").glob("*.vmfb"):
+            os.utime(path, (n, n))
+    newest = max((tmp_path / "c").glob("*.vmfb"), key=lambda p: p.stat().st_mtime)
+    monkeypatch.setattr(compiler, "KEPT_BYTES", 2 * newest.stat().st_size + 100)
+    compile_mlir(SMALL.format(op="subtract"), HOST, tmp_path / "m", cache_dir=tmp_path / "c")
+    assert len(list((tmp_path / "c").glob("*.vmfb"))) == len(list((tmp_path / "c").glob("*.json"))) == 2
+    assert compile_mlir(SMALL.format(op="subtract"), HOST, tmp_path / "m", cache_dir=tmp_path / "c").cached

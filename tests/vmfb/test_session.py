@@ -1,0 +1,133 @@
+"""A session says what the model says, whatever way the tokens go in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.vmfb import toy
+from tests.vmfb.conftest import CONTEXT
+from vmfb.bundle import open_bundle
+from vmfb.session import Session, SessionError
+
+TOKENS = np.random.default_rng(3).integers(0, toy.VOCAB, CONTEXT).tolist()
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def session(request, toy_dir):
+    return Session(open_bundle(toy_dir), request.param)
+
+
+def agrees(session: Session, tokens) -> None:
+    """The session's logits are those of the model run over `tokens`, and its caches too, as far as they are filled."""
+    model = toy.Toy(CONTEXT)
+    np.testing.assert_array_equal(session.logits(), model.run(tokens))
+    assert session.position == len(tokens)
+    np.testing.assert_array_equal(session._k.array[:, : len(tokens)], model.k[:, : len(tokens)])
+    np.testing.assert_array_equal(session._v.array[:, : len(tokens)], model.v[:, : len(tokens)])
+
+
+@pytest.mark.parametrize("count", range(1, CONTEXT + 1))
+def test_a_prompt_of_any_length_equals_token_by_token(session, count):
+    best = session.prefill(TOKENS[:count])
+    agrees(session, TOKENS[:count])
+    assert best == int(np.argmax(toy.Toy(CONTEXT).run(TOKENS[:count])))
+
+
+@pytest.mark.parametrize("first", [1, 3, 4, 5, 7, 8, 9, 12, 17, 20, 21, 23])
+def test_a_second_prompt_goes_on_where_the_first_ended(session, first):
+    for end in (first + 1, CONTEXT):
+        session.rewind(0)
+        session.prefill(TOKENS[:first])
+        session.prefill(TOKENS[first:end])
+        agrees(session, TOKENS[:end])
+
+
+def test_every_position_of_the_context_can_be_stepped_to(session):
+    model = toy.Toy(CONTEXT)
+    token = TOKENS[0]
+    for _ in range(CONTEXT):
+        logits = model.step(token)
+        token = session.step(token)
+        assert token == int(np.argmax(logits))
+    with pytest.raises(SessionError, match="1 token from position 24 would end past the context of 24"):
+        session.step(0)
+
+
+def test_rewinding_forgets_what_came_after(session):
+    session.prefill(TOKENS)
+    session.rewind(5)
+    session.prefill(TOKENS[::-1][:7])
+    agrees(session, TOKENS[:5] + TOKENS[::-1][:7])
+
+
+def test_rewinding_leaves_no_logits_of_a_later_token(session):
+    session.prefill(TOKENS[:5])
+    session.rewind(5)
+    agrees(session, TOKENS[:5])
+    session.rewind(4)
+    with pytest.raises(SessionError, match="no logits yet"):
+        session.logits()
+    with pytest.raises(SessionError, match="position 4 cannot be rewound to 5"):
+        session.rewind(5)
+
+
+def test_forks_go_their_own_ways(session):
+    session.prefill(TOKENS[:9])
+    fork = session.fork()
+    agrees(fork, TOKENS[:9])
+    session.prefill(TOKENS[9:15])
+    agrees(fork, TOKENS[:9])
+    fork.step(TOKENS[20])
+    agrees(fork, [*TOKENS[:9], TOKENS[20]])
+    agrees(session, TOKENS[:15])
+
+
+def test_a_fork_copies_no_more_than_the_position(session):
+    session.prefill(TOKENS)
+    session.rewind(3)
+    assert not session.fork()._k.array[:, 3:].any()
+
+
+def test_logits_are_the_callers_own(session):
+    session.prefill(TOKENS[:2])
+    logits = session.logits()
+    session.step(TOKENS[2])
+    np.testing.assert_array_equal(logits, toy.Toy(CONTEXT).run(TOKENS[:2]))
+
+
+def test_progress_counts_every_token(session):
+    seen = []
+    session.prefill(TOKENS[:19], lambda done, total: seen.append((done, total)))
+    assert [total for _, total in seen] == [19] * len(seen)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1][0] == 19
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "no tokens"),
+        ([1, 32], "token 32 is outside the vocabulary of 32"),
+        ([-1], "token -1 is outside"),
+        ([1.5], "not a list of whole numbers"),
+        ([[1], [2]], "not a list of whole numbers"),
+        ([1] * 22, "22 tokens from position 3 would end past the context of 24"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_any_work(session, tokens, message):
+    session.prefill(TOKENS[:3])
+    with pytest.raises(SessionError, match=message):
+        session.prefill(tokens)
+    agrees(session, TOKENS[:3])
+
+
+@pytest.mark.parametrize("token", [-1, 32])
+def test_a_bad_token_is_refused(session, token):
+    with pytest.raises(SessionError, match=f"token {token} is outside the vocabulary of 32"):
+        session.step(token)
+    assert session.position == 0
+
+
+def test_a_session_needs_a_thread(toy_dir):
+    with pytest.raises(SessionError, match="threads is 0"):
+        Session(open_bundle(toy_dir), 0)

@@ -1,0 +1,60 @@
+"""Targets: what they need, and that each compiles."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from tests.vmfb import toy
+from vmfb import cpu, targets
+from vmfb.compiler import compile_mlir
+from vmfb.targets import TARGETS, Target, TargetError, missing_features, resolve
+
+ZEN4 = (
+    "fma cx16 sse4_1 sse4_2 movbe popcnt avx f16c abm sse4a bmi1 avx2 bmi2 avx512f avx512dq avx512ifma avx512cd avx512bw"
+    " avx512vl avx512_bf16 avx512vbmi avx512_vbmi2 gfni vaes avx512_vnni avx512_bitalg avx512_vpopcntdq pni ssse3 sha_ni"
+)
+
+
+def test_cpuinfo_is_read_under_llvms_names():
+    found = cpu.cpuinfo_features(f"processor\t: 0\nmodel name\t: AMD EPYC 9B14\nflags\t\t: {ZEN4}\n", "x86_64")
+    assert set(TARGETS["x86-64-v4"].features) <= found
+    assert {"avx512vnni", "avx512bf16", "gfni"} <= found and not {"sha_ni", "vaes"} & found
+    assert targets.isa_of("x86_64", found) == "avx512"
+    arm = cpu.cpuinfo_features("Features\t: fp asimd aes crc32 atomics fphp asimdhp asimdrdm asimddp\n", "aarch64")
+    assert arm == set(TARGETS["aarch64"].features) and targets.isa_of("aarch64", arm) == "neon"
+
+
+def test_the_isa_follows_the_features():
+    assert [TARGETS[name].isa for name in ("x86-64-v3", "x86-64-v4", "aarch64")] == ["avx2", "avx512", "neon"]
+    assert targets.isa_of("x86_64", {"avx2"}) == "" and targets.isa_of("riscv64", {"v"}) == ""
+
+
+def test_this_machine_has_what_its_own_target_needs():
+    assert missing_features(resolve("host")) == ()
+
+
+def test_missing_features_are_named(monkeypatch):
+    monkeypatch.setattr(targets, "host_arch", lambda: "x86_64")
+    monkeypatch.setattr(targets, "host_features", lambda: frozenset(TARGETS["x86-64-v4"].features) - {"avx512vl"})
+    assert missing_features(TARGETS["x86-64-v3"]) == ()
+    assert missing_features(TARGETS["x86-64-v4"]) == ("avx512vl",)
+    assert missing_features(TARGETS["aarch64"]) == ("aarch64",)
+
+
+def test_bad_targets_are_refused_in_a_sentence(monkeypatch):
+    with pytest.raises(TargetError, match="'sparc' is not known; choose one of host, x86-64-v3, x86-64-v4, aarch64"):
+        resolve("sparc")
+    monkeypatch.setitem(TARGETS, "host", Target("host", "x86_64", "", "Pentium", ("sse3",), ()))
+    with pytest.raises(TargetError, match="Pentium.*neither AVX2"):
+        resolve("host")
+
+
+@pytest.mark.parametrize(("name", "machine"), [("x86-64-v3", 62), ("x86-64-v4", 62), ("aarch64", 183)])
+def test_every_target_compiles_to_code_for_its_cpu(tmp_path, compile_cache, name, machine):
+    out = tmp_path / "model.vmfb"
+    compile_mlir(toy.module_text(24, (4,)), TARGETS[name], out, cache_dir=compile_cache)
+    data = out.read_bytes()
+    header = data[data.index(b"\x7fELF") :][:20]
+    assert struct.unpack_from("<H", header, 18)[0] == machine

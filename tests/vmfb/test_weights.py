@@ -1,0 +1,85 @@
+"""Parameter archives, read back by IREE itself."""
+
+from __future__ import annotations
+
+import hashlib
+
+import iree.runtime as rt
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vmfb.weights import WeightsError, write_irpa
+
+
+def read(path) -> dict[str, tuple[int, bytes]]:
+    """Offset in the file and bytes of every parameter, by IREE's own reader."""
+    index = rt.ParameterIndex()
+    index.load(str(path), format="irpa")
+    return {
+        name: (entry.file_storage[1], bytes(entry.file_view)) if entry.length else (0, b"") for name, entry in index.items()
+    }
+
+
+def entry(name, array):
+    return name, array, (array.shape, array.dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30),
+        st.tuples(
+            st.sampled_from(["int8", "uint8", "float16", "uint16", "float32", "int32"]),
+            st.lists(st.integers(0, 9), max_size=3),
+        ),
+        max_size=6,
+    )
+)
+def test_what_is_written_is_what_iree_reads(tmp_path_factory, tensors):
+    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("w") / "w.irpa"
+    arrays = {name: rng.integers(0, 99, shape).astype(dtype) for name, (dtype, shape) in tensors.items()}
+    written = write_irpa(path, [entry(name, array) for name, array in arrays.items()])
+    found = read(path)
+    assert {name: data for name, (_, data) in found.items()} == {name: array.tobytes() for name, array in arrays.items()}
+    assert all(offset % 64 == 0 for offset, _ in found.values())
+    assert written.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() and written.size == path.stat().st_size
+    assert written.data_bytes == sum(array.nbytes for array in arrays.values())
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    alive = []
+
+    def make(n):
+        import weakref
+
+        assert not any(ref() is not None for ref in alive)
+        array = np.full((1000,), n, np.uint8)
+        alive.append(weakref.ref(array))
+        return array
+
+    seen = []
+    entries = ((f"t{n}", lambda n=n: make(n), ((1000,), np.uint8)) for n in range(5))
+    write_irpa(tmp_path / "w.irpa", entries, lambda done, total: seen.append((done, total)))
+    assert len(alive) == 5 and seen == [(1000 * n, 5000) for n in range(1, 6)]
+
+
+def test_a_strided_view_is_written_in_its_own_order(tmp_path):
+    array = np.arange(12, dtype=np.int32).reshape(3, 4).T
+    write_irpa(tmp_path / "w.irpa", [entry("a", array)])
+    assert read(tmp_path / "w.irpa")["a"][1] == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([entry("a", np.zeros(3)), entry("a", np.zeros(3))], "parameter 'a' is given twice"),
+        ([("a", lambda: np.zeros((2, 3), np.float32), ((3, 2), np.float32))], r"float32\[2, 3\] where float32\[3, 2\]"),
+        ([("a", lambda: np.zeros(4, np.float16), ((4,), np.float32))], r"float16\[4\] where float32\[4\]"),
+    ],
+)
+def test_tensors_that_are_not_as_announced_leave_no_file(tmp_path, entries, message):
+    with pytest.raises(WeightsError, match=message):
+        write_irpa(tmp_path / "w.irpa", entries)
+    assert not (tmp_path / "w.irpa").exists()

@@ -1,0 +1,31 @@
+"""Bundles of the toy model for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.vmfb import toy
+from vmfb.bundle import BundleWriter
+from vmfb.compiler import compile_mlir, compiler_version
+from vmfb.manifest import MODEL, WEIGHTS, Cache, Manifest, Versions, functions
+from vmfb.targets import TARGETS, Target
+from vmfb.weights import write_irpa
+
+
+def manifest(context: int, widths: tuple[int, ...], target: Target = TARGETS["host"]) -> Manifest:
+    """The manifest of a toy bundle, its files not filled in."""
+    cache = Cache(toy.LAYERS, context, 1, toy.HEAD_DIM)
+    return Manifest(
+        name="toy", config={"model_type": "toy"}, vocab=toy.VOCAB, cache=cache,
+        functions=functions(cache, toy.VOCAB, widths), numerics="exact", lowering="portable", weights="native",
+        codecs={"f32": 2}, target=target, versions=Versions("0", compiler_version()),
+    )  # fmt: skip
+
+
+def write(directory: Path, context: int = 24, widths: tuple[int, ...] = (4, 8), target: Target = TARGETS["host"], cache_dir=None):
+    """Compiles and writes a toy bundle; returns the opened Bundle."""
+    with BundleWriter(directory) as writer:
+        compile_mlir(toy.module_text(context, widths), target, writer.path(MODEL), cache_dir=cache_dir)
+        entries = [(name, array, (array.shape, array.dtype)) for name, array in toy.weights().items()]
+        written = write_irpa(writer.path(WEIGHTS), entries)
+        return writer.commit(manifest(context, widths, target), {WEIGHTS: written.sha256})

@@ -1,0 +1,1 @@
+"""Compiling MLIR text to a bundle and running it; knows neither models nor checkpoints."""

@@ -1,0 +1,239 @@
+"""Bundles on disk: written whole or not at all, and trusted only after their files' hashes hold."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vmfb.cache import cache_root, write_atomically
+from vmfb.cpu import host_arch, host_cpu
+from vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
+from vmfb.record import RecordError
+from vmfb.targets import missing_features
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: its directory and its manifest, both found to be in order."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path | None:
+        """Where the file `name` of `manifest.FILES` is; None if this bundle has none."""
+        return self.path / name if name in self.manifest.files else None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer.json; None in a bundle that takes token ids only."""
+        return self.file(TOKENIZER)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template, if the model has one."""
+        path = self.file(TEMPLATE)
+        return path.read_text(encoding="utf-8") if path else None
+
+
+def open_bundle(directory: Path | str, *, full_check: bool = False, run: bool = True) -> Bundle:
+    """Opens the bundle at `directory`; BundleError, one sentence, for anything about it that does not hold.
+
+    Every file is hashed when a bundle is first opened. Then a stamp under `cache_root()/verified` remembers each
+    file's size, modification time and inode for this manifest, and later openings compare those alone; `full_check`
+    hashes again. The bundle itself may be read-only. With `run` False the CPU's features and the runtime's version
+    are not asked for: enough to inspect a bundle made for another machine.
+    """
+    path = Path(directory)
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        what = "has no manifest.json" if path.is_dir() else "is not a directory"
+        if path.is_dir() and not isinstance(error, FileNotFoundError):
+            what = f"has a manifest.json that cannot be read ({error.strerror})"
+        raise BundleError(f"{path} {what}: it is not a bundle; make one with castiron compile") from None
+    manifest = parse(data, str(path / MANIFEST))
+    if run:
+        _check_machine(path, manifest)
+    _check_files(path, manifest, data, full_check)
+    return Bundle(path, manifest)
+
+
+def _check_machine(path: Path, manifest: Manifest) -> None:
+    target = manifest.target
+    if target.arch != host_arch():
+        raise BundleError(
+            f"{path} is compiled for {target.arch} and this machine is {host_arch()}; "
+            "compile it again with --target for this machine"
+        )
+    if missing := missing_features(target):
+        choices = "host here, or x86-64-v3" if target.arch == "x86_64" else "host here, or aarch64"
+        raise BundleError(
+            f"{path} is compiled for {target.name} ({target.cpu}) and this CPU ({host_cpu()}) lacks "
+            f"{', '.join(missing)}; compile it again with --target {choices}"
+        )
+    try:
+        runtime = importlib.metadata.version("iree-base-runtime")
+    except importlib.metadata.PackageNotFoundError:
+        raise BundleError(f"running {path} needs the IREE runtime: pip install iree-base-runtime") from None
+    # IREE promises no bytecode compatibility between its minor versions.
+    wanted = manifest.versions.iree.split(".")[:2]
+    if runtime.split(".")[:2] != wanted:
+        raise BundleError(
+            f"{path} is compiled by IREE {manifest.versions.iree} and the runtime here is {runtime}; "
+            f"pip install 'iree-base-runtime=={'.'.join(wanted)}.*' or compile it again"
+        )
+
+
+def _check_files(path: Path, manifest: Manifest, data: bytes, full_check: bool) -> None:
+    for name, required in FILES.items():
+        if required and name not in manifest.files:
+            raise BundleError(f"{path / MANIFEST} does not list {name}; compile the bundle again")
+    marks = {}
+    for name, file in manifest.files.items():
+        try:
+            stat = (path / name).stat()
+        except OSError:
+            raise BundleError(f"{path / name} is missing or cannot be read; compile the bundle again") from None
+        if stat.st_size != file.size:
+            raise BundleError(
+                f"{path / name} has {stat.st_size} bytes where the manifest says {file.size}; compile the bundle again"
+            )
+        marks[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    stamp = cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(path.resolve())).hexdigest()}.json"
+    if not full_check:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(stamp.read_bytes()) == marks:
+                return
+    for name, file in manifest.files.items():
+        try:
+            digest = file_sha256(path / name)
+        except OSError as error:
+            raise BundleError(f"{path / name} cannot be read: {error.strerror}") from None
+        if digest != file.sha256:
+            raise BundleError(f"{path / name} is not the file that was written (sha256); compile the bundle again")
+    with contextlib.suppress(OSError):
+        write_atomically(stamp, json.dumps(marks).encode())
+
+
+def file_sha256(path: Path) -> str:
+    """In hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class BundleWriter:
+    """Writes a bundle beside its place and moves it there on `commit`; without a commit nothing remains.
+
+        with BundleWriter(directory) as writer:
+            writer.write("tokenizer.json", data)
+            compile_mlir(text, target, writer.path("model.vmfb"))
+            written = write_irpa(writer.path("weights.irpa"), entries)
+            writer.commit(manifest, {"weights.irpa": written.sha256})
+
+    An existing bundle at `directory` is replaced; anything else there, an empty directory excepted, is a BundleError
+    on entering.
+    """
+
+    def __init__(self, directory: Path | str):
+        self.target = Path(directory).resolve()
+        self.directory = self.target.with_name(f".{self.target.name}.partial-{os.getpid()}")
+
+    def __enter__(self) -> BundleWriter:
+        self._check_replaceable()
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            self.directory.mkdir()
+        except OSError as error:
+            raise BundleError(f"{self.target} cannot be written: {error.strerror} ({error.filename})") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def path(self, name: str) -> Path:
+        """Where to write the file `name`, one of `manifest.FILES`."""
+        if name not in FILES:
+            raise ValueError(f"{name} is not a file of a bundle")
+        return self.directory / name
+
+    def write(self, name: str, data: bytes | str) -> None:
+        """Writes the file `name`; text as UTF-8."""
+        self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
+
+    def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
+        """Completes `manifest` with every file written, hashing those not in `hashes`, and moves all into place."""
+        known = hashes or {}
+        files = {}
+        for name in FILES:
+            if (path := self.directory / name).is_file():
+                files[name] = File(path.stat().st_size, known.get(name) or file_sha256(path))
+        if absent := [name for name, required in FILES.items() if required and name not in files]:
+            raise BundleError(f"{self.target} would lack {absent[0]}")
+        manifest = replace(manifest, files=files)
+        try:
+            check(manifest)
+        except RecordError as error:
+            raise BundleError(f"the manifest for {self.target} does not hold together: {error}") from None
+        (self.directory / MANIFEST).write_bytes(dump(manifest))
+        self._check_replaceable()
+        self._swap()
+        return Bundle(self.target, manifest)
+
+    def _check_replaceable(self) -> None:
+        if not self.target.exists():
+            return
+        if not self.target.is_dir():
+            raise BundleError(f"{self.target} is a file; choose another place for the bundle")
+        try:
+            entries = {entry.name for entry in self.target.iterdir()}
+            value = json.loads((self.target / MANIFEST).read_bytes()) if entries else {"schema": 0}
+        except (OSError, ValueError):
+            value = None
+        # A directory of another kind is never deleted, even if it happens to have a manifest.json.
+        if not isinstance(value, dict) or "schema" not in value or entries - set(FILES) - {MANIFEST}:
+            raise BundleError(f"{self.target} holds other things than a bundle; choose another place or empty it")
+
+    def _swap(self) -> None:
+        """The old bundle steps aside until the new one stands, and comes back if that fails."""
+        aside = self.target.with_name(f".{self.target.name}.replaced-{os.getpid()}")
+        had = self.target.exists()
+        if had:
+            os.rename(self.target, aside)
+        try:
+            os.rename(self.directory, self.target)
+        except BaseException:
+            if had:
+                os.rename(aside, self.target)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Puts right what a writer that was killed outright left beside this place."""
+        for path in self.target.parent.glob(f".{self.target.name}.*-*"):
+            kind, _, pid = path.name[len(self.target.name) + 2 :].rpartition("-")
+            if kind not in ("partial", "replaced") or not pid.isdigit() or _alive(int(pid)):
+                continue
+            if kind == "replaced" and not self.target.exists():
+                os.rename(path, self.target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,180 @@
+"""Drives iree-compile: text in, vmfb out, with a cache, a log that is always kept, and errors a user can read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vmfb.cache import cache_root, write_atomically
+from vmfb.targets import Target
+
+# The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
+QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-on-diagnostic=false")
+SHOWN_ERRORS, SHOWN_WIDTH = 3, 300
+KEPT_BYTES = 512 * 2**20
+
+
+class CompileError(Exception):
+    """A compilation that failed; the message is what to show the user, `log` is where all of it stands, if anywhere."""
+
+    def __init__(self, message: str, log: Path | None = None):
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """`seconds` are those that iree-compile took, when it ran (`cached` tells); `log` is beside the output."""
+
+    seconds: float
+    cached: bool
+    flags: tuple[str, ...]
+    log: Path
+
+
+def compiler_version() -> str:
+    """The version of the installed iree-base-compiler; CompileError where there is none."""
+    try:
+        return importlib.metadata.version("iree-base-compiler")
+    except importlib.metadata.PackageNotFoundError:
+        raise CompileError("compiling needs the IREE compiler: pip install iree-base-compiler") from None
+
+
+def compiler_path() -> Path:
+    """The iree-compile executable itself; its Python wrapper would survive as an orphan when it is interrupted."""
+    version = compiler_version()
+    spec = importlib.util.find_spec("iree.compiler")
+    for package in (spec.submodule_search_locations or ()) if spec else ():
+        for name in ("iree-compile", "iree-compile.exe"):
+            if (path := Path(package) / "_mlir_libs" / name).is_file():
+                return path
+    raise CompileError(f"iree-base-compiler {version} has no iree-compile in it: reinstall it")
+
+
+def compile_mlir(
+    text: str,
+    target: Target,
+    out: Path,
+    *,
+    extra_flags: Sequence[str] = (),
+    cache_dir: Path | None = None,
+) -> CompileResult:
+    """Compiles `text` for `target` into the file `out`; the log stands beside it as `compile.log`.
+
+    Equal text, flags, compiler and target are compiled once: results are kept under `cache_dir` (default
+    `cache_root()/compile`), and a hit copies them. An interrupted compilation leaves nothing behind. CompileError
+    names the first errors and a log that outlives `out`'s directory.
+    """
+    flags = (*target.flags, *QUIET_FLAGS, *extra_flags)
+    store = Path(cache_dir) if cache_dir else cache_root() / "compile"
+    out = Path(out)
+    log = out.parent / "compile.log"
+    key = _key(text, flags, target)
+    kept, facts = store / f"{key}.vmfb", store / f"{key}.json"
+
+    record = _recall(facts)
+    cached = record is not None and kept.is_file()
+    if not cached:
+        record = _compile(text, flags, store, key)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, kept.read_bytes())
+    write_atomically(log, record["log"].encode())
+    with contextlib.suppress(OSError):
+        os.utime(kept)
+    return CompileResult(record["seconds"], cached, flags, log)
+
+
+def _key(text: str, flags: Sequence[str], target: Target) -> str:
+    facts = [compiler_version(), list(flags), target.cpu, list(target.features), text]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _recall(facts: Path) -> dict | None:
+    try:
+        record = json.loads(facts.read_bytes())
+    except (OSError, ValueError):
+        return None
+    usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
+    return record if usable else None
+
+
+def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> dict:
+    """Runs the compiler in a directory of its own inside the store and moves what it made into place."""
+    store.mkdir(parents=True, exist_ok=True)
+    compiler = compiler_path()
+    work = Path(tempfile.mkdtemp(dir=store, prefix=".work-"))
+    try:
+        source, product = work / "module.mlir", work / "module.vmfb"
+        source.write_text(text, encoding="utf-8")
+        command = [str(compiler), source.name, *flags, "-o", product.name]
+        start = time.perf_counter()
+        status, output = _run(command, work)
+        seconds = time.perf_counter() - start
+        log = f"$ iree-compile {' '.join(command[1:])}\n{output}exit status {status} after {seconds:.2f} s\n"
+        if status or not product.is_file():
+            raise _failure(status, output, log, source, store / "failed" / key[:16])
+        os.replace(product, store / f"{key}.vmfb")
+        record = {"seconds": seconds, "log": log}
+        # Written last: a kept result without its facts counts as absent.
+        write_atomically(store / f"{key}.json", json.dumps(record).encode())
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    _prune(store)
+    return record
+
+
+def _run(command: list[str], directory: Path) -> tuple[int, str]:
+    """Exit status and output; whatever ends the wait, an interrupt above all, ends the compiler too."""
+    with open(directory / "output", "w+b") as output:
+        process = subprocess.Popen(
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        output.seek(0)
+        return status, output.read().decode("utf-8", "replace")
+
+
+def _failure(status: int, output: str, log: str, source: Path, place: Path) -> CompileError:
+    """The error to show; log and module move to `place`, since the caller's own directory may go."""
+    place.mkdir(parents=True, exist_ok=True)
+    os.replace(source, place / "module.mlir")
+    write_atomically(place / "compile.log", log.encode())
+    if status < 0:
+        reason = f"was killed by {signal.Signals(-status).name}"
+        if -status == signal.SIGKILL:
+            reason += ", which is what a system without free memory does"
+    else:
+        errors = [line.strip() for line in output.splitlines() if "error:" in line]
+        shown = [line if len(line) <= SHOWN_WIDTH else line[:SHOWN_WIDTH] + " …" for line in errors[:SHOWN_ERRORS]]
+        shown = shown or [f"exit status {status} and no error line"]
+        reason = "failed: " + "\n  ".join(shown if len(shown) == 1 else ["", *shown])
+    return CompileError(f"iree-compile {reason}\nlog and module: {place}", place / "compile.log")
+
+
+def _prune(store: Path) -> None:
+    """Forgets the results longest unused once they are more than `KEPT_BYTES`."""
+    with contextlib.suppress(OSError):
+        stats = sorted(((path.stat(), path) for path in store.glob("*.vmfb")), key=lambda s: -s[0].st_mtime)
+        total = 0
+        for stat, path in stats:
+            total += stat.st_size
+            if total > KEPT_BYTES:
+                path.with_suffix(".json").unlink(missing_ok=True)
+                path.unlink(missing_ok=True)

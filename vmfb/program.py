@@ -1,0 +1,117 @@
+"""A bundle loaded into the IREE runtime: its functions, buffers they take and calls that are prepared once."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from math import prod
+
+import iree.runtime as rt
+import numpy as np
+
+from vmfb.bundle import Bundle
+from vmfb.device import default_threads, device
+from vmfb.manifest import MODEL, WEIGHTS, BundleError
+
+# The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
+SCOPE = "model"
+
+_ELEMENTS = {
+    "i32": (np.dtype(np.int32), rt.HalElementType.SINT_32),
+    "f32": (np.dtype(np.float32), rt.HalElementType.FLOAT_32),
+    "f16": (np.dtype(np.float16), rt.HalElementType.FLOAT_16),
+    # numpy has no bf16; the bits are carried.
+    "bf16": (np.dtype(np.uint16), rt.HalElementType.BFLOAT_16),
+}
+_MEMORY = int(rt.MemoryType.DEVICE_LOCAL) | int(rt.MemoryType.HOST_VISIBLE)
+_USAGE = int(rt.BufferUsage.DEFAULT) | int(rt.BufferUsage.MAPPING)
+_I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
+class Program:
+    """The functions of a bundle on a device; its weights are the bundle's file, mapped, not read.
+
+    Calls of one program may not overlap in time.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int | None = None):
+        """`threads` None means one per physical core; BundleError if the runtime refuses the bundle."""
+        self.manifest = bundle.manifest
+        self.threads = threads or default_threads()
+        self.device = device(self.threads)
+        try:
+            instance = rt.VmInstance()
+            parameters = rt.ParameterIndex()
+            parameters.load(str(bundle.path / WEIGHTS), format="irpa")
+            self._module = rt.VmModule.mmap(instance, str(bundle.path / MODEL))
+            # Loads every weight global: here a missing or short parameter shows.
+            self.context = rt.VmContext(
+                instance,
+                [
+                    rt.create_hal_module(instance, self.device),
+                    rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE)),
+                    self._module,
+                ],
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise BundleError(f"the IREE runtime refuses {bundle.path} ({reason}); compile the bundle again") from None
+        exported = set(self._module.function_names)
+        if absent := [f.name for f in self.manifest.functions if f.name not in exported]:
+            raise BundleError(f"{bundle.path / MODEL} has no function {absent[0]}; compile the bundle again")
+
+    def function(self, name: str) -> rt.VmFunction:
+        """The exported function `name`."""
+        return self._module.lookup_function(name)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
+        """A buffer of zeros that Python and the program share; no page of it exists until it is written."""
+        return Buffer(self, tuple(shape), dtype)
+
+
+class Buffer:
+    """Memory seen by numpy as `array` and by the program as `view`, of `dtype` i32, f32, f16 or bf16."""
+
+    def __init__(self, program: Program, shape: tuple[int, ...], dtype: str):
+        numpy_dtype, element = _ELEMENTS[dtype]
+        count = prod(shape)
+        # Straight from the system rather than from malloc: page-aligned, as an import demands, and zero without being
+        # touched. Private, or it would count as a file in shared memory.
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        memory = mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags)
+        self._flat = np.frombuffer(memory, numpy_dtype, count)
+        self.array = self._flat.reshape(shape)
+        self.view = rt.HalBufferView(
+            program.device.allocator.import_host_allocation(self._flat, _MEMORY, _USAGE), shape, element
+        )
+
+    @property
+    def words(self) -> memoryview:
+        """The elements as plain Python numbers, flat: the cheapest way to write one."""
+        return memoryview(self._flat)
+
+
+class Call:
+    """One function with its operands bound; `invoke` runs it, the results stand until the next `invoke`."""
+
+    def __init__(self, program: Program, name: str, operands: Sequence[Buffer]):
+        self._operands = tuple(operands)
+        self._function, self._run = program.function(name), program.context.invoke
+        self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(4)
+        for operand in operands:
+            self._arguments.push_ref(operand.view)
+        self._vocab = program.manifest.vocab
+
+    def invoke(self) -> None:
+        """Returns when the results are there; the tied operands (the caches) have changed in place."""
+        self._run(self._function, self._arguments, self._results)
+
+    def argmax(self) -> int:
+        """Result 0."""
+        view = self._results.get_as_object(0, rt.HalBufferView)
+        return int(view.map().asarray((), _I32))
+
+    def logits(self) -> np.ndarray:
+        """Result 1, f32 `[vocab]`, a copy."""
+        view = self._results.get_as_object(1, rt.HalBufferView)
+        return view.map().asarray((self._vocab,), _F32).copy()

@@ -1,0 +1,97 @@
+"""The CPUs that castiron compiles for: a table of compiler flags and of the features that running the result needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from vmfb.cpu import host_arch, host_cpu, host_features
+
+COMMON_FLAGS = (
+    "--iree-input-type=stablehlo",
+    "--iree-hal-target-device=local",
+    "--iree-hal-local-target-device-backends=llvm-cpu",
+    "--iree-opt-level=O3",
+    # DWARF would be a third of the file and hold the path of a temporary file; locations stay in the IR all the same.
+    "--iree-llvmcpu-debug-symbols=false",
+)
+
+_V2 = ("cx16", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2")
+_V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
+_V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
+_ARM = ("crc", "dotprod", "fullfp16", "lse", "neon", "rdm")
+
+
+class TargetError(Exception):
+    """A target that cannot be compiled for; one sentence."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A CPU level.
+
+    `isa` names the vector registers that kernels are shaped for (`avx2`, `avx512`, `neon`; empty where castiron has no
+    kernels), `cpu` is the CPU's own name for `host` and LLVM's otherwise, `features` are what a machine must have,
+    sorted, `flags` are iree-compile's.
+    """
+
+    name: str
+    arch: str
+    isa: str
+    cpu: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def isa_of(arch: str, features: Collection[str]) -> str:
+    """The widest of the instruction sets that castiron's kernels know, or the empty string."""
+    if arch == "x86_64" and set(_V4) <= set(features):
+        return "avx512"
+    if arch == "x86_64" and {"avx2", "fma", "f16c"} <= set(features):
+        return "avx2"
+    return "neon" if arch == "aarch64" else ""
+
+
+def _target(name: str, arch: str, cpu: str, features: Collection[str], *flags: str) -> Target:
+    return Target(name, arch, isa_of(arch, features), cpu, tuple(sorted(features)), COMMON_FLAGS + flags)
+
+
+def _x86(name: str, features: Collection[str]) -> Target:
+    triple = "--iree-llvmcpu-target-triple=x86_64-unknown-linux-gnu"
+    return _target(name, "x86_64", name, features, triple, f"--iree-llvmcpu-target-cpu={name}")
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        _target("host", host_arch(), host_cpu(), host_features(), "--iree-llvmcpu-target-cpu=host"),
+        _x86("x86-64-v3", _V3),
+        _x86("x86-64-v4", _V4),
+        # The level that Apple M1, Graviton 2 and Raspberry Pi 5 share; IREE links ELF for every system alike.
+        _target(
+            "aarch64", "aarch64", "generic", _ARM,
+            "--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu", "--iree-llvmcpu-target-cpu=generic",
+            "--iree-llvmcpu-target-cpu-features=+v8.2a,+neon,+fullfp16,+dotprod",
+        ),
+    )
+}  # fmt: skip
+
+
+def resolve(name: str) -> Target:
+    """The target called `name`; TargetError for a name that is not in the table or a host without the vectors needed."""
+    if name not in TARGETS:
+        raise TargetError(f"target {name!r} is not known; choose one of {', '.join(TARGETS)}")
+    target = TARGETS[name]
+    if not target.isa:
+        raise TargetError(
+            f"this CPU ({target.cpu}, {target.arch}) has neither AVX2 with FMA and F16C nor NEON, which castiron's"
+            " kernels need; compile with --target for the machine that will run the bundle"
+        )
+    return target
+
+
+def missing_features(target: Target) -> tuple[str, ...]:
+    """What `target` needs and this machine lacks, sorted; the architecture itself where that differs."""
+    if target.arch != host_arch():
+        return (target.arch,)
+    return tuple(sorted(set(target.features) - host_features()))

@@ -1,0 +1,107 @@
+"""Writes weights as an IREE parameter archive, one tensor in memory at a time.
+
+The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of entries, their
+names, then the data, each tensor on a 64-byte boundary, so that a mapped file is used where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+ALIGNMENT = 64
+# A whole page, so that the data of a mapped file starts on one.
+DATA_START = 4096
+_HEADER = struct.Struct("<4sHHQQQ QQQQQQQ")
+_ENTRY = struct.Struct("<QIQQQQQQ QQ")
+_ENTRY_SIZE = (_ENTRY.size + 15) // 16 * 16
+_DATA_ENTRY = 2
+
+
+class WeightsError(Exception):
+    """Tensors that cannot be written; one sentence."""
+
+
+@dataclass(frozen=True)
+class IrpaFile:
+    """What was written: the whole file's sha256 in hex, its size and the tensors' bytes without padding."""
+
+    sha256: str
+    size: int
+    data_bytes: int
+
+
+def write_irpa(
+    path: Path,
+    entries: Iterable[tuple[str, np.ndarray | Callable[[], np.ndarray], tuple[tuple[int, ...], np.dtype]]],
+    progress: Callable[[int, int], None] | None = None,
+) -> IrpaFile:
+    """Writes `entries`, (name, data, (shape, dtype)) each, in their order; the file is complete or absent.
+
+    `data` is an array or a function that makes it, called once, when its turn comes, and dropped after. It must have
+    the shape and the item size announced (bf16 as uint16 is fine: the file holds bytes, not types). `progress` gets
+    (bytes written, bytes in all) after every tensor. WeightsError for a name given twice or data of another shape.
+    """
+    plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
+    sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
+    names = [name.encode() for name, *_ in plan]
+    if twice := sorted({name.decode() for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+        raise WeightsError(f"parameter {twice[0]!r} is given twice")
+    head, offsets, start = _head(names, sizes)
+
+    digest, written, total = hashlib.sha256(), 0, sum(sizes)
+    path = Path(path)
+    try:
+        with open(path, "wb") as file:
+
+            def put(data) -> None:
+                file.write(data)
+                digest.update(data)
+
+            put(head)
+            for (name, data, shape, dtype), offset, size in zip(plan, offsets, sizes, strict=True):
+                array = data() if callable(data) else data
+                if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
+                    raise WeightsError(
+                        f"parameter {name!r} is {array.dtype}{list(array.shape)} where {dtype}{list(shape)} was announced"
+                    )
+                put(bytes(start + offset - file.tell()))
+                put(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+                del array
+                written += size
+                if progress:
+                    progress(written, total)
+            return IrpaFile(digest.hexdigest(), file.tell(), total)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
+    """Everything before the data, each tensor's offset from there, and where there is in the file."""
+    table = _HEADER.size + -_HEADER.size % 16
+    text = table + len(names) * _ENTRY_SIZE
+    start = text + sum(map(len, names))
+    start += -start % DATA_START
+
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end + -end % ALIGNMENT)
+        end = offsets[-1] + size
+    header = _HEADER.pack(
+        b"IRPA", 0, 0, _HEADER.size, 0, 0,
+        len(names), table, len(names) * _ENTRY_SIZE, text, start - text, start, end,
+    )  # fmt: skip
+    rows, at = [], 0
+    for name, size, offset in zip(names, sizes, offsets, strict=True):
+        row = _ENTRY.pack(_ENTRY.size, _DATA_ENTRY, 0, at, len(name), 0, 0, ALIGNMENT, offset, size)
+        rows.append(row.ljust(_ENTRY_SIZE, b"\0"))
+        at += len(name)
+    head = header.ljust(table, b"\0") + b"".join(rows) + b"".join(names)
+    return head.ljust(start, b"\0"), offsets, start
