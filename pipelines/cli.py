@@ -1,0 +1,124 @@
+"""The command line: a table of commands, and the errors that a user sees as one sentence."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+# Name, line of help. The module pipelines.commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
+# is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
+COMMANDS = {
+    "compile": "cast a checkpoint into a bundle",
+    "run": "generate text from a bundle",
+    "verify": "compare a bundle's greedy tokens with HF transformers",
+    "bench": "measure a bundle, against the machine's limits and against peers",
+    "inspect": "describe a checkpoint or a bundle",
+    "emit": "print the MLIR of a checkpoint",
+}
+EPILOG = """\
+MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle.
+
+examples:
+  castiron compile smollm2-135m-instruct -o build/smollm2-135m-instruct
+  castiron run build/smollm2-135m-instruct -p "Why is the sky blue?"
+  castiron verify build/smollm2-135m-instruct -n 64
+
+castiron COMMAND --help says more. Results go to stdout, everything else to stderr. Exit status: 0 done, 1 failed (one
+sentence on stderr says why) or, for verify, a difference; 2 wrong usage; 130 interrupted.
+"""
+FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: this process's) and returns its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser(argv).parse_args(argv)
+        status = args.main(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on its way out, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:
+        sentence = explain(error)
+        if sentence is None:
+            raise
+        _complain(sentence)
+        return FAILED
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands, of which only the one that `argv` names knows its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="castiron",
+        description="Language models cast ahead of time: a checkpoint goes in, a bundle for the IREE runtime comes out.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"castiron {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"pipelines.commands.{name}") if name == chosen else None
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module and module.__doc__,
+            epilog=module and module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if module:
+            module.add_arguments(command)
+            command.set_defaults(main=module.main)
+    return parser
+
+
+def explain(error: Exception) -> str | None:
+    """The sentence for a failure that is the user's or the machine's; None for one that is ours."""
+    from .errors import user_errors
+
+    if isinstance(error, user_errors()):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return f"{place}{error.strerror}"
+    if isinstance(error, MemoryError):
+        return "out of memory; close other programs or take a smaller model or --context"
+    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(error.name)):
+        return f"this needs {error.name}, which is not installed: pip install 'castiron[{extra}]'"
+    return None
+
+
+def _extra_with(module: str | None) -> str | None:
+    """The extra of castiron that brings a third-party module."""
+    extras = {
+        "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile", "rich": "compile",
+        "torch": "verify", "transformers": "verify", "sentencepiece": "verify",
+        "llama_cpp": "bench", "matplotlib": "bench",
+    }  # fmt: skip
+    return extras.get(module or "")
+
+
+def _version() -> str:
+    try:
+        return version("castiron")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _complain(sentence: str) -> None:
+    try:
+        print(f"castiron: {sentence}", file=sys.stderr)
+    except BrokenPipeError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Casts a checkpoint into a bundle: a directory that the IREE runtime runs without torch, transformers or a compiler.
+
+MODEL is a GGUF file, an HF directory (config.json, safetensors, tokenizer.json), or a name from the catalogue
+(`castiron inspect` lists it), which is fetched and checked. A bundle that is up to date is left as it is.
+"""
+
+import argparse
+import json
+
+from ..progress import Progress
+from .options import add_compile_arguments, compile_options, default_bundle, megabytes
+
+EXAMPLES = """\
+examples:
+  castiron compile smollm2-135m-instruct
+  castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
+  castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
+
+--json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), tokenizer (false if the bundle
+takes token ids only).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
+    parser.add_argument("-o", "--output", metavar="DIR", help="where to write the bundle (default: build/NAME)")
+    add_compile_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object about what was done")
+
+
+def main(args: argparse.Namespace) -> int:
+    from ..compile import compile_model
+
+    out = args.output or default_bundle(args.model)
+    with Progress(quiet=args.json) as progress:
+        report = compile_model(args.model, out, compile_options(args), progress)
+    tokenizer = "tokenizer.json" in report.files
+    if args.json:
+        facts = {"bundle": str(report.bundle), "up_to_date": report.up_to_date, "seconds": report.seconds,
+                 "files": report.files, "tokenizer": tokenizer}  # fmt: skip
+        print(json.dumps(facts))
+        return 0
+    size = megabytes(sum(report.files.values()))
+    if report.up_to_date:
+        print(f"{report.bundle}: up to date, {size}")
+    else:
+        stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
+        print(f"{report.bundle}: {size} ({stages})")
+    if not tokenizer:
+        print("the checkpoint has no tokenizer: this bundle takes token ids only (castiron run DIR --tokens 1,2,3)")
+    return 0

@@ -1,0 +1,58 @@
+"""Prints the MLIR that a checkpoint becomes, as the compiler gets it; equal checkpoints and options give equal bytes.
+
+With --weights-as arguments the text of the portable lowering is pure StableHLO that any StableHLO compiler takes.
+"""
+
+import argparse
+import json
+import sys
+
+from .options import add_compile_arguments, compile_options
+
+EXAMPLES = """\
+examples:
+  castiron emit smollm2-135m-instruct > model.mlir
+  castiron emit model.gguf --lowering portable --weights-as arguments -o model.stablehlo.mlir
+
+--json prints one object: text, functions (operations by kind, for each), parameters (type by name).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the text to a file instead of stdout")
+    parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters",
+                        help="parameters: from the bundle's weight file, for IREE; arguments: of each function")  # fmt: skip
+    add_compile_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    from emitter.printer import print_module
+
+    from ..checkpoints import open_checkpoint
+    from ..compile import build_module
+
+    options = compile_options(args)
+    module = build_module(open_checkpoint(args.model), options)
+    text = print_module(module, args.weights_as)
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            file.write(text)
+    if args.json:
+        facts = {
+            "text": None if args.output else text,
+            "functions": {name: kinds(function) for name, function in module.functions.items()},
+            "parameters": {param.name: str(param.type) for param in module.params.values()},
+        }
+        print(json.dumps(facts))
+    elif not args.output:
+        sys.stdout.write(text)
+    return 0
+
+
+def kinds(function) -> dict[str, int]:
+    """How many operations of each kind a function has, most frequent first."""
+    from collections import Counter
+
+    return dict(Counter(op.kind for op in function.ops).most_common())

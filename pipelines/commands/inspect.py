@@ -1,0 +1,121 @@
+"""Describes a bundle, or a checkpoint before it is compiled; without an argument, lists the catalogue."""
+
+import argparse
+import json
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+from .options import megabytes
+
+EXAMPLES = """\
+examples:
+  castiron inspect
+  castiron inspect model.gguf --tensors
+  castiron inspect build/smollm2-135m-instruct --json
+
+--json prints one object: for a bundle its manifest, for a checkpoint its format, config, tensors and tokenizer.
+"""
+# Of config.json, what tells one model from another.
+SHOWN_CONFIG = (
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL|DIR", nargs="?", help="a checkpoint, a catalogue name, or a bundle")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor of a checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.model is None:
+        facts, lines = catalogue()
+    elif (Path(args.model) / "manifest.json").exists():
+        facts, lines = bundle(args.model)
+    else:
+        facts, lines = checkpoint(args.model, args.tensors)
+    print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(lines))
+    return 0
+
+
+def catalogue() -> tuple[dict, list[str]]:
+    from dataclasses import asdict
+
+    from ..catalogue import CATALOGUE
+
+    lines = [f"{m.name:<28} {megabytes(m.size):>10}  {m.licence}" for m in CATALOGUE.values()]
+    return {"catalogue": [asdict(model) for model in CATALOGUE.values()]}, lines
+
+
+def bundle(path: str) -> tuple[dict, list[str]]:
+    from vmfb.bundle import open_bundle
+    from vmfb.manifest import CACHE_ITEM_BYTES, dump
+
+    manifest = open_bundle(path, run=False).manifest
+    cache = manifest.cache
+    size = 2 * cache.layers * cache.context * cache.kv_heads * cache.head_dim * CACHE_ITEM_BYTES[cache.dtype]
+    source = manifest.source
+    rows = [
+        ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
+        ("from", f"{source.get('model', 'unknown')} ({source.get('format', '?')})"),
+        ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights"),
+        ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
+        ("context", f"{manifest.context} positions, cache {cache.type}, {megabytes(size)} when full"),
+        ("functions", ", ".join(function.name for function in manifest.functions)),
+        ("target", f"{manifest.target.name} ({manifest.target.arch}, {manifest.target.isa or 'no kernels'})"),
+        ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
+        ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
+        *((name, json.dumps(value)) for name in ("accuracy", "speed") if (value := getattr(manifest, name))),
+        *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
+    ]
+    return json.loads(dump(manifest)), table(rows)
+
+
+def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
+    from emitter.codecs import row_bytes
+
+    from ..checkpoints import open_checkpoint
+
+    found = open_checkpoint(path)
+    # Sizes come from shapes: reading a tensor could mean computing it.
+    sizes = {
+        name: prod(tensor.shape[:-1]) * row_bytes(tensor.codec, tensor.shape[-1])
+        for name, tensor in found.tensors.items()
+    }
+    elements = sum(prod(tensor.shape) for tensor in found.tensors.values())
+    counts = Counter(tensor.codec for tensor in found.tensors.values())
+    rows = [
+        ("checkpoint", f"{found.path} ({found.format})"),
+        *((name, str(found.config[name])) for name in SHOWN_CONFIG if name in found.config),
+        ("parameters", f"{elements:,} in {len(found.tensors)} tensors, {megabytes(sum(sizes.values()))}"),
+        ("tensors", ", ".join(f"{count} {codec}" for codec, count in counts.most_common())),
+        ("tokenizer", "yes" if found.tokenizer else "none: a bundle of it takes token ids only"),
+        ("chat template", "yes" if found.chat_template else "none"),
+        ("end of text", ", ".join(map(str, found.eos_token_ids)) or "unknown"),
+    ]
+    lines = table(rows)
+    if tensors:
+        lines += [f"  {name}  {list(t.shape)}  {t.codec}  {megabytes(sizes[name])}" for name, t in found.tensors.items()]
+    facts = {
+        "path": str(found.path),
+        "format": found.format,
+        "config": found.config,
+        "parameters": elements,
+        "tensors": {
+            name: {"shape": list(t.shape), "codec": t.codec, "bytes": sizes[name]} for name, t in found.tensors.items()
+        },
+        "tokenizer": found.tokenizer is not None,
+        "chat_template": found.chat_template,
+        "bos_token_id": found.bos_token_id,
+        "eos_token_ids": list(found.eos_token_ids),
+    }
+    return facts, lines
+
+
+def table(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines with the names in one column."""
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+

@@ -1,0 +1,36 @@
+"""Arguments that several commands share."""
+
+import argparse
+from pathlib import Path
+
+
+def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `pipelines.compile.Options` takes; read back with `compile_options`."""
+    # The choices stand here, not in an import, because parsing must not load the emitter; Options checks them again.
+    parser.add_argument("--context", type=int, metavar="N", help="positions of the KV cache (default: the model's limit, "
+                        "at most 8192)")  # fmt: skip
+    parser.add_argument("--weights", choices=("native", "f32", "bf16", "f16"), default="native",
+                        help="number format of the weight matrices; native keeps the checkpoint's own")  # fmt: skip
+    parser.add_argument("--numerics", choices=("exact",), default="exact",
+                        help="exact: activations and sums in f32, greedy tokens equal HF transformers'")  # fmt: skip
+    parser.add_argument("--lowering", choices=("kernels", "portable"), default="kernels",
+                        help="kernels: castiron's own; portable: StableHLO alone")  # fmt: skip
+    parser.add_argument("--target", choices=("host", "x86-64-v3", "x86-64-v4", "aarch64"), default="host",
+                        help="the CPU that will run the bundle")  # fmt: skip
+
+
+def compile_options(args: argparse.Namespace):
+    from ..compile import Options
+
+    return Options(args.context, args.weights, args.numerics, args.lowering, args.target)
+
+
+def default_bundle(model: str) -> Path:
+    """build/NAME, where NAME is the model's name or the last part of its path without .gguf."""
+    name = Path(model).name or Path(model).resolve().name
+    return Path("build") / name.removesuffix(".gguf")
+
+
+def megabytes(size: float) -> str:
+    """A size in bytes as people read it."""
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"

@@ -1,0 +1,102 @@
+"""Tokens out of a session, one after another."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from .errors import PipelineError
+from .sampling import Sampler
+
+
+class Generation:
+    """An iterator over the tokens that follow `prompt`, which starts at the session's position.
+
+        for token in Generation(session, prompt, max_tokens=64, stop_tokens=eos):
+            ...
+
+    max_tokens None goes on until a stop token or the end of the context. A stop token is not part of the result. The
+    last token is never fed, so the session stands before it. `progress` gets (tokens done, tokens in all) of the
+    prompt. PipelineError at once if the prompt is empty or if prompt and max_tokens do not fit in the context; nothing
+    has run then.
+
+    While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token), "length" (max_tokens) or
+    "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent in the model and in
+    choosing, `steps` decode steps.
+    """
+
+    def __init__(
+        self,
+        session,
+        prompt: Sequence[int],
+        *,
+        sampler: Sampler | None = None,
+        max_tokens: int | None = None,
+        stop_tokens: Collection[int] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        prompt = list(prompt)
+        check_room(session.position, session.context, len(prompt), max_tokens)
+        self.session = session
+        self.prompt = prompt
+        self.sampler = sampler or Sampler()
+        self.stop_tokens = frozenset(stop_tokens)
+        self.progress = progress
+        self.room = session.context - session.position - len(prompt) + 1
+        self.max_tokens = max_tokens
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.steps = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        if self.finish_reason is None and len(self.tokens) == self.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is None and len(self.tokens) == self.room:
+            self.finish_reason = "context"
+        if self.finish_reason is not None:
+            raise StopIteration
+        start = time.perf_counter()
+        if self.tokens:
+            token = self._choose(self.session.step(self.tokens[-1]))
+            self.decode_seconds += time.perf_counter() - start
+            self.steps += 1
+        else:
+            token = self._choose(self.session.prefill(self.prompt, progress=self.progress))
+            self.prefill_seconds = time.perf_counter() - start
+        if token in self.stop_tokens:
+            self.finish_reason = "stop"
+            raise StopIteration
+        self.tokens.append(token)
+        return token
+
+    def _choose(self, argmax: int) -> int:
+        if not self.sampler.sampling.needs_logits:
+            return argmax
+        return self.sampler.choose(self.session.logits(), self.prompt + self.tokens)
+
+
+def check_room(position: int, context: int, prompt: int, max_tokens: int | None) -> None:
+    """PipelineError unless `prompt` tokens from `position` on, and the `max_tokens` after them, fit in the context."""
+    if prompt < 1:
+        raise PipelineError("the prompt has no tokens; give at least one")
+    if max_tokens is not None and max_tokens < 1:
+        raise PipelineError(f"{max_tokens} tokens to generate is not a positive number")
+    before = f"{position} tokens are in the cache, " if position else ""
+    if position + prompt > context:
+        raise PipelineError(
+            f"{before}the prompt has {prompt} tokens and the bundle's context is {context}: shorten the prompt, or "
+            "compile with a larger --context"
+        )
+    # The last token that is generated needs no position: it is never fed.
+    room = context - position - prompt + 1
+    if max_tokens is not None and max_tokens > room:
+        raise PipelineError(
+            f"{before}the prompt has {prompt} tokens and {max_tokens} more are asked for, where the bundle's context "
+            f"is {context}: ask for at most {room}, or compile with a larger --context"
+        )

@@ -1,0 +1,96 @@
+"""Choosing the next token: greedy by default, or drawn from the logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import PipelineError
+
+# How far back a repeated token is held against it, as llama.cpp's --repeat-last-n.
+REPEAT_WINDOW = 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 leave the logits as they are. Equal seeds
+    choose equal tokens; without a seed each generation differs. PipelineError for a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self):
+        ranges = (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repeat_penalty", 0 < self.repeat_penalty < float("inf"), "above 0"),
+            ("seed", self.seed is None or self.seed >= 0, "0 or more"),
+        )
+        for name, holds, wanted in ranges:
+            if not holds:
+                raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {wanted}")
+
+    @property
+    def needs_logits(self) -> bool:
+        """False where the argmax that the graph computes is the choice."""
+        return self.temperature > 0 or self.repeat_penalty != 1
+
+
+class Sampler:
+    """The state of one generation's choices: its random numbers."""
+
+    def __init__(self, sampling: Sampling = Sampling()):
+        self.sampling = sampling
+        self.random = np.random.default_rng(sampling.seed) if sampling.temperature > 0 else None
+
+    def choose(self, logits: np.ndarray, history: Sequence[int]) -> int:
+        """The next token from logits f32 [vocab] and the tokens so far, prompt included; ties go to the lowest id.
+
+        In llama.cpp's order: repeat penalty, top-k, top-p, min-p, then temperature.
+        """
+        sampling = self.sampling
+        logits = logits.astype(np.float64)
+        if sampling.repeat_penalty != 1:
+            logits = penalise(logits, history[-REPEAT_WINDOW:], sampling.repeat_penalty)
+        if self.random is None:
+            return int(logits.argmax())
+        order, probability = candidates(logits, sampling)
+        # Only now does the temperature bend what the cuts have left.
+        weight = np.exp((np.log(probability) - np.log(probability[0])) / sampling.temperature)
+        cumulative = weight.cumsum()
+        place = int(cumulative.searchsorted(self.random.random() * cumulative[-1], side="right"))
+        return int(order[min(place, len(order) - 1)])
+
+
+def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
+    """Logits f64 [vocab] with those of `recent` tokens divided by the penalty, or multiplied where below zero (CTRL,
+    arXiv 1909.05858, section 4.1, in the form that HF and llama.cpp use)."""
+    seen = np.unique(np.asarray(recent, np.int64))
+    logits = logits.copy()
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    return logits
+
+
+def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """What top-k, top-p and min-p leave of logits f64 [vocab]: ids and probabilities, likeliest first, never none."""
+    order = np.argsort(-logits, kind="stable")
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    probability = np.exp(logits[order] - logits[order[0]])
+    probability /= probability.sum()
+    # Underflown tails would be log(0) below.
+    keep = int(np.count_nonzero(probability))
+    if sampling.top_p < 1:
+        keep = min(keep, int(probability.cumsum().searchsorted(sampling.top_p)) + 1)
+    if sampling.min_p > 0:
+        keep = min(keep, int(np.count_nonzero(probability >= sampling.min_p * probability[0])))
+    return order[:keep], probability[:keep]
