@@ -12,7 +12,7 @@ import numpy as np
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import INDEX, Kernel
 from emitter.kernels.rope_append import Heads, number, prepare_head, prepared_heads
-from emitter.kernels.text import Body, Index, Value, executable, largest_width
+from emitter.kernels.text import Body, Index, Value, batches, executable, largest_width, width_of
 from emitter.kernels.vector_math import exp, lane_max, lane_sums, tanh
 from emitter.types import F32, I32, TensorType
 
@@ -115,6 +115,14 @@ def attend(
     return out
 
 
+def capped(b: Body, scores: Value, softcap: float | None) -> Value:
+    """softcap * tanh(scores / softcap), or the scores themselves."""
+    if softcap is None:
+        return scores
+    cap = b.splat(softcap, width_of(scores))
+    return b.mulf(tanh(b, b.divf(scores, cap)), cap)
+
+
 class _Decode:
     """The text of one workgroup: one kv head and its group of query heads.
 
@@ -173,15 +181,8 @@ class _Decode:
             with b.loop(0, hd, self.width, carry=[b.splat(0.0, self.width)]) as d:
                 q = b.vload(self.q, self.width, g.index, d.index)
                 d.give(b.fma(q, b.vload(self.k, self.width, d.index), d.values[0]))
-            b.store(b.extract(self.capped(lane_sums(b, d.results)), 0), self.maxima, g.index)
+            b.store(b.extract(capped(b, lane_sums(b, d.results), self.softcap), 0), self.maxima, g.index)
             b.vstore(one, self.sums, g.index, 0)
-
-    def capped(self, scores: Value) -> Value:
-        if self.softcap is None:
-            return scores
-        width = int(scores.type.removeprefix("vector<").split("x")[0])
-        scores = tanh(self.b, self.b.divf(scores, self.b.splat(self.softcap, width)))
-        return self.b.mulf(scores, self.b.splat(self.softcap, width))
 
     def tile(self, first: Value, end: Value) -> None:
         """Add the positions first .. min(first + tile, end) - 1 to the recurrence."""
@@ -204,14 +205,14 @@ class _Decode:
         with b.loop(0, self.hd, self.width, carry=[zero] * (len(heads) * len(rows))) as d:
             queries = [b.vload(self.q, self.width, g, d.index) for g in heads]
             sums = []
-            for row, carried in zip(rows, _batches(d.values, len(heads)), strict=True):
+            for row, carried in zip(rows, batches(d.values, len(heads)), strict=True):
                 k = b.vload(self.k_cache, self.width, self.layer, row, self.head, d.index)
                 sums += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
             d.give(*sums)
         numbers = b.binary("addi", b.broadcast(b.to_i32(j), len(rows)), b.steps(len(rows)))
         real = b.compare("slt", numbers, b.broadcast(b.to_i32(count), len(rows)))
         for i, g in enumerate(heads):
-            scores = self.capped(lane_sums(b, d.results[i :: len(heads)]))
+            scores = capped(b, lane_sums(b, d.results[i :: len(heads)]), self.softcap)
             b.vstore(b.select(real, scores, b.splat(NEVER, len(rows))), self.scores, g, j)
 
     def softmax(self, heads: range, blocks: Index) -> list[Value]:
@@ -249,11 +250,11 @@ class _Decode:
             row = b.add(first, j.index)
             v = [b.vload(self.v_cache, width, self.layer, row, self.head, c) for c in columns]
             sums = []
-            for g, carried in zip(heads, _batches(j.values, len(columns)), strict=True):
+            for g, carried in zip(heads, batches(j.values, len(columns)), strict=True):
                 weight = b.broadcast(b.load(self.scores, g, j.index), width)
                 sums += [b.fma(weight, x, total) for x, total in zip(v, carried, strict=True)]
             j.give(*sums)
-        for g, results in zip(heads, _batches(j.results, len(columns)), strict=True):
+        for g, results in zip(heads, batches(j.results, len(columns)), strict=True):
             for c, total in zip(columns, results, strict=True):
                 b.vstore(total, self.values, g, c)
 
@@ -267,7 +268,3 @@ class _Decode:
             with b.loop(0, self.hd, self.width) as d:
                 value = b.mulf(b.vload(self.values, self.width, g.index, d.index), inverse)
                 b.vstore(value, out, 0, b.add(offset, d.index))
-
-
-def _batches(values: list[Value], size: int) -> list[list[Value]]:
-    return [values[i : i + size] for i in range(0, len(values), size)]

@@ -54,6 +54,11 @@ def largest_width(limit: int, *extents: int) -> int:
     return width
 
 
+def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
+    """Consecutive parts of `size` values."""
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
 class Loop:
     """An open `scf.for`: `index`, the carried `values` inside it, and `results` once it is closed."""
 

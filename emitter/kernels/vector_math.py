@@ -74,6 +74,23 @@ def lane_sums(b: Body, vectors: Sequence[Value]) -> Value:
     return total
 
 
+def transpose(b: Body, rows: Sequence[Value]) -> list[Value]:
+    """The columns of as many vectors as each has lanes, a power of two."""
+    rows = list(rows)
+    width = len(rows)
+    fold = width // 2
+    while fold:
+        for i in range(width):
+            if i & fold:
+                continue
+            x, y = rows[i], rows[i + fold]
+            low = [lane if not lane & fold else lane - fold + width for lane in range(width)]
+            rows[i] = b.shuffle(x, y, low)
+            rows[i + fold] = b.shuffle(x, y, [lane + fold for lane in low])
+        fold //= 2
+    return rows
+
+
 def lane_max(b: Body, vector: Value) -> Value:
     """The largest lane, as a scalar."""
     width = width_of(vector)
