@@ -6,6 +6,7 @@ queries and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the whole row) come
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import INDEX, Kernel
 from emitter.kernels.text import Body, Index, Value, executable, largest_width
-from emitter.kernels.vector_math import lane_sums
+from emitter.kernels.vector_math import row_sum
 from emitter.types import F32, I32, TensorType
 
 
@@ -107,7 +108,11 @@ def prepare_head(
     inverse = None
     if layout.qk_norm is not None:
         offset, count = (row[0], row[1] * hd) if layout.qk_norm_row else (from_offset, hd)
-        inverse = inverse_rms(b, from_buffer, from_lead, offset, count, layout.qk_norm, lanes)
+
+        def raw(d: Index, width: int) -> Value:
+            return b.vload(from_buffer, width, *from_lead, b.add(offset, d))
+
+        inverse = inverse_rms(b, raw, count, layout.qk_norm, lanes)
     weight_offset = b.mul(head, hd) if layout.qk_norm_row else 0
 
     def read(d: int, width: int) -> Value:
@@ -148,21 +153,14 @@ def prepare_head(
             write(read(d, width), d, width)
 
 
-def inverse_rms(b: Body, buffer: Value, lead: list[Index], offset: Index, count: int, eps: float, lanes: int) -> Value:
-    """1 / sqrt(mean(x^2) + eps) over `count` elements of a row from `offset`, as a scalar."""
-    width = largest_width(lanes, count)
-    ways = largest_width(4, count // width)
-    with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
-        sums = []
-        for i, total in enumerate(loop.values):
-            x = b.vload(buffer, width, *lead, b.add(b.add(offset, loop.index), i * width))
-            sums.append(b.fma(x, x, total))
-        loop.give(*sums)
-    sums = loop.results
-    while len(sums) > 1:
-        sums = [b.addf(x, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
-    total = b.extract(lane_sums(b, sums), 0)
-    mean = b.divf(total, b.f32(count))
+def inverse_rms(b: Body, read: Callable[[Index, int], Value], count: int, eps: float, lanes: int) -> Value:
+    """1 / sqrt(mean(x^2) + eps) over the `count` elements that `read(index, width)` gives, as a scalar."""
+
+    def square(d: Index, width: int) -> Value:
+        x = read(d, width)
+        return b.mulf(x, x)
+
+    mean = b.divf(row_sum(b, count, lanes, square), b.f32(count))
     return b.divf(b.f32(1.0), b.sqrt(b.addf(mean, b.f32(eps))))
 
 

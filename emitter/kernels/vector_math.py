@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from emitter.kernels.text import Body, Value, vector_type, width_of
+from emitter.kernels.text import Body, Index, Value, largest_width, vector_type, width_of
 
 LOG2_E = 1.44269504088896341
 # ln 2 in two parts: the first has few enough bits that a small integer times it is exact in f32 (Cody and Waite).
@@ -72,6 +72,18 @@ def lane_sums(b: Body, vectors: Sequence[Value]) -> Value:
         high = [lane + second for lane in low]
         total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, high))
     return total
+
+
+def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Value]) -> Value:
+    """The sum of the `count` elements that `read(index, width)` gives, as a scalar; several sums run side by side."""
+    width = largest_width(lanes, count)
+    ways = largest_width(4, count // width)
+    with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
+        loop.give(*[b.addf(s, read(b.add(loop.index, i * width), width)) for i, s in enumerate(loop.values)])
+    sums = loop.results
+    while len(sums) > 1:
+        sums = [b.addf(x, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
+    return b.extract(lane_sums(b, sums), 0)
 
 
 def transpose(b: Body, rows: Sequence[Value]) -> list[Value]:

@@ -1,0 +1,75 @@
+"""The index of the largest logit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from emitter.kernels.isa import Isa
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.text import Body, Index, Value, executable, largest_width
+from emitter.kernels.vector_math import lane_max
+from emitter.types import F32, I32, TensorType
+
+
+def argmax(vocab: int, *, isa: Isa, rank: int = 1, block: int = 512) -> Kernel:
+    """logits [vocab], or [1, vocab] with rank 2 -> i32, the lowest index of the largest, as HF's greedy search has it.
+
+    NaN is never chosen; where nothing is larger than -inf, the result is 0. Blocks of `block` logits are compared by their
+    maximum alone; the index is looked for once, in the first block that has the largest.
+    """
+    if rank not in (1, 2):
+        raise ValueError(f"argmax takes logits of rank 1 or 2, got {rank}")
+    shape = (vocab,) if rank == 1 else (1, vocab)
+    lead = () if rank == 1 else (0,)
+    operands, results = (TensorType(shape, F32),), (TensorType((), I32),)
+    name = f"argmax_{'x'.join(map(str, shape))}_{isa.name}_b{block}"
+    if block % (8 * isa.lanes):
+        raise ValueError(f"argmax takes blocks of a multiple of {8 * isa.lanes} logits on {isa.name}, got {block}")
+    whole = vocab // block * block
+
+    def write(b: Body, logits: Value, out: Value) -> None:
+        least = b.f32(float("-inf"))
+
+        def block_max(low: Index, high: Index, width: int, ways: int) -> Value:
+            with b.loop(low, high, ways * width, carry=[b.splat(float("-inf"), width)] * ways) as loop:
+                places = [b.add(loop.index, i * width) for i in range(ways)]
+                loop.give(
+                    *[b.maxf(b.vload(logits, width, *lead, p), m) for p, m in zip(places, loop.values, strict=True)]
+                )
+            tops = loop.results
+            while len(tops) > 1:
+                tops = [b.maxf(x, y) for x, y in zip(tops[::2], tops[1::2], strict=True)]
+            return lane_max(b, tops[0])
+
+        with b.loop(0, whole, block, carry=[least, b.index(0)]) as loop:
+            top = block_max(loop.index, b.add(loop.index, block), isa.lanes, 8)
+            better = b.compare("ogt", top, loop.values[0])
+            loop.give(b.select(better, top, loop.values[0]), b.select(better, loop.index, loop.values[1]))
+        best, place = loop.results
+        if whole < vocab:
+            top = block_max(whole, vocab, largest_width(isa.lanes, vocab - whole), 1)
+            better = b.compare("ogt", top, best)
+            best, place = b.select(better, top, best), b.select(better, b.index(whole), place)
+        last = b.min(b.add(place, block), vocab)
+        # Backwards, so that what remains is the lowest index.
+        with b.loop(0, b.sub(last, place), carry=[place]) as loop:
+            at = b.sub(b.sub(last, 1), loop.index)
+            equal = b.compare("oeq", b.load(logits, *lead, at), best)
+            loop.give(b.select(equal, at, loop.values[0]))
+        found = b.compare("ogt", best, least)
+        b.store(b.to_i32(b.select(found, loop.results[0], b.index(0))), out)
+
+    def reference(logits: np.ndarray) -> tuple[np.ndarray]:
+        flat = np.where(np.isnan(logits), -np.inf, logits).reshape(-1)
+        return (np.array(np.argmax(flat), np.int32),)
+
+    return Kernel(
+        name=name,
+        operands=operands,
+        results=results,
+        tied=(None,),
+        text=executable(name, operands, results, (None,), 1, write),
+        reference=reference,
+        flops=vocab,
+        bytes=4 * vocab,
+    )
