@@ -1,0 +1,102 @@
+"""What all tests share: one thread for NumPy and torch, repeatable generation, and programs through IREE."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import iree.runtime as rt
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from iree.runtime import HalElementType
+
+from emitter.types import DTYPES, TensorType
+from vmfb.compiler import compile_mlir
+from vmfb.targets import TARGETS
+
+settings.register_profile("castiron", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("castiron")
+
+_ELEMENT_TYPES = {
+    "f32": HalElementType.FLOAT_32,
+    "f16": HalElementType.FLOAT_16,
+    "bf16": HalElementType.BFLOAT_16,
+    "i1": HalElementType.BOOL_8,
+    "i8": HalElementType.INT_8,
+    "ui8": HalElementType.UINT_8,
+    "i32": HalElementType.INT_32,
+    "ui32": HalElementType.UINT_32,
+    "i64": HalElementType.INT_64,
+}
+
+
+class IreeProgram:
+    """A compiled module: `run` calls a function with NumPy arrays, stored as `DType.numpy` says (bf16 as uint16)."""
+
+    def __init__(self, vmfb: Path, params: Mapping[str, np.ndarray]):
+        instance = rt.VmInstance()
+        self._device = rt.get_device("local-sync")
+        self._module = rt.VmModule.mmap(instance, str(vmfb))
+        index = rt.ParameterIndex()
+        # The index only points at the bytes.
+        self._kept = {name: np.ascontiguousarray(array) for name, array in params.items()}
+        for name, array in self._kept.items():
+            index.add_buffer(name, array.reshape(-1).view(np.uint8))
+        modules = [rt.create_hal_module(instance, self._device), self._module]
+        modules.insert(1, rt.create_io_parameters_module(instance, index.create_provider(scope="model")))
+        self._context = rt.VmContext(instance, modules)
+
+    def run(self, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Outputs of `function`; arguments that outputs live in are copied first and stay as they were."""
+        code = self._module.lookup_function(function)
+        inputs, outputs = _signature(code.reflection["iree.abi.declaration"])
+        assert len(inputs) == len(args), f"{function} takes {len(inputs)} arguments, got {len(args)}"
+        arguments, results = rt.VmVariantList(len(args)), rt.VmVariantList(len(outputs))
+        for array, type_ in zip(args, inputs):
+            arguments.push_ref(self._view(np.asarray(array), type_))
+        self._context.invoke(code, arguments, results)
+        return [_array(results.get_as_object(i, rt.HalBufferView), t) for i, t in enumerate(outputs)]
+
+    def _view(self, array: np.ndarray, type_: TensorType) -> rt.HalBufferView:
+        assert array.shape == type_.shape and array.nbytes == type_.nbytes, f"{array.dtype}{array.shape} is not {type_}"
+        return self._device.allocator.allocate_buffer_copy(
+            memory_type=rt.MemoryType.DEVICE_LOCAL | rt.MemoryType.HOST_VISIBLE,
+            allowed_usage=rt.BufferUsage.DEFAULT | rt.BufferUsage.MAPPING,
+            device=self._device,
+            buffer=np.ascontiguousarray(array).reshape(array.shape),
+            element_type=_ELEMENT_TYPES[type_.dtype.name],
+        )
+
+
+def _array(view: rt.HalBufferView, type_: TensorType) -> np.ndarray:
+    assert tuple(view.shape) == type_.shape
+    return np.array(view.map().asarray([type_.nbytes], np.dtype(np.uint8))).view(type_.dtype.numpy).reshape(type_.shape)
+
+
+def _signature(declaration: str) -> tuple[list[TensorType], list[TensorType]]:
+    """Input and output types in a function's own words; those of unsigned integers are given as an encoding."""
+    found: dict[str, list[TensorType]] = {"input": [], "output": []}
+    for side, plain, attrs in re.findall(r"%(input|output)\d+: tensor<([^>]*)>(?: \{([^}]*)\})?", declaration):
+        encoded = re.search(r"encoding = tensor<([^>]*)>", attrs)
+        *shape, element = (encoded[1] if encoded else plain).split("x")
+        found[side].append(TensorType(tuple(map(int, shape)), DTYPES[element]))
+    return found["input"], found["output"]
+
+
+@pytest.fixture(scope="session")
+def iree(tmp_path_factory) -> Callable[..., IreeProgram]:
+    """`iree(text, params={}) -> IreeProgram`: the product's own compiler driver and flags for this machine."""
+
+    def load(text: str, params: Mapping[str, np.ndarray] = {}) -> IreeProgram:
+        vmfb = tmp_path_factory.mktemp("program") / "model.vmfb"
+        compile_mlir(text, TARGETS["host"], vmfb)
+        return IreeProgram(vmfb, params)
+
+    return load
