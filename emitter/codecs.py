@@ -17,6 +17,11 @@ import numpy as np
 _ROWS_AT_ONCE_BYTES = 1 << 22  # bounds the temporaries of a dequantisation, not its result
 
 
+def rows_at_once(bytes_of_a_row: int) -> int:
+    """How many rows to convert in one go, so that temporaries stay small whatever the size of the tensor."""
+    return max(1, _ROWS_AT_ONCE_BYTES // bytes_of_a_row)
+
+
 @dataclass(frozen=True)
 class Parts:
     """n blocks taken apart. `codes` already carry their sign, so `code` is the factor of the scale.
@@ -172,27 +177,31 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
         return raw.view("<f2").astype(np.float32)
     if codec.name == "bf16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    parts = codec.split(raw.reshape(-1, codec.block_bytes))
+    return values(codec, codec.split(raw.reshape(-1, codec.block_bytes))).reshape(len(raw), -1)
+
+
+def values(codec: Codec, parts: Parts) -> np.ndarray:
+    """n blocks -> what they stand for, [n, block] f32, rounded where ggml rounds."""
     scale = parts.d.astype(np.float32)[:, None]
     if parts.scales is not None:
         scale = scale * parts.scales.astype(np.float32)
     groups = parts.codes.reshape(len(parts.codes), -1, codec.group).astype(np.float32)
-    values = scale[:, :, None] * groups
+    result = scale[:, :, None] * groups
     if parts.m is not None:
         minimum = parts.m.astype(np.float32)[:, None]
         if parts.minima is not None:
             minimum = minimum * parts.minima.astype(np.float32)
-        values += np.float32(codec.minimum) * minimum[:, :, None]
-    return values.reshape(len(raw), -1)
+        result += np.float32(codec.minimum) * minimum[:, :, None]
+    return result.reshape(len(parts.codes), -1)
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
     """raw [..., row_bytes] u8 -> values [..., in] f32, bit for bit those of `gguf.quants.dequantize`."""
     codec = codec_of(codec_name)
-    values = np.empty((*raw.shape[:-1], _in_features(codec, raw)), np.float32)
-    if values.size:
-        rows, out = raw.reshape(-1, raw.shape[-1]), values.reshape(-1, values.shape[-1])
-        step = max(1, _ROWS_AT_ONCE_BYTES // raw.shape[-1])
+    result = np.empty((*raw.shape[:-1], _in_features(codec, raw)), np.float32)
+    if result.size:
+        rows, out = raw.reshape(-1, raw.shape[-1]), result.reshape(-1, result.shape[-1])
+        step = rows_at_once(raw.shape[-1])
         for start in range(0, len(rows), step):
             out[start : start + step] = _dequantise_rows(codec, rows[start : start + step])
-    return values
+    return result
