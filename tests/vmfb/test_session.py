@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -131,3 +135,22 @@ def test_a_bad_token_is_refused(session, token):
 def test_a_session_needs_a_thread(toy_dir):
     with pytest.raises(SessionError, match="threads is 0"):
         Session(open_bundle(toy_dir), 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_results_may_outlive_everything_else(toy_dir, threads):
+    """As at the end of a process, when Python lets go in no particular order."""
+    code = f"""
+import gc
+from vmfb import device
+from vmfb.bundle import open_bundle
+from vmfb.session import Session
+session = Session(open_bundle({str(toy_dir)!r}), {threads})
+session.prefill([1, 2, 3])
+results = [call._results for call, _ in session._prefill.values()]
+device._devices.clear()
+del session
+gc.collect()
+del results
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})

@@ -1,0 +1,275 @@
+"""A bundle is whole, unchanged and made for this machine, or it is refused in a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+
+import pytest
+
+from tests.vmfb import toy_bundle
+from tests.vmfb.conftest import CONTEXT, WIDTHS
+from vmfb import bundle as bundles
+from vmfb.bundle import BundleWriter, open_bundle
+from vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, parse
+from vmfb.record import to_json
+from vmfb.session import Session
+
+
+@pytest.fixture
+def copy(toy_dir, tmp_path):
+    """A bundle to spoil."""
+    return shutil.copytree(toy_dir, tmp_path / "bundle")
+
+
+def rewrite(directory, change) -> None:
+    """Applies `change` to the manifest's JSON."""
+    path = directory / "manifest.json"
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def set_at(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(manifest):
+        for key in path:
+            manifest = manifest[key]
+        manifest[last] = value
+
+    return change
+
+
+def delete(*path):
+    def change(manifest):
+        for key in path[:-1]:
+            manifest = manifest[key]
+        del manifest[path[-1]]
+
+    return change
+
+
+def refusal(directory, **options) -> str:
+    with pytest.raises(BundleError) as caught:
+        open_bundle(directory, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_is_written_is_what_is_read(toy_dir):
+    opened = open_bundle(toy_dir)
+    expected = toy_bundle.manifest(CONTEXT, WIDTHS)
+    assert dataclasses.replace(opened.manifest, files={}) == expected
+    assert set(opened.manifest.files) == {MODEL, WEIGHTS, "compile.log"}
+    assert opened.manifest.prefill_widths == WIDTHS and opened.manifest.context == CONTEXT
+    assert (opened.tokenizer, opened.chat_template) == (None, None)
+    assert parse(dump(opened.manifest), "here") == opened.manifest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_at("schema", 2), "has schema 2 and this castiron reads 1"),
+        (delete("schema"), "has schema None"),
+        (set_at("schema", True), "has schema True"),
+        (set_at("colour", "red"), "colour is not a field that this version knows"),
+        (set_at("cache", "colour", 1), "cache.colour is not a field"),
+        (set_at("files", MODEL, "colour", 1), "files.model.vmfb.colour is not a field"),
+        (set_at("files", "../evil", {"size": 1, "sha256": "0" * 64}), "files.../evil is not a file"),
+        (set_at("files", WEIGHTS, "sha256", "xyz"), "files.weights.irpa has no proper size and sha256"),
+        (delete("files", WEIGHTS), "does not list weights.irpa"),
+        (set_at("vocab", "32"), "vocab is '32', not a whole number"),
+        (set_at("vocab", True), "vocab is True, not a whole number"),
+        (set_at("vocab", 0), "vocab is 0, not a positive number"),
+        (set_at("vocab", 33), "functions are not decode_step and prefill_T with this vocabulary"),
+        (set_at("cache", "context", 25), "functions are not"),
+        (set_at("cache", "layers", 0), "cache.layers is 0"),
+        (set_at("cache", "dtype", "f8"), "cache.dtype is 'f8', not one of f32"),
+        (set_at("functions", 1, "width", 5), "functions are not"),
+        (set_at("functions", 0, "name", "evil"), "functions are not"),
+        (set_at("functions", 1, "inputs", [1]), r"functions[1].inputs[0] is 1, not a string"),
+        (set_at("functions", {}), "functions is {}, not a list"),
+        (set_at("codecs", {"f32": 1.5}), "codecs.f32 is 1.5, not a whole number"),
+        (set_at("target", "features", None), "target.features is None, not a list"),
+        (set_at("tokens", "eos", [32]), "tokens names 32, outside the vocabulary"),
+        (set_at("config", []), "config is [], not an object"),
+        *((delete(field.name), f"{field.name} is missing") for field in dataclasses.fields(Manifest) if field.default is
+          dataclasses.MISSING and field.default_factory is dataclasses.MISSING),  # fmt: skip
+    ],
+)
+def test_a_manifest_that_does_not_hold_is_refused(copy, change, message):
+    rewrite(copy, change)
+    said = refusal(copy)
+    assert message in said and str(copy) in said and "again" in said
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
+def test_a_manifest_that_is_no_object_is_refused(copy, text):
+    (copy / "manifest.json").write_text(text)
+    assert "compile the bundle again" in refusal(copy)
+
+
+@pytest.mark.parametrize("name", [MODEL, WEIGHTS])
+def test_a_file_that_changed_is_refused(copy, name):
+    path = copy / name
+    original = path.read_bytes()
+    open_bundle(copy)
+    path.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    os.utime(path, ns=(1, 1))
+    assert f"{name} is not the file that was written" in refusal(copy)
+    path.write_bytes(original[:-1])
+    assert f"has {len(original) - 1} bytes where the manifest says {len(original)}" in refusal(copy)
+    path.unlink()
+    assert f"{name} is missing" in refusal(copy)
+
+
+def test_what_is_no_bundle_is_refused(tmp_path):
+    assert "is not a directory" in refusal(tmp_path / "absent")
+    assert "has no manifest.json: it is not a bundle" in refusal(tmp_path)
+
+
+def test_a_second_opening_hashes_nothing_until_a_file_is_touched(copy, monkeypatch):
+    hashed = []
+    plain = bundles.file_sha256
+    monkeypatch.setattr(bundles, "file_sha256", lambda path: hashed.append(path.name) or plain(path))
+    open_bundle(copy)
+    first, hashed[:] = sorted(hashed), []
+    assert first == sorted([MODEL, WEIGHTS, "compile.log"])
+    open_bundle(copy)
+    assert hashed == []
+    open_bundle(copy, full_check=True)
+    assert sorted(hashed) == first
+    hashed.clear()
+    os.utime(copy / WEIGHTS, ns=(1, 1))
+    open_bundle(copy)
+    assert sorted(hashed) == first
+
+
+def test_a_read_only_bundle_runs_without_a_cache(copy, monkeypatch, tmp_path):
+    before = sorted(copy.rglob("*"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "file"))
+    for path in [*copy.iterdir(), copy]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        assert 0 <= Session(open_bundle(copy), 1).prefill([1, 2, 3]) < 32
+        assert sorted(copy.rglob("*")) == before
+    finally:
+        copy.chmod(0o755)
+
+
+def test_a_bundle_for_another_cpu_is_refused_but_can_be_inspected(copy):
+    rewrite(copy, lambda m: m["target"].update(features=[*m["target"]["features"], "avx512zz"], cpu="Other CPU"))
+    said = refusal(copy)
+    assert "Other CPU" in said and "lacks avx512zz" in said and "--target" in said
+    assert open_bundle(copy, run=False).manifest.target.cpu == "Other CPU"
+    rewrite(copy, set_at("target", "arch", "sparc"))
+    assert "is compiled for sparc and this machine is" in refusal(copy)
+
+
+def test_a_bundle_of_another_iree_is_refused(copy):
+    rewrite(copy, set_at("versions", "iree", "3.99.1"))
+    said = refusal(copy)
+    assert "compiled by IREE 3.99.1" in said and "iree-base-runtime==3.99.*" in said
+
+
+def test_a_bundle_whose_program_has_other_functions_is_refused(copy, tmp_path, compile_cache):
+    other = toy_bundle.write(tmp_path / "other", CONTEXT, (4,), cache_dir=compile_cache).path
+    files = json.loads((other / "manifest.json").read_text())["files"]
+    shutil.copy(other / MODEL, copy / MODEL)
+    rewrite(copy, set_at("files", MODEL, files[MODEL]))
+    with pytest.raises(BundleError, match="has no function prefill_8"):
+        Session(open_bundle(copy), 1)
+
+
+def write(directory, **files):
+    with BundleWriter(directory) as writer:
+        for name, data in {MODEL: b"m", WEIGHTS: b"w", **files}.items():
+            writer.write(name, data)
+        return writer.commit(toy_bundle.manifest(CONTEXT, WIDTHS))
+
+
+def test_optional_files_are_found_again(tmp_path):
+    write(tmp_path / "b", **{TOKENIZER: "{}", "chat_template.jinja": "ä"})
+    opened = open_bundle(tmp_path / "b")
+    assert opened.tokenizer == tmp_path / "b" / TOKENIZER and opened.chat_template == "ä"
+
+
+def test_a_failure_leaves_nothing_and_the_old_bundle(tmp_path):
+    write(tmp_path / "b", **{TOKENIZER: "old"})
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), BundleWriter(tmp_path / "b") as writer:
+            writer.write(MODEL, b"new")
+            raise error
+    with BundleWriter(tmp_path / "b") as writer:
+        writer.write(MODEL, b"never committed")
+    assert os.listdir(tmp_path) == ["b"]
+    assert open_bundle(tmp_path / "b").tokenizer.read_text() == "old"
+
+
+def test_an_incomplete_or_wrong_bundle_is_not_committed(tmp_path):
+    with pytest.raises(BundleError, match="would lack weights.irpa"), BundleWriter(tmp_path / "b") as writer:
+        writer.write(MODEL, b"m")
+        writer.commit(toy_bundle.manifest(CONTEXT, WIDTHS))
+    with pytest.raises(BundleError, match="does not hold together: vocab"), BundleWriter(tmp_path / "b") as writer:
+        writer.write(MODEL, b"m")
+        writer.write(WEIGHTS, b"w")
+        writer.commit(dataclasses.replace(toy_bundle.manifest(CONTEXT, WIDTHS), vocab=-1))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_new_bundle_replaces_all_of_the_old(tmp_path):
+    write(tmp_path / "b", **{TOKENIZER: "old"})
+    write(tmp_path / "b")
+    assert os.listdir(tmp_path) == ["b"] and not (tmp_path / "b" / TOKENIZER).exists()
+
+
+def test_only_bundles_and_empty_directories_are_replaced(tmp_path):
+    place = tmp_path / "b"
+    place.mkdir()
+    write(place)
+    (place / "thesis.txt").write_text("years of work")
+    with pytest.raises(BundleError, match="holds other things than a bundle"), BundleWriter(place):
+        pass
+    assert (place / "thesis.txt").read_text() == "years of work" and os.listdir(tmp_path) == ["b"]
+    for name, text in (("manifest.json", "{}"), ("manifest.json", "no json"), ("model.vmfb", "")):
+        other = tmp_path / "other"
+        shutil.rmtree(other, ignore_errors=True)
+        other.mkdir()
+        (other / name).write_text(text)
+        with pytest.raises(BundleError, match="holds other things"), BundleWriter(other):
+            pass
+        assert (other / name).read_text() == text
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BundleError, match="is a file"), BundleWriter(tmp_path / "file"):
+        pass
+    with pytest.raises(BundleError, match="cannot be written"), BundleWriter(tmp_path / "file" / "b"):
+        pass
+
+
+def test_what_a_killed_writer_left_is_put_right(tmp_path):
+    dead = 2**22 + 5
+    write(tmp_path / "b", **{TOKENIZER: "good"})
+    os.rename(tmp_path / "b", tmp_path / f".b.replaced-{dead}")
+    (tmp_path / f".b.partial-{dead}").mkdir()
+    alive = tmp_path / f".b.partial-{os.getppid()}"
+    alive.mkdir()
+    with BundleWriter(tmp_path / "b"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [alive.name, "b"]
+    assert open_bundle(tmp_path / "b").tokenizer.read_text() == "good"
+
+
+def test_every_file_name_is_known(tmp_path):
+    with BundleWriter(tmp_path / "b") as writer, pytest.raises(ValueError, match="not a file of a bundle"):
+        writer.write("../escape", b"")
+    assert all(os.path.basename(name) == name for name in FILES)
+
+
+def test_the_manifest_is_plain_json(toy_dir):
+    manifest = open_bundle(toy_dir).manifest
+    assert json.loads((toy_dir / "manifest.json").read_text()) == to_json(manifest)
