@@ -142,7 +142,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "sliding_window": None,
         },
         flags={"attention_bias": "attn_q.bias"},
-        rules=("full_rotary", "rope_scaling"),
+        rules=("full_rotary", "rope_scaling", "normalised_experts"),
     ),
     "gemma2": Architecture(
         model_type="gemma2",

@@ -12,7 +12,7 @@ from .checkpoint import Checkpoint, CheckpointError, Tensor
 from .gguf_architectures import TOP_TENSORS, Architecture
 from .gguf_config import architecture_of, hf_config
 from .gguf_file import GgufFile, GgufTensor, read_gguf
-from .gguf_rope import ROPE_TENSORS
+from .gguf_rope import RULE_OF_ROPE_TENSOR
 from .gguf_tokenizer import eos_token_ids, tokenizer_json
 
 _BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
@@ -52,7 +52,7 @@ def _refuse_parts(file: GgufFile) -> None:
 def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
-        if stored.name in ROPE_TENSORS:
+        if RULE_OF_ROPE_TENSOR.get(stored.name) in row.rules:
             continue
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:

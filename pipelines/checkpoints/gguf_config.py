@@ -199,7 +199,9 @@ def _gemma2_layers(config: dict, metadata: Metadata) -> None:
 
 def _gemma3_layers(config: dict, metadata: Metadata) -> None:
     layers, pattern = config["num_hidden_layers"], metadata.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
-    if isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) == layers:
+    if not config.get("sliding_window"):
+        config["layer_types"] = ["full_attention"] * layers
+    elif isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) == layers:
         config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
         config["layer_types"] = _windowed_layers(layers, pattern)
@@ -214,6 +216,11 @@ def _smollm3_layers(config: dict, metadata: Metadata) -> None:
     config["no_rope_layer_interval"] = _SMOLLM3_PATTERN
     layers = range(1, config["num_hidden_layers"] + 1)
     config["no_rope_layers"] = [int(layer % _SMOLLM3_PATTERN != 0) for layer in layers]
+
+
+def _normalised_experts(config: dict, metadata: Metadata) -> None:
+    if metadata.get("expert_weights_norm", True) is not True:
+        raise metadata.fail(f"{metadata.prefix}expert_weights_norm is not true, which llama.cpp computes regardless")
 
 
 def _stablelm_residual(config: dict, metadata: Metadata) -> None:
@@ -232,5 +239,6 @@ RULES: dict[str, Callable[[dict, Metadata], None]] = {
     "gemma2_layers": _gemma2_layers,
     "gemma3_layers": _gemma3_layers,
     "smollm3_layers": _smollm3_layers,
+    "normalised_experts": _normalised_experts,
     "stablelm_residual": _stablelm_residual,
 }

@@ -164,6 +164,8 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int]:
     metadata, alignment = {}, _DEFAULT_ALIGNMENT
     for _ in range(count):
         key = cursor.string("a metadata key")
+        if not key:
+            raise cursor.fail("a metadata key is empty")
         if key in metadata:
             raise cursor.fail(f"the metadata key {key!r} stands twice")
         kind = cursor.number(_U32, f"the type of {key!r}")

@@ -67,7 +67,7 @@ def _rope_scaling(config: dict, metadata) -> None:
     kind = metadata.get("rope.scaling.type", "none")
     factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
     original = metadata.integer("rope.scaling.original_context_length")
-    attention_factor = metadata.real("rope.scaling.attn_factor")
+    metadata.get("rope.scaling.finetuned")
     if kind == "none" and metadata.get("rope.scale_linear") is not None:
         kind = "linear"
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -75,20 +75,25 @@ def _rope_scaling(config: dict, metadata) -> None:
     if kind == "linear":
         config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        config["rope_scaling"] = _yarn(config, metadata, factor, original, attention_factor)
+        config["rope_scaling"] = _yarn(config, metadata, factor, original)
     else:
         raise metadata.fail(f"{metadata.prefix}rope.scaling.type is {kind!r}: none, linear and yarn are read")
 
 
-def _yarn(config: dict, metadata, factor: float, original: int | None, attention_factor: float | None) -> dict:
+# What yarn has besides its factor: keys whose other values HF cannot express.
+_YARN_FIXED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}
+
+
+def _yarn(config: dict, metadata, factor: float, original: int | None) -> dict:
+    for key, only in _YARN_FIXED.items():
+        value = metadata.real(f"rope.scaling.{key}", only)
+        if value != only:
+            raise metadata.fail(f"{metadata.prefix}rope.scaling.{key} is {value}: only {only} is read")
     scaling = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original or config["max_position_embeddings"],
     }
-    if attention_factor not in (None, 1.0):
-        # llama.cpp multiplies this by the factor that HF computes by itself
-        scaling["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
     for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         value = metadata.real(f"rope.scaling.{key}")
         if value is not None:
@@ -122,8 +127,12 @@ def _phi3_rope(config: dict, metadata) -> None:
             config["rope_scaling"]["attention_factor"] = attention_factor
 
 
-# Tensors that end in the config.
-ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+# Tensors that end in the config, and the rule that puts them there.
+RULE_OF_ROPE_TENSOR = {
+    "rope_freqs.weight": "rope_factors",
+    "rope_factors_long.weight": "phi3_rope",
+    "rope_factors_short.weight": "phi3_rope",
+}
 
 ROPE_RULES = {
     "rope_factors": _rope_factors,

@@ -1,0 +1,172 @@
+"""A transformers model as the GGUF file that llama.cpp's converter would write of it.
+
+Names come from gguf's own tensor map; the changes to rows, norms and experts, and the metadata, follow the
+converter's classes. It is the reader's counterpart and shares nothing with it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.pipelines.tiny_gguf import write_gguf
+
+GGUF_NAMES = {
+    "llama": "llama", "mixtral": "llama", "smollm3": "smollm3", "granite": "granite", "qwen2": "qwen2",
+    "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
+    "olmo2": "olmo2", "stablelm": "stablelm", "starcoder2": "starcoder2",
+}  # fmt: skip
+_PERMUTED = {"llama", "mixtral", "smollm3", "granite"}
+_NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
+_STACKED = re.compile(r"(.*\.(?:experts|layernorm\.norms|q_layernorm\.norms|k_layernorm\.norms))\.(\d+)(\..*)")
+_MERGED = {
+    ".block_sparse_moe.experts.w1": ".block_sparse_moe.experts.w1",
+    ".q_layernorm.norms": ".q_layernorm",
+    ".k_layernorm.norms": ".k_layernorm",
+}
+
+
+def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    halves = weights.reshape(heads, 2, len(weights) // heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+def _stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors that HF numbers, stacked under the name without the number, as the converter merges them."""
+    merged, groups = {}, {}
+    for name, values in state.items():
+        numbered = _STACKED.fullmatch(name)
+        if numbered:
+            stem = numbered[1].removesuffix(".norms")
+            groups.setdefault(stem + numbered[3], {})[int(numbered[2])] = values
+        else:
+            merged[name] = values
+    for name, group in groups.items():
+        merged[name] = np.stack([group[number] for number in sorted(group)])
+    return merged
+
+
+def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
+    """The model's saved f32 tensors under GGUF's names, changed as the converter changes them."""
+    kind = config.model_type
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == GGUF_NAMES[kind])
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors = {}
+    for name, values in _stacked(load_file(directory / "model.safetensors")).items():
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if mapped is None:
+            raise KeyError(f"gguf has no name for {name}")
+        if kind in _PERMUTED and ".q_proj." in name:
+            values = _permute(values, config.num_attention_heads)
+        if kind in _PERMUTED and ".k_proj." in name:
+            values = _permute(values, config.num_key_value_heads)
+        if kind in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        tensors[mapped] = values
+    return tensors
+
+
+def metadata_of(config) -> dict:
+    """What TextModel.set_gguf_parameters and the model's own class write."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ropes = config.rope_parameters
+    rope = ropes.get("full_attention", ropes)
+    keys = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    for key, name in {
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }.items():
+        if getattr(config, name, None) is not None:
+            keys[key] = float(getattr(config, name))
+    for name in ("layer_norm_eps", "norm_epsilon"):
+        if hasattr(config, name):
+            keys["attention.layer_norm_epsilon"] = getattr(config, name)
+    kind = config.model_type
+    if kind in ("llama", "mixtral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"):
+        keys["attention.key_length"] = keys["attention.value_length"] = head_dim
+    if kind in ("gemma2", "gemma3_text", "phi3"):
+        keys["attention.sliding_window"] = config.sliding_window or 0
+    if kind == "stablelm":
+        keys["use_parallel_residual"] = config.use_parallel_residual
+        del keys["rope.freq_base"]
+    if kind in ("mixtral", "qwen3_moe"):
+        keys["expert_count"] = config.num_local_experts if kind == "mixtral" else config.num_experts
+        keys["expert_used_count"] = config.num_experts_per_tok
+    if kind == "qwen3_moe":
+        keys["expert_feed_forward_length"] = config.moe_intermediate_size
+    keys |= _rope_scaling(rope, config)
+    return {f"{GGUF_NAMES[kind]}.{key}": value for key, value in keys.items()}
+
+
+def _rope_scaling(rope: dict, config) -> dict:
+    match rope["rope_type"]:
+        case "linear":
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+        case "yarn":
+            return {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": float(rope["factor"]),
+                "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            }
+        case "longrope":
+            scale = config.max_position_embeddings / config.original_max_position_embeddings
+            attention = float(np.sqrt(1 + np.log(scale) / np.log(config.original_max_position_embeddings)))
+            return {
+                "rope.scaling.original_context_length": config.original_max_position_embeddings,
+                "rope.scaling.attn_factor": attention,
+            }
+    return {}
+
+
+def _rope_tensors(config) -> dict[str, np.ndarray]:
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32)
+            for length in ("long", "short")
+        }
+    if rope.get("rope_type") == "llama3":
+        return {"rope_freqs.weight": _llama3_factors(rope, config.head_dim)}
+    return {}
+
+
+def _llama3_factors(rope: dict, dim: int) -> np.ndarray:
+    """LlamaModel.generate_extra_tensors of the converter."""
+    factors = []
+    low_wavelength = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high_wavelength = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    for frequency in 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < high_wavelength:
+            factors.append(1.0)
+        elif wavelength > low_wavelength:
+            factors.append(rope["factor"])
+        else:
+            span = rope["high_freq_factor"] - rope["low_freq_factor"]
+            smooth = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / span
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def convert(directory: Path, config, path: Path) -> Path:
+    """Write the model saved in `directory` to the GGUF file `path`."""
+    tensors = tensors_of(directory, config) | _rope_tensors(config)
+    return write_gguf(path, GGUF_NAMES[config.model_type], metadata_of(config), tensors)

@@ -1,0 +1,131 @@
+"""Every row of the table: a random transformers model, written as llama.cpp writes it, is read back as itself.
+
+Itself means: the tensors that `save_pretrained` writes, name for name and bit for bit, and a config from which
+transformers builds a model that computes the same logits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
+from pipelines.checkpoints.gguf_architectures import ARCHITECTURES, architecture_names
+from tests.pipelines.hf_to_gguf import GGUF_NAMES, convert
+from tests.pipelines.tiny_gguf import write_llama
+
+SIZES = dict(
+    vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+ODD_LLAMA3 = LLAMA3 | dict(factor=4.0, low_freq_factor=2.0, original_max_position_embeddings=64)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5, original_max_position_embeddings=128,
+    long_factor=[1.5, 2.0, 3.0, 4.0], short_factor=[1.0, 1.1, 1.2, 1.3],
+)  # fmt: skip
+GEMMA3_ROPES = dict(
+    full_attention=dict(rope_type="linear", rope_theta=1000000.0, factor=8.0),
+    sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+)
+PATTERN = ["sliding_attention"] * 5 + ["full_attention"] * 1
+
+MODELS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "llama, tied, biased": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama, odd head_dim, one kv head": transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=24),
+    "llama 3": transformers.LlamaConfig(**SIZES, head_dim=32, rope_parameters=LLAMA3),
+    "llama 3, other numbers": transformers.LlamaConfig(**SIZES, head_dim=32, rope_parameters=ODD_LLAMA3),
+    "llama, yarn": transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
+    "llama, linear": transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=24),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=24, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "gemma2": transformers.Gemma2Config(**SIZES, head_dim=24, query_pre_attn_scalar=24, sliding_window=8),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 6}, head_dim=24, query_pre_attn_scalar=24, sliding_window=8,
+        rope_parameters=GEMMA3_ROPES, layer_types=PATTERN,
+    ),
+    "phi3": transformers.Phi3Config(**SIZES, sliding_window=8),
+    "phi3, partial rotary": transformers.Phi3Config(
+        **SIZES, rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+    ),
+    "phi3, longrope": transformers.Phi3Config(
+        **SIZES, original_max_position_embeddings=128, rope_parameters=LONGROPE, tie_word_embeddings=True
+    ),
+    "olmo2": transformers.Olmo2Config(**SIZES),
+    "smollm3": transformers.SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True),
+    "granite": transformers.GraniteConfig(
+        **SIZES, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0
+    ),
+    "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True),
+    "stablelm, parallel": transformers.StableLmConfig(**SIZES, use_parallel_residual=True, qk_layernorm=True),
+    "starcoder2": transformers.Starcoder2Config(**SIZES, tie_word_embeddings=True, sliding_window=None),
+}  # fmt: skip
+
+
+def test_every_architecture_is_tried():
+    assert {GGUF_NAMES[config.model_type] for config in MODELS.values()} == set(architecture_names())
+    assert {config.model_type for config in MODELS.values()} == {row.model_type for row in ARCHITECTURES.values()}
+
+
+@pytest.fixture(params=MODELS)
+def converted(request, tmp_path):
+    """(the model, its saved directory as a checkpoint, its GGUF as a checkpoint)"""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[request.param]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too must differ from their defaults
+            parameter.uniform_(-0.2, 0.2)
+    model.save_pretrained(tmp_path / "hf")
+    path = convert(tmp_path / "hf", model.config, tmp_path / "model.gguf")
+    return model, open_checkpoint(tmp_path / "hf"), open_checkpoint(path)
+
+
+def test_read_back_as_itself(converted):
+    model, directory, checkpoint = converted
+    required = {name: tensor.shape for name, tensor in directory.tensors.items()}
+    assert missing_and_left_over(required, checkpoint) == []
+    norms_move = model.config.model_type.startswith("gemma")
+    for name, tensor in directory.tensors.items():
+        values, expected = checkpoint.tensors[name].dequantise(), tensor.dequantise()
+        if norms_move and name.endswith("norm.weight"):
+            expected = (expected + np.float32(1)) - np.float32(1)
+        assert np.array_equal(values, expected), name
+
+
+def test_config_leads_to_the_same_mathematics(converted):
+    model, _, checkpoint = converted
+    ours = AutoModelForCausalLM.from_config(AutoConfig.for_model(**checkpoint.config)).eval()
+    ours.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, SIZES["vocab_size"], (1, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        got, expected = ours(tokens).logits, model(tokens).logits
+    # the metadata is f32, so that a factor such as 0.1 is off by one part in 1e8
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert checkpoint.config["tie_word_embeddings"] == model.config.tie_word_embeddings
+
+
+def test_llama3_scaling_is_named_where_its_numbers_explain_the_factors(tmp_path):
+    model = AutoModelForCausalLM.from_config(MODELS["llama 3"])
+    model.save_pretrained(tmp_path)
+    scaling = open_checkpoint(convert(tmp_path, model.config, tmp_path / "x.gguf")).config["rope_scaling"]
+    assert scaling == {key: LLAMA3[key] for key in scaling} and scaling["factor"] == 32.0
+
+
+def test_factors_and_scaling_keys_at_once_are_refused(tmp_path):
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    factors = {"rope_freqs.weight": np.full(8, 2, np.float32)}
+    with pytest.raises(CheckpointError, match="of which only one can hold"):
+        open_checkpoint(write_llama(tmp_path / "x.gguf", metadata, factors))
