@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 import iree.runtime as rt
@@ -28,9 +27,6 @@ def device(threads: int) -> rt.HalDevice:
     with _lock:
         if threads not in _devices:
             _devices[threads] = _create(threads)
-            # A result released after its device is a use after free in IREE, and Python destroys in any order at
-            # exit; a reference that is never given back keeps the device until the process is gone.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(_devices[threads]))
         return _devices[threads]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import mmap
+import weakref
 from collections.abc import Sequence
 from math import prod
 
@@ -79,6 +81,7 @@ class Buffer:
         # touched. Private, or it would count as a file in shared memory.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         memory = mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags)
+        # Kept here, since a view keeps the device's handle of the memory and not the memory.
         self._flat = np.frombuffer(memory, numpy_dtype, count)
         self.array = self._flat.reshape(shape)
         self.view = rt.HalBufferView(
@@ -101,6 +104,7 @@ class Call:
         for operand in operands:
             self._arguments.push_ref(operand.view)
         self._vocab = program.manifest.vocab
+        _calls.add(self)
 
     def invoke(self) -> None:
         """Returns when the results are there; the tied operands (the caches) have changed in place."""
@@ -115,3 +119,13 @@ class Call:
         """Result 1, f32 `[vocab]`, a copy."""
         view = self._results.get_as_object(1, rt.HalBufferView)
         return view.map().asarray((self._vocab,), _F32).copy()
+
+
+_calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Results do not keep their device alive, and freeing one after it is a crash; an ending Python keeps no order."""
+    for call in _calls:
+        call._results = None
