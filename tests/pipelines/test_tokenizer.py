@@ -1,0 +1,243 @@
+"""The tokenizer out of a GGUF: the same tokens as HF's, on text of many kinds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from pipelines.checkpoints import CheckpointError, open_checkpoint
+from pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS
+from tests.pipelines.tiny_gguf import write_llama
+
+TEXTS = [
+    "", " ", "  ", "\n", "\t\n \r\n", "Hello, world!", " leading", "trailing ", "   three   spaces   ",
+    "don't I'LL we've y'all 'tis", "naïve café e\u0301cole ﬁn Å", "ÀÉÎÕÜ ß ẞ ı İ",
+    "Здравствуй, мир!", "Γειά σου Κόσμε", "こんにちは世界。テスト", "你好，世界！繁體字", "안녕하세요 세계", "مرحبا بالعالم",
+    "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก", "வணக்கம் உலகம்", "ሰላም ዓለም", "Xin chào thế giới", "👋🏽🙂👩‍👩‍👧‍👦🏳️‍🌈 🇩🇪",
+    "def f(x: int) -> str:\n    return f\"{x!r}\"  # comment\n\n\tif x:\n\t\tpass\n", "for (int i=0;i<n;++i){a[i]+=b[i];}",
+    "SELECT * FROM t WHERE a >= 3.14e-10;", "<div class=\"a\">&nbsp;</div>", "C:\\path\\to\\file ~/.bashrc https://a.b/c?d=e#f",
+    "\u200b\u00a0\u2028\ufeff\u0000\x07", "\U0010ffff\U000e0001", "▁ ▁▁ Ġ Ċ", "a" * 500, "ab " * 200,
+    "<0x0A> <0xFF> <unk> <s> </s>", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<|endoftext|>x<|endoftext|>",
+    "<start_of_turn>user\nHi<end_of_turn>\n<bos><eos><unused7>[multimodal]", "x <|im_end|> y", "\n\n\n\n\t\t\t    \n",
+]  # fmt: skip
+
+# Where a space run meets a digit, transformers' reading of "smollm" cuts otherwise than the model's tokenizer.json.
+NUMBERS = ["1234567890", "3.14159", "year 2024, day 1", "1,000,000", "a1b2c3"]
+
+
+@pytest.fixture(scope="module")
+def ours_smollm2(smollm2):
+    return Tokenizer.from_str(json.dumps(smollm2.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def ours_gemma3(gemma3):
+    return Tokenizer.from_str(json.dumps(gemma3.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def peer_smollm2(smollm2_path):
+    return AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+
+
+@pytest.fixture(scope="module")
+def peer_gemma3(gemma3_path):
+    return AutoTokenizer.from_pretrained(gemma3_path.parent, gguf_file=gemma3_path.name)
+
+
+def _without_digits_after_spaces(text: str) -> str:
+    return "".join("n" if character.isnumeric() else character for character in text)
+
+
+def _agree(ours: Tokenizer, peer, text: str) -> None:
+    ids = ours.encode(text).ids
+    assert ids == peer.encode(text), text
+    assert ours.decode(ids) == peer.decode(ids, skip_special_tokens=True), text
+    assert ours.decode(ids, skip_special_tokens=False) == peer.decode(ids), text
+
+
+def test_smollm2_equals_transformers(ours_smollm2, peer_smollm2):
+    for text in TEXTS:
+        _agree(ours_smollm2, peer_smollm2, _without_digits_after_spaces(text))
+    for text in NUMBERS:
+        _agree(ours_smollm2, peer_smollm2, text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=80))
+def test_smollm2_equals_transformers_on_any_text(text, ours_smollm2, peer_smollm2):
+    _agree(ours_smollm2, peer_smollm2, _without_digits_after_spaces(text))
+
+
+def test_smollm2_cuts_digits_first(ours_smollm2, peer_smollm2):
+    """The model's tokenizer.json has Digits before ByteLevel; transformers reads the GGUF without it.
+
+    Its merges were learned with every digit alone, so "  " before a digit is one token.
+    """
+    assert ours_smollm2.encode("x =  12").tokens == ["x", "Ġ=", "ĠĠ", "1", "2"]
+    assert peer_smollm2.tokenize("x =  12") == ["x", "Ġ=", "Ġ", "Ġ", "1", "2"]
+
+
+@pytest.mark.slow
+def test_gemma3_equals_transformers(ours_gemma3, peer_gemma3):
+    for text in TEXTS + NUMBERS:
+        _agree(ours_gemma3, peer_gemma3, text)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=80))
+def test_gemma3_equals_transformers_on_any_text(text, ours_gemma3, peer_gemma3):
+    _agree(ours_gemma3, peer_gemma3, text)
+
+
+def test_gemma3_adds_bos_and_round_trips(ours_gemma3):
+    for text in TEXTS:
+        ids = ours_gemma3.encode(text).ids
+        assert ids[0] == 2
+        if "<" not in text and "▁" not in text:
+            assert ours_gemma3.decode(ids) == text
+
+
+def test_smollm2_adds_nothing(ours_smollm2):
+    assert ours_smollm2.encode("").ids == []
+
+
+def _bpe_metadata(**more) -> dict:
+    tokens = ["a", "b", "1", "2", "Ġ", "ab", "Ġa", "12", "Ġab", "<s>", "</s>", "<u>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 9 + [3, 3, 4],
+        "tokenizer.ggml.merges": ["a b", "Ġ a", "1 2", "Ġ ab"],
+        "tokenizer.ggml.bos_token_id": 9,
+        "tokenizer.ggml.eos_token_id": 10,
+    } | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+
+
+def _tokenizer(path, metadata: dict) -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(open_checkpoint(write_llama(path, metadata)).tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        ({}, ["ab", "Ġab", "12"]),
+        ({"pre": "smollm"}, ["ab", "Ġab", "1", "2"]),
+        ({"pre": "qwen2"}, ["ab", "Ġab", "1", "2"]),
+        ({"pre": "llama-bpe"}, ["<s>", "ab", "Ġab", "12"]),
+        ({"pre": "llama-bpe", "add_bos_token": False}, ["ab", "Ġab", "12"]),
+        ({"add_bos_token": True, "add_eos_token": True}, ["<s>", "ab", "Ġab", "12", "</s>"]),
+    ],
+)
+def test_pre_tokenizer_and_added_ends(more, tokens, tmp_path):
+    assert _tokenizer(tmp_path / "x.gguf", _bpe_metadata(**more)).encode("ab ab12").tokens == tokens
+
+
+def test_ignore_merges_takes_a_whole_word(tmp_path):
+    """Llama 3's tokenizer takes "Ġab" though no merges make it here."""
+    merges = ["1 2"]
+    assert _tokenizer(tmp_path / "a", _bpe_metadata(merges=merges)).encode(" ab").tokens == ["Ġ", "a", "b"]
+    bpe = _bpe_metadata(merges=merges, pre="llama-bpe", add_bos_token=False)
+    assert _tokenizer(tmp_path / "b", bpe).encode(" ab").tokens == ["Ġab"]
+
+
+def test_qwen2_normalises_to_nfc(tmp_path):
+    metadata = _bpe_metadata(pre="qwen2")
+    metadata["tokenizer.ggml.tokens"] = metadata["tokenizer.ggml.tokens"] + ["Ã", "ħ", "Ãħ"]
+    metadata["tokenizer.ggml.merges"] = metadata["tokenizer.ggml.merges"] + ["Ã ħ"]
+    metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"] + [1, 1, 1]
+    assert _tokenizer(tmp_path / "x.gguf", metadata).encode("A\u030a").tokens == ["Ãħ"]
+
+
+def test_control_tokens_are_special_and_user_tokens_are_whole(tmp_path):
+    tokenizer = _tokenizer(tmp_path / "x.gguf", _bpe_metadata())
+    ids = tokenizer.encode("a<s>b<u>").ids
+    assert ids == [0, 9, 1, 11]
+    assert tokenizer.decode(ids) == "ab<u>"
+
+
+def test_every_row_of_pre_tokenizers_loads(tmp_path):
+    for name in PRE_TOKENIZERS:
+        assert _tokenizer(tmp_path / "x.gguf", _bpe_metadata(pre=name)).encode("ab 12\n It's  ok").ids
+
+
+REFUSED = {
+    "unknown pre": ({"pre": "viking"}, "the way named 'viking'"),
+    "unknown kind": ({"model": "rwkv"}, "of the kind 'rwkv'"),
+    "no merges": ({"merges": "none"}, "no tokenizer.ggml.merges"),
+    "merge of no tokens": ({"merges": ["a q"]}, "merges 'a q'"),
+    "merge without a whole": ({"merges": ["b a"]}, "merges 'b a'"),
+    "merge without parts": ({"merges": ["ab"]}, "merges 'ab'"),
+    "tokens that are numbers": ({"tokens": [1, 2]}, "no tokenizer.ggml.tokens"),
+    "too few types": ({"token_type": [1, 1]}, "one number for each of the 12"),
+    "flag that is a number": ({"add_bos_token": 1}, "where true or false belongs"),
+    "bos past the vocabulary": ({"add_bos_token": True, "bos_token_id": 99}, "99, which is no token of 12"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_a_sentence(name, tmp_path):
+    more, sentence = REFUSED[name]
+    with pytest.raises(CheckpointError, match=sentence) as error:
+        open_checkpoint(write_llama(tmp_path / "x.gguf", _bpe_metadata(**more)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A SentencePiece BPE model as Llama 2's, trained on the texts above, and its GGUF metadata."""
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    lines = [line for text in TEXTS for line in text.splitlines() if line.strip() and "\0" not in line]
+    (folder / "corpus.txt").write_text("\n".join(lines), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"), model_prefix=str(folder / "m"), vocab_size=700, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=True, character_coverage=0.99, minloglevel=2,
+    )  # fmt: skip
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "m.model"))
+    size = model.vocab_size()
+
+    def kind(token: int) -> int:
+        return 2 if model.is_unknown(token) else 3 if model.is_control(token) else 6 if model.is_byte(token) else 1
+
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(token) for token in range(size)],
+        "tokenizer.ggml.scores": [float(model.get_score(token)) for token in range(size)],
+        "tokenizer.ggml.token_type": [kind(token) for token in range(size)],
+        "tokenizer.ggml.bos_token_id": model.bos_id(),
+        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.unknown_token_id": model.unk_id(),
+    }
+    return model, _tokenizer(folder / "x.gguf", metadata)
+
+
+def _plain(text: str) -> bool:
+    """Text in which no special token is spelled out, which SentencePiece does not read."""
+    return not any(special in text for special in ("<unk>", "<s>", "</s>", "<0x"))
+
+
+def test_sentencepiece_equals_the_library(trained):
+    model, tokenizer = trained
+    for text in filter(_plain, TEXTS[1:]):
+        assert tokenizer.encode(text).ids == [model.bos_id(), *model.encode(text)], text
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text.replace("▁", " ")
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(min_size=1, max_size=60).filter(_plain))
+def test_sentencepiece_equals_the_library_on_any_text(text, trained):
+    model, tokenizer = trained
+    assert tokenizer.encode(text).ids == [model.bos_id(), *model.encode(text)]
+
+
+def test_chat_template_is_the_files_own(smollm2):
+    assert smollm2.chat_template.startswith("{% for message in messages %}")
