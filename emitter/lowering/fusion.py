@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from emitter.ir import Function, Op, Value, users
+from emitter.kernels.fusions import ACTIVATIONS
 
 
 @dataclass(eq=False)
@@ -181,8 +182,8 @@ def _glu(graph: _Graph, op: Op, found: Plan) -> None:
         gate = graph.only(act.operands[0], "linear") if act else None
         if gate is None or up is None or gate is up or gate.operands[0] is not up.operands[0]:
             continue
-        same = gate.operands[1].type == up.operands[1].type and len(gate.operands) == len(up.operands)
-        if same and _codec(graph, gate) == _codec(graph, up):
+        plain = len(gate.operands) == len(up.operands) == 2 and act.attrs["function"] in ACTIVATIONS
+        if plain and gate.operands[1].type == up.operands[1].type and _codec(graph, gate) == _codec(graph, up):
             found.glus[op] = Glu(found.linears.pop(gate), found.linears.pop(up), act.attrs["function"])
             found.absorbed.update((act, gate, up))
             return

@@ -12,7 +12,7 @@ from emitter import ops
 from emitter.codecs import CODECS
 from emitter.ir import Module, Op, Param, Source, Value, parameter
 from emitter.layers import ModelModule, Weight
-from emitter.lowering.rewrite import Rule, rewrite, rules_of
+from emitter.lowering.rewrite import Rule, rewrite
 from emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
 
 _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
@@ -22,7 +22,7 @@ def lower(module: ModelModule) -> Module:
     """A module of StableHLO operations only."""
     into = Module(module.name)
     for function in module.functions.values():
-        rewrite(module, function, rules_of(_RULES), into)
+        rewrite(function, lambda op: RULES.get(op.kind), into)
     return into
 
 
@@ -225,7 +225,7 @@ def _erf(x: Value) -> Value:
     return ops.divide(ops.multiply(x, numerator), denominator)
 
 
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     "weight": _weight,
     "embedding": embedding,
     "linear": linear,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from emitter.ir import Function, Module, Op, Value, append, building, scope
 
@@ -10,18 +10,23 @@ from emitter.ir import Function, Module, Op, Value, append, building, scope
 Rule = Callable[..., tuple[Value, ...] | Value]
 
 
-def rewrite(module: Module, function: Function, rule_of: Callable[[Op], Rule | None], into: Module) -> None:
-    """Copy `function` into module `into`, replacing each operation that has a rule; dead operations are dropped."""
+def rewrite(
+    function: Function, rule_of: Callable[[Op], Rule | None], into: Module, mapped: dict | None = None
+) -> None:
+    """Copy `function` into module `into`, replacing each operation that has a rule; dead operations are dropped.
+
+    `mapped` is filled with what stands for each value of the original, for rules that look beyond their operands.
+    """
     copy = Function(function.name, [Value(v.type, v.name) for v in function.inputs])
-    mapped: dict[Value, Value] = dict(zip(function.inputs, copy.inputs))
+    mapped = {} if mapped is None else mapped
+    mapped.update(zip(function.inputs, copy.inputs))
     with building(into, copy):
         for op in function.ops:
             with scope(op.path):
                 rule = rule_of(op)
-                operands = [mapped.get(v) for v in op.operands]
+                operands = [mapped[v] for v in op.operands]
                 results = rule(op, *operands) if rule else append(op.kind, operands, [v.type for v in op.results], op.attrs)
-            results = results if isinstance(results, tuple) else (results,)
-            mapped.update(zip(op.results, results))
+            mapped.update(zip(op.results, results if isinstance(results, tuple) else (results,), strict=True))
     outputs = {name: mapped[v] for name, v in zip(function.output_names, function.outputs)}
     copy.returns({i: mapped[v] for i, v in function.storage.items()}, **outputs)
     drop_dead(copy)
@@ -37,8 +42,3 @@ def drop_dead(function: Function) -> None:
             live.update(op.operands)
             kept.append(op)
     function.ops = kept[::-1]
-
-
-def rules_of(table: Mapping[str, Rule]) -> Callable[[Op], Rule | None]:
-    """A rule chooser that looks up the operation's kind."""
-    return lambda op: table.get(op.kind)

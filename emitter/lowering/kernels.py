@@ -1,0 +1,137 @@
+"""Layer operations as kernels of our own: the fusions of `emitter.lowering.fusion`, one kernel call each.
+
+What no kernel covers is lowered by the definitions of `portable`.
+"""
+
+from __future__ import annotations
+
+from emitter import ops
+from emitter.ir import Function, Module, Op, Value
+from emitter.kernels import norm as norms
+from emitter.kernels.argmax import argmax
+from emitter.kernels.attention_decode import attention_decode
+from emitter.kernels.attention_prefill import attention_prefill
+from emitter.kernels.isa import Isa
+from emitter.kernels.rope_append import rope_append
+from emitter.layers import ModelModule
+from emitter.lowering import portable
+from emitter.lowering.fusion import Heads, Linear, plan
+from emitter.lowering.projection import NORM_LIMIT, embed, project
+from emitter.lowering.rewrite import Rule, rewrite
+
+
+def lower(module: ModelModule, isa: Isa) -> Module:
+    """A module of StableHLO operations and kernel calls, with tiles for `isa`."""
+    into = Module(module.name)
+    for function in module.functions.values():
+        lowering = _Lowering(function, isa)
+        rewrite(function, lowering.rule, into, lowering.mapped)
+    return into
+
+
+class _Lowering:
+    """The rules of one function; `mapped` holds what stands for each value, weights as `portable.Stored`."""
+
+    def __init__(self, function: Function, isa: Isa) -> None:
+        self.plan = plan(function, NORM_LIMIT)
+        self.isa = isa
+        self.mapped: dict = {}
+        named = {v.name: v for v in function.inputs}
+        self._length = named.get("length")
+        self._kinds: dict[str, Rule] = {
+            "embedding": self.embedding,
+            "linear": self.linear,
+            "rms_norm": self.rms_norm,
+            "layer_norm": self.layer_norm,
+            "attention": self.attention,
+            "argmax": self.argmax,
+        }
+
+    def rule(self, op: Op) -> Rule | None:
+        if op in self.plan.absorbed:
+            return lambda op, *operands: (None,) * len(op.results)
+        if op in self.plan.glus:
+            return self.glu
+        if op in self.plan.residuals:
+            return self.residual
+        return self._kinds.get(op.kind) or portable.RULES.get(op.kind)
+
+    def length_of(self, rows: int) -> Value | None:
+        """The run-time number of real rows, for values that have one row a token."""
+        return self.mapped[self._length] if rows > 1 and self._length is not None else None
+
+    def embedding(self, op: Op, tokens: Value, weight: portable.Stored) -> Value:
+        return embed(tokens, weight.weight, self.isa)
+
+    def rms_norm(self, op: Op, x: Value, weight: portable.Stored) -> Value:
+        if x.type.rank != 2:
+            return portable.rms_norm(op, x, weight)
+        return self._norm(norms.rms_norm, x, weight.value(), eps=op.attrs["eps"])
+
+    def layer_norm(self, op: Op, x: Value, weight: portable.Stored, bias: portable.Stored | None = None) -> Value:
+        operands = (weight.value(),) + ((bias.value(),) if bias else ())
+        return self._norm(norms.layer_norm, x, *operands, eps=op.attrs["eps"], bias=bias is not None)
+
+    def _norm(self, maker, x: Value, *operands: Value, **options) -> Value:
+        length = self.length_of(x.shape[0])
+        kernel = maker(*x.shape, isa=self.isa, length=length is not None, **options)
+        return ops.kernel_call(kernel, (x, *operands, *((length,) if length else ())))[0]
+
+    def linear(self, op: Op, *operands) -> Value:
+        return self._project([op])
+
+    def residual(self, op: Op, *operands) -> Value:
+        fused: Linear = self.plan.residuals[op]
+        return self._project([fused.op], residual=self.mapped[fused.residual])
+
+    def glu(self, op: Op, *operands) -> Value:
+        fused = self.plan.glus[op]
+        return self._project([fused.gate.op, fused.up.op], glu=fused.function)
+
+    def _project(self, linears: list[Op], residual: Value | None = None, glu: str | None = None) -> Value:
+        """Linear operations of one input and codec as one kernel."""
+        x, norm = linears[0].operands[0], self.plan.norms.get(linears[0].operands[0])
+        prologue = None
+        if norm is not None:
+            x, prologue = norm.operands[0], (self.mapped[norm.operands[1]].value(), norm.attrs["eps"])
+        return project(
+            self.mapped[x],
+            [self.mapped[op.operands[1]].weight for op in linears],
+            [self.mapped[op.operands[2]].weight for op in linears if len(op.operands) > 2],
+            isa=self.isa,
+            norm=prologue,
+            residual=residual,
+            glu=glu,
+            length=self.length_of(x.shape[0]),
+        )
+
+    def attention(self, op: Op, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None = None):
+        heads: Heads = self.plan.heads[op]
+        tokens, count, head_dim = op.operands[0].shape
+        layers, context, kv_heads, _ = k_cache.shape
+        shape = (count, kv_heads, head_dim)
+        scores = {key: op.attrs[key] for key in ("scale", "window", "softcap")}
+        prepared = {"rope": heads.rotary_dim, "qk_norm": heads.eps, "qk_norm_row": heads.norm_row}
+        rows = [
+            self._project(source) if isinstance(source, list) else _flat(self.mapped[source]) for source in heads.sources
+        ]
+        qkv = rows[0] if len(rows) == 1 else ops.concatenate(rows, 1)
+        options = [self.mapped[v].value() for v in (*(heads.tables or ()), *(heads.norms or ()))]
+        layer = (op.attrs["layer"],)
+        if tokens == 1:
+            kernel = attention_decode(layers, context, *shape, isa=self.isa, **prepared, **scores)
+            return ops.kernel_call(kernel, (qkv, *options, start, k_cache, v_cache), layer)
+        kernel = rope_append(layers, context, tokens, *shape, isa=self.isa, **prepared)
+        q, k_cache, v_cache = ops.kernel_call(kernel, (qkv, *options, start, length, k_cache, v_cache), layer)
+        kernel = attention_prefill(layers, context, tokens, *shape, isa=self.isa, **scores)
+        (out,) = ops.kernel_call(kernel, (q, start, length, k_cache, v_cache), layer)
+        return out, k_cache, v_cache
+
+    def argmax(self, op: Op, x: Value, *operands: Value) -> tuple[Value, Value]:
+        (index,) = ops.kernel_call(argmax(x.shape[0], isa=self.isa), (x,))
+        return index, index
+
+
+def _flat(x: Value) -> Value:
+    """Heads [T, heads, head_dim] as rows [T, heads * head_dim]."""
+    return x if x.type.rank == 2 else ops.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))

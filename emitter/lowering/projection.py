@@ -1,0 +1,87 @@
+"""Weight matrices as kernel calls: which kernel, which packed parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from emitter import ops
+from emitter.ir import Param, Source, Value, parameter
+from emitter.kernels.embed import embed as embed_kernel
+from emitter.kernels.gemm import gemm
+from emitter.kernels.gemv import gemv
+from emitter.kernels.isa import Isa
+from emitter.layers import Weight
+from emitter.packing import LANES, interleave_rows, pack, packed_shape
+from emitter.types import F32, I8, TensorType
+
+# A projection of one token takes its RMS norm in up to this width: every workgroup computes the norm again.
+NORM_LIMIT = 8192
+
+
+def embed(tokens: Value, weight: Weight, isa: Isa) -> Value:
+    """Rows `tokens` [T] of the packed weight [vocab, hidden]: [T, hidden]."""
+    kernel = embed_kernel(weight.codec, *weight.shape, tokens.shape[0], isa=isa)
+    return ops.kernel_call(kernel, (tokens, parameter(packed_param([weight]))))[0]
+
+
+def project(
+    x: Value,
+    weights: Sequence[Weight],
+    biases: Sequence[Weight],
+    *,
+    isa: Isa,
+    norm: tuple[Value, float] | None = None,
+    residual: Value | None = None,
+    glu: str | None = None,
+    length: Value | None = None,
+) -> Value:
+    """x [T, in] through weights [out_i, in] of one codec: [T, sum of out_i], or [T, out] for the two of a GLU.
+
+    norm: weight [in] and epsilon of an RMS norm of x, for T = 1. residual: added to the result. length: rows from it
+    on are padding.
+    """
+    tokens, inner = x.shape
+    out = weights[0].shape[0] if glu else sum(w.shape[0] for w in weights)
+    options = {"isa": isa, "bias": bool(biases), "residual": residual is not None, "glu": glu}
+    packed = parameter(packed_param(weights, interleaved=glu is not None))
+    after = [*((_bias(biases),) if biases else ()), *((residual,) if residual is not None else ())]
+    if tokens == 1:
+        kernel = gemv(weights[0].codec, out, inner, rms_eps=norm[1] if norm else None, **options)
+        operands = [x, *((norm[0],) if norm else ()), packed, *after]
+    else:
+        kernel = gemm(weights[0].codec, tokens, out, inner, length=length is not None, **options)
+        operands = [x, packed, *after, *((length,) if length is not None else ())]
+    return ops.kernel_call(kernel, operands)[0]
+
+
+def packed_param(weights: Sequence[Weight], interleaved: bool = False) -> Param:
+    """Weights [out_i, in] of one codec in the kernels' layout, rows stacked in order.
+
+    interleaved: blocks of 16 rows are taken in turn from the two weights of a GLU.
+    """
+    codec, inner = weights[0].codec, weights[0].shape[1]
+    source = tuple((w.name, codec) for w in weights)
+    rows = sum(-(-w.shape[0] // LANES) * LANES if interleaved else w.shape[0] for w in weights)
+    stack = interleave_rows if interleaved else lambda *raws: np.concatenate(raws)
+    type_ = TensorType(packed_shape(codec, rows, inner), I8)
+    return Param(_joined([w.name for w in weights]), type_, Source(source, lambda *raws: pack(codec, stack(*raws))))
+
+
+def _joined(names: list[str]) -> str:
+    """One name for several: `layers.0.self_attn.q_proj+k_proj+v_proj.weight`."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".") for name in names]
+    differ = [column for column in range(len(parts[0])) if len({p[column] for p in parts}) > 1]
+    joined = list(parts[0])
+    for column in differ:
+        joined[column] = "+".join(p[column] for p in parts)
+    return ".".join(joined)
+
+
+def _bias(biases: Sequence[Weight]) -> Value:
+    """Biases of stacked projections, in order: f32 [sum of out]."""
+    source = Source(tuple((w.name, w.codec) for w in biases), lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
+    return parameter(Param(_joined([w.name for w in biases]), TensorType((sum(w.shape[0] for w in biases),), F32), source))

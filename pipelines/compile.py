@@ -1,0 +1,228 @@
+"""A checkpoint into a bundle: read, build, lower, compile, pack; and nothing left behind when a step fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from emitter import types
+from emitter.codecs import row_bytes
+from emitter.ir import Module, Param
+from emitter.layers import ModelModule
+from emitter.lowering import LOWERINGS, lower
+from emitter.models import build
+from emitter.printer import print_module
+from emitter.types import EmitError
+from pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
+from vmfb import manifest as bundle_manifest
+from vmfb.bundle import Bundle, BundleWriter, file_sha256, open_bundle
+from vmfb.compiler import compile_mlir, compiler_version
+from vmfb.manifest import BundleError, Cache, Manifest, Tokens, Versions, functions
+from vmfb.targets import Target, resolve
+from vmfb.weights import write_irpa
+
+VERSION = "0.1.0"
+WEIGHTS = ("native", "f32", "bf16", "f16")
+NUMERICS = ("exact",)
+# Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
+PREFILL_WIDTHS = (8, 32, 128)
+DEFAULT_CONTEXT = 8192
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `castiron compile` can be told.
+
+    context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
+    checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable".
+    """
+
+    context: int | None = None
+    weights: str = "native"
+    numerics: str = "exact"
+    lowering: str = "kernels"
+    target: str = "host"
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
+            if getattr(self, field) not in allowed:
+                raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Where the bundle is, whether it was there already, seconds by stage, and bytes of the files written."""
+
+    bundle: Path
+    up_to_date: bool
+    seconds: dict[str, float]
+    files: dict[str, int]
+
+
+def context_of(config: dict, asked: int | None) -> int:
+    """The context to compile for; `build` refuses one past the model's limit."""
+    limit = config.get("max_position_embeddings")
+    return asked if asked is not None else min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+
+
+def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
+    """The model as layer operations, after every tensor it calls for was found in the checkpoint with its shape.
+
+    Raises EmitError for a config that is not understood and CheckpointError listing every tensor that is missing, of
+    another shape, or left over.
+    """
+
+    def codec(name: str) -> str:
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            return "f32"
+        return tensor.codec if options.weights == "native" or len(tensor.shape) < 2 else options.weights
+
+    context = context_of(checkpoint.config, options.context)
+    widths = [width for width in PREFILL_WIDTHS if width <= context]
+    module = build(checkpoint.config, codec, context, widths)
+    required = {w.name: w.shape for w in module.weights.values() if w.values is None}
+    problems = missing_and_left_over(required, checkpoint)
+    if problems:
+        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {'; '.join(problems)}")
+    return module
+
+
+def build_module(checkpoint: Checkpoint, options: Options, target: Target | None = None) -> Module:
+    """The lowered and verified module."""
+    target = target or resolve(options.target)
+    return lower(build_model(checkpoint, options), options.lowering, target.isa)
+
+
+def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
+    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another."""
+    tensor = checkpoint.tensors[name]
+    if tensor.codec == codec:
+        return tensor.data
+    array = np.ascontiguousarray(types.from_f32(tensor.dequantise(), types.dtype(codec)))
+    return array.view(np.uint8).reshape(*tensor.shape[:-1], row_bytes(codec, tensor.shape[-1]))
+
+
+def pack(checkpoint: Checkpoint, param: Param) -> np.ndarray:
+    """The array of one parameter, as the compiled functions read it."""
+    array = param.source.pack(*(stored(checkpoint, name, codec) for name, codec in param.source.tensors))
+    return np.ascontiguousarray(array)
+
+
+def compile_model(
+    model: str | Path, out: Path, options: Options = Options(), progress: Progress | None = None
+) -> CompileReport:
+    """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
+
+    A bundle that the same inputs made is left as it is. `progress(stage, done)` gets the share done of each stage.
+    Raises CheckpointError, EmitError, CompileError or BundleError, each one sentence; then nothing is written.
+    """
+    told = progress or (lambda stage, done: None)
+    seconds: dict[str, float] = {}
+    target = resolve(options.target)
+    checkpoint = open_checkpoint(model)
+    key = _key(checkpoint, options, target)
+    existing = _existing(out)
+    if existing and existing.manifest.compile.get("key") == key:
+        return CompileReport(existing.path, True, {}, _sizes(existing))
+
+    class Stage:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            told(self.name, 0.0)
+            self.start = time.perf_counter()
+
+        def __exit__(self, *error) -> None:
+            seconds[self.name] = round(time.perf_counter() - self.start, 3)
+            told(self.name, 1.0)
+
+    with Stage("emit"):
+        module = build_module(checkpoint, options, target)
+        text = print_module(module)
+    with BundleWriter(out) as writer:
+        with Stage("compile"):
+            result = compile_mlir(text, target, writer.path("model.vmfb"))
+        with Stage("pack"):
+            entries = [
+                (p.name, lambda p=p: pack(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+                for p in sorted(module.params.values(), key=lambda p: p.name)
+            ]
+            weights = write_irpa(writer.path("weights.irpa"), entries, lambda done, total: told("pack", done / total))
+        if checkpoint.tokenizer is not None:
+            writer.write("tokenizer.json", json.dumps(checkpoint.tokenizer, ensure_ascii=False))
+        if checkpoint.chat_template:
+            writer.write("chat_template.jinja", checkpoint.chat_template)
+        facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
+        facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        bundle = writer.commit(
+            _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights.sha256}
+        )
+    return CompileReport(bundle.path, False, seconds, _sizes(bundle))
+
+
+def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
+    decode = module.functions["decode_step"]
+    logits, cache = decode.outputs[1].type, Cache(*decode.outputs[2].shape)
+    widths = [f.inputs[0].shape[0] for name, f in module.functions.items() if name.startswith("prefill_")]
+    source = {"model": str(model), "path": str(checkpoint.path), "format": checkpoint.format}
+    if checkpoint.path.is_file():
+        source["sha256"] = file_sha256(checkpoint.path)
+    return Manifest(
+        name=checkpoint.path.stem if checkpoint.format == "gguf" else checkpoint.path.resolve().name,
+        config=checkpoint.config,
+        vocab=logits.shape[0],
+        cache=cache,
+        functions=functions(cache, logits.shape[0], widths),
+        numerics=options.numerics,
+        lowering=options.lowering,
+        weights=options.weights,
+        codecs=dict(sorted(Counter(tensor.codec for tensor in checkpoint.tensors.values()).items())),
+        target=target,
+        versions=Versions(VERSION, compiler_version()),
+        tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),
+        generation=checkpoint.generation_config,
+        source=source,
+        compile=facts,
+    )
+
+
+def _existing(out: Path) -> Bundle | None:
+    try:
+        return open_bundle(out, run=False)
+    except BundleError:
+        return None
+
+
+def _sizes(bundle: Bundle) -> dict[str, int]:
+    return {name: file.size for name, file in bundle.manifest.files.items()}
+
+
+def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
+    """What a bundle depends on: the checkpoint's files, the options, the target, the compiler and castiron itself."""
+    path = checkpoint.path.resolve()
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    facts = [stamps, asdict(options), asdict(target), compiler_version(), _code()]
+    return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """A hash of the sources that decide what a bundle holds."""
+    digest = hashlib.sha256()
+    folders = [Path(types.__file__).parent, Path(bundle_manifest.__file__).parent, Path(__file__).parent / "checkpoints"]
+    for path in (Path(__file__), *(p for folder in folders for p in sorted(folder.rglob("*.py")))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

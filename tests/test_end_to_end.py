@@ -1,0 +1,194 @@
+"""Checkpoint in, HF's tokens out: the whole way on small random models, through both lowerings and two compilers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import numpy as np
+import pytest
+
+from emitter.printer import argument_params, print_module
+from pipelines.checkpoints import CheckpointError, open_checkpoint
+from pipelines.compile import Options, build_module, compile_model, pack
+from emitter.types import EmitError
+from reference import hf, tiny, xla
+from vmfb.bundle import open_bundle
+from vmfb.compiler import compiler_path
+from vmfb.session import Session, SessionError
+from vmfb.targets import resolve
+
+CONTEXT = 160
+# Around the borders of every chunk width (8, 32, 128), and past them.
+LENGTHS = (1, 2, 7, 8, 9, 31, 33, 40, 127, 129, 137)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(tmp_path_factory):
+    """A llama with grouped heads, a head_dim that is not hidden / heads, biases and an untied head."""
+    options = {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+    return tiny.tiny_model("llama", tmp_path_factory.mktemp("tiny") / "llama", **options)
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint_dir):
+    return hf.load(checkpoint_dir, threads=1)
+
+
+@pytest.fixture(scope="session", params=["kernels", "portable"])
+def bundle(request, checkpoint_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("bundle") / request.param
+    options = Options(context=CONTEXT, lowering=request.param)
+    return open_bundle(compile_model(checkpoint_dir, out, options).bundle)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(3, 211, length).tolist()
+
+
+def greedy(session: Session, tokens: list[int], n: int) -> list[int]:
+    found = [session.prefill(tokens)]
+    while len(found) < n:
+        found.append(session.step(found[-1]))
+    return found
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_greedy_tokens_are_those_of_hf(bundle, oracle, length):
+    expected = hf.greedy(oracle, prompt(length), 16)
+    assert min(expected.margins) > 1e-4, "the model's margins do not prove anything"
+    assert greedy(Session(bundle, 1), prompt(length), 16) == expected.tokens
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_are_those_of_hf(bundle, oracle, threads):
+    session = Session(bundle, threads)
+    session.prefill(prompt(45))
+    expected = hf.logits(oracle, prompt(45))
+    expected = expected[-1] if expected.ndim == 2 else expected
+    np.testing.assert_allclose(session.logits(), expected, atol=2e-5 * np.ptp(expected))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefill_in_any_chunks_equals_token_by_token(bundle, length):
+    tokens = prompt(length, seed=1)
+    whole, chunked, single = (Session(bundle, 1) for _ in range(3))
+    first = whole.prefill(tokens)
+    for start in range(0, length, 11):
+        last = chunked.prefill(tokens[start : start + 11])
+    for token in tokens:
+        best = single.step(token)
+    assert first == last == best
+    for other in (chunked, single):
+        np.testing.assert_allclose(other.logits(), whole.logits(), atol=2e-5 * np.ptp(whole.logits()))
+
+
+def test_a_continued_chat_equals_a_fresh_one(bundle):
+    turns = [prompt(13, seed) for seed in range(4)]
+    session, history = Session(bundle, 1), []
+    for turn in turns:
+        history += turn
+        answer = greedy(session, turn, 5)
+        assert answer == greedy(Session(bundle, 1), history, 5)
+        # The last token of an answer is not in the cache yet: the next turn begins with it.
+        session.step(answer[-1])
+        history += answer
+
+
+def test_a_rewound_session_forgets(bundle):
+    session = Session(bundle, 1)
+    session.prefill(prompt(20))
+    session.prefill(prompt(30, seed=2))
+    session.rewind(20)
+    assert session.prefill(prompt(9, seed=3)) == Session(bundle, 1).prefill(prompt(20) + prompt(9, seed=3))
+
+
+def test_the_context_works_to_its_last_position(bundle, oracle):
+    tokens = prompt(CONTEXT - 5)
+    assert greedy(Session(bundle, 1), tokens, 6) == hf.greedy(oracle, tokens, 6).tokens
+    full = Session(bundle, 1)
+    full.prefill(prompt(CONTEXT))
+    assert full.position == CONTEXT
+    with pytest.raises(SessionError, match=str(CONTEXT)):
+        full.step(5)
+    with pytest.raises(SessionError, match=str(CONTEXT)):
+        Session(bundle, 1).prefill(prompt(CONTEXT + 1))
+
+
+def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
+    """The second compiler: the printed StableHLO alone, weights as arguments, greedy decoding by XLA."""
+    checkpoint = open_checkpoint(checkpoint_dir)
+    module = build_module(checkpoint, Options(context=64, lowering="portable"))
+    text = print_module(module, weights="arguments")
+    params = {name: pack(checkpoint, param) for name, param in module.params.items()}
+    programs = {
+        name: (xla.compile_stablehlo(text, name), [params[p] for p in argument_params(module, function)])
+        for name, function in module.functions.items()
+        if name in ("prefill_32", "decode_step")
+    }
+
+    def call(name, *args):
+        run, weights = programs[name]
+        return run([*args, *weights])
+
+    tokens = prompt(21)
+    cache = np.zeros(module.functions["decode_step"].inputs[2].shape, np.float32)
+    padded = np.array(tokens + [0] * 11, np.int32)
+    best, _, k, v = call("prefill_32", padded, np.int32(0), np.int32(21), cache, cache)
+    found = [int(best)]
+    for position in range(21, 21 + 15):
+        best, _, k, v = call("decode_step", np.int32(found[-1]), np.int32(position), k, v)
+        found.append(int(best))
+    assert found == hf.greedy(oracle, tokens, 16).tokens
+
+
+@pytest.mark.parametrize("lowering", ["kernels", "portable"])
+def test_no_copy_of_the_cache(checkpoint_dir, lowering, tmp_path):
+    """The stream-level IR neither copies nor allocates anything as large as a layer of the cache."""
+    module = build_module(open_checkpoint(checkpoint_dir), Options(context=256, lowering=lowering))
+    shape = module.functions["decode_step"].inputs[2].shape
+    layer_bytes = int(np.prod(shape[1:])) * 4
+    source = tmp_path / "model.mlir"
+    source.write_text(print_module(module))
+    flags = [*resolve("host").flags, "--compile-to=stream"]
+    done = subprocess.run([compiler_path(), *flags, source, "-o", "-"], capture_output=True, text=True, check=True)
+    functions = done.stdout.split("util.func public @")[1:]
+    assert {f.split("(")[0].rstrip("$async") for f in functions} >= {"decode_step"}
+    sizes = {name: int(value) for name, value in re.findall(r"(%c\d+(?:_\d+)?) = arith.constant (\d+) : index", done.stdout)}
+    for line in done.stdout.splitlines():
+        if "stream.cmd.copy" in line or "stream.resource.alloca" in line or "stream.resource.alloc " in line:
+            largest = max([sizes.get(name, 0) for name in re.findall(r"%c\d+(?:_\d+)?", line)], default=0)
+            assert largest < layer_bytes, f"{largest} bytes of cache size in: {line.strip()}"
+
+
+def test_a_context_past_the_models_limit_is_refused_before_any_work(checkpoint_dir, tmp_path):
+    with pytest.raises(EmitError, match="257.*1 to 256"):
+        compile_model(checkpoint_dir, tmp_path / "out", Options(context=257))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_config_key_is_refused(checkpoint_dir):
+    checkpoint = open_checkpoint(checkpoint_dir)
+    checkpoint.config["attention_sinks"] = 4
+    with pytest.raises(EmitError, match="'attention_sinks'"):
+        build_module(checkpoint, Options())
+
+
+def test_tensors_that_do_not_fit_are_listed_at_once(checkpoint_dir):
+    checkpoint = open_checkpoint(checkpoint_dir)
+    checkpoint.config["num_hidden_layers"] = 4
+    checkpoint.config["attention_bias"] = False
+    with pytest.raises(CheckpointError) as error:
+        build_module(checkpoint, Options())
+    assert "model.layers.3.mlp.down_proj.weight" in str(error.value)
+    assert "model.layers.0.self_attn.q_proj.bias" in str(error.value)
+
+
+def test_a_second_compile_reuses_the_bundle(checkpoint_dir, tmp_path):
+    out, options = tmp_path / "bundle", Options(context=64)
+    first = compile_model(checkpoint_dir, out, options)
+    stamp = (out / "manifest.json").stat().st_mtime_ns
+    second = compile_model(checkpoint_dir, out, options)
+    assert not first.up_to_date and second.up_to_date
+    assert (out / "manifest.json").stat().st_mtime_ns == stamp
+    assert not compile_model(checkpoint_dir, out, Options(context=72)).up_to_date
