@@ -1,0 +1,266 @@
+"""Y = X W^T for a chunk of tokens: weights become f32 once per workgroup and row block, then are multiplied at f32 peak.
+
+A workgroup takes a few blocks of 16 rows of the weight and a block of tokens. It decodes a panel [depth, columns] of
+the weight onto the stack, multiplies tiles of tokens with it in registers, adds them to sums [tokens, columns] that
+stay on the stack too, and goes on to the next panel along k. (Goto and van de Geijn 2008, with the packing of B
+replaced by decoding.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from emitter.codecs import Codec, codec_of
+from emitter.kernels.fusions import Arguments, Epilogue
+from emitter.kernels.isa import Isa
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.panel import Panel, units
+from emitter.kernels.text import Body, Index, Value, executable
+from emitter.packing import LANES, packed_shape, unpack
+from emitter.types import F32, I8, I32, TensorType
+
+STACK_BYTES = 28 << 10  # of the 32 KB that IREE allows a kernel; the rest is the compiler's, for spills
+
+
+@dataclass(frozen=True)
+class GemmTiles:
+    """What a search may vary; results change by rounding only.
+
+    rows x (16 * wide) sums stand in registers; `blocks` (a multiple of `wide`) of 16 columns share a panel `depth` k
+    deep; `tokens` are multiplied with a panel before it is decoded again; `unroll` k stand in one iteration.
+    """
+
+    rows: int
+    wide: int
+    blocks: int
+    depth: int
+    tokens: int
+    unroll: int = 4
+
+    @property
+    def name(self) -> str:
+        return f"r{self.rows}w{self.wide}b{self.blocks}d{self.depth}t{self.tokens}u{self.unroll}"
+
+    @property
+    def stack_bytes(self) -> int:
+        return 4 * LANES * self.blocks * (self.depth + self.tokens)
+
+
+def default_tiles(codec_name: str, T: int, out_features: int, in_features: int, isa: Isa, blocks: int = 1) -> GemmTiles:
+    """Tiles that measured well; `blocks` is `Epilogue.blocks`."""
+    even = blocks == 2 or -(-out_features // LANES) % 2 == 0
+    wide = 2 if isa.lanes == LANES and even else 1
+    rows = {"avx512": 12, "neon": 6}.get(isa.name, 6)
+    share = max(wide, blocks)
+    most = STACK_BYTES // (4 * LANES * share)
+    size = units(codec_name)
+    total = -(-in_features // size)
+    depth = _even_share(total, max(1, min(256, most // 2) // size)) * size
+    tokens = (most - depth) // rows * rows
+    tokens = min(tokens, -(-T // rows) * rows)
+    tokens = -(-(-(-T // -(-T // tokens))) // rows) * rows
+    return GemmTiles(rows, wide, share, depth, tokens)
+
+
+def _even_share(total: int, most: int) -> int:
+    """The largest part of `total` up to `most` that divides it, if there is one of at least half of `most`."""
+    fits = [n for n in range(min(most, total), 0, -1) if total % n == 0]
+    return fits[0] if 2 * fits[0] >= min(most, total) else min(most, total)
+
+
+def gemm(
+    codec_name: str,
+    T: int,
+    out_features: int,
+    in_features: int,
+    *,
+    isa: Isa,
+    bias: bool = False,
+    residual: bool = False,
+    glu: str | None = None,
+    length: bool = False,
+    tiles: GemmTiles | None = None,
+) -> Kernel:
+    """x [T, in], weight (`packed_shape`, i8), (bias [out]), (residual [T, out]), (length i32) -> y [T, out], f32.
+
+    Options as in `gemv`. With `length` only rows < length are computed, the others are zero. ValueError for an unknown
+    codec or activation, or rows that are not whole blocks.
+    """
+    codec = codec_of(codec_name)
+    epilogue = Epilogue(bias, residual, glu)
+    rows = epilogue.weight_rows(out_features)
+    shape = packed_shape(codec_name, rows, in_features)
+    tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks)
+    y_type = TensorType((T, out_features), F32)
+    operands = (
+        TensorType((T, in_features), F32),
+        TensorType(shape, I8),
+        *[TensorType((out_features,), F32)] * bias,
+        *[y_type] * residual,
+        *[TensorType((), I32)] * length,
+    )
+    workgroups = shape[0] // tiles.blocks * -(-T // tiles.tokens)
+
+    def write(b: Body, *arguments: Value) -> None:
+        given = Arguments(arguments, False, epilogue, length)
+        _Gemm(b, codec, isa, tiles, epilogue, given, T, out_features, in_features).write()
+
+    def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
+        given = Arguments(arguments, False, epilogue, length)
+        weight = unpack(codec_name, given.weight, rows, in_features)
+        y = epilogue.define(given.x.astype(np.float64) @ weight.astype(np.float64).T, out_features, given.bias, given.residual)
+        if length:
+            y[int(given.length) :] = 0
+        return (y,)
+
+    suffix = epilogue.name + "_length" * length
+    name = f"gemm_{codec_name}_{T}x{out_features}x{in_features}{suffix}_{isa.name}_{tiles.name}"
+    return Kernel(
+        name=name,
+        operands=operands,
+        results=(y_type,),
+        tied=(None,),
+        text=executable(name, operands, (y_type,), (None,), workgroups, write),
+        reference=reference,
+        flops=2 * T * rows * in_features,
+        bytes=sum(t.nbytes for t in (*operands, y_type)),
+    )
+
+
+class _Gemm:
+    """Writes the body of one kernel."""
+
+    def __init__(
+        self,
+        b: Body,
+        codec: Codec,
+        isa: Isa,
+        tiles: GemmTiles,
+        epilogue: Epilogue,
+        given: Arguments,
+        T: int,
+        out_features: int,
+        in_features: int,
+    ):
+        self.b, self.tiles, self.epilogue, self.given = b, tiles, epilogue, given
+        self.lanes, self.T = isa.lanes, T
+        self.out_features, self.in_features = out_features, in_features
+        self.columns = LANES * tiles.blocks
+        self.panel = Panel(b, codec, isa, given.weight, tiles.depth, tiles.blocks)
+        self.sums = b.stack(tiles.tokens, self.columns)
+
+    def write(self) -> None:
+        b, tiles = self.b, self.tiles
+        groups = self.panel.weight_blocks // tiles.blocks
+        workgroup = b.workgroup()
+        first_block = b.mul(b.rem(workgroup, groups), tiles.blocks)
+        first = b.mul(b.div(workgroup, groups), tiles.tokens)
+        last = b.min(b.add(first, tiles.tokens), self.T)
+        end = last
+        if self.given.length is not None:
+            end = b.max(b.min(b.to_index(b.load(self.given.length)), last), first)
+        with b.when(b.less(first, end)):
+            self._products(first_block, first, end)
+        self._finish(first_block, first, end, last)
+
+    def _products(self, first_block: Index, first: Index, end: Index) -> None:
+        """The sums of tokens `first` to `end`, rounded up to a tile."""
+        b, tiles, depth = self.b, self.tiles, self.tiles.depth
+        whole = self.in_features // depth * depth
+        count = b.sub(end, first)
+        self._zero(count)
+        with b.loop(0, whole, depth) as k:
+            self.panel.fill(first_block, k.index, depth)
+            self._multiply(first, count, k.index, depth)
+        if whole < self.in_features:
+            self.panel.fill(first_block, whole, self.in_features - whole)
+            self._multiply(first, count, whole, self.in_features - whole)
+
+    def _zero(self, count: Index) -> None:
+        b, rows = self.b, self.tiles.rows
+        with b.loop(0, b.mul(b.ceildiv(count, rows), rows)) as t:
+            for column in range(0, self.columns, self.lanes):
+                b.vstore(b.splat(0.0, self.lanes), self.sums, t.index, column)
+
+    def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
+        """sums += x[first : first + count, k : k + depth] @ panel, in tiles; the last of T may have fewer rows."""
+        b, rows = self.b, self.tiles.rows
+        rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile
+        start = self.T - rest
+        needed = b.mul(b.ceildiv(count, rows), rows)
+        with b.loop(0, b.min(needed, b.sub(start, first)), rows) as t:
+            self._tile(t.index, b.add(first, t.index), rows, k, depth)
+        if rest:
+            with b.when(b.less(start, b.add(first, count))):
+                self._tile(b.sub(start, first), start, rest, k, depth)
+
+    def _tile(self, place: Index, token: Index, rows: int, k: Index, depth: int) -> None:
+        """sums[place : place + rows] += x[token : token + rows, k : k + depth] @ panel."""
+        b, lanes, unroll = self.b, self.lanes, self.tiles.unroll
+        width = LANES * self.tiles.wide
+        with b.loop(0, self.columns, width) as column:
+            at = [(b.add(place, r), b.add(column.index, c)) for r in range(rows) for c in range(0, width, lanes)]
+
+            def step(j: Index, sums: list[Value]) -> list[Value]:
+                weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
+                done = []
+                for r in range(rows):
+                    x = b.broadcast(b.load(self.given.x, b.add(token, r), b.add(k, j)), lanes)
+                    mine = sums[r * len(weights) : (r + 1) * len(weights)]
+                    done += [b.fma(x, weight, total) for weight, total in zip(weights, mine, strict=True)]
+                return done
+
+            sums = [b.vload(self.sums, lanes, *place_of) for place_of in at]
+            whole = depth // unroll * unroll
+            with b.loop(0, whole, unroll, carry=sums) as loop:
+                sums = loop.values
+                for u in range(unroll):
+                    sums = step(b.add(loop.index, u), sums)
+                loop.give(*sums)
+            sums = loop.results
+            for j in range(whole, depth):
+                sums = step(j, sums)
+            for total, place_of in zip(sums, at, strict=True):
+                b.vstore(total, self.sums, *place_of)
+
+    def _finish(self, first_block: Index, first: Index, end: Index, last: Index) -> None:
+        """Store the results of tokens `first` to `end`, and zeros from there to `last`."""
+        b, shared = self.b, self.epilogue.blocks
+        with b.loop(0, self.tiles.blocks // shared) as i:
+            block = b.add(b.div(first_block, shared), i.index)
+            column = b.mul(block, LANES)
+            ragged = self.out_features % LANES
+            if not ragged:
+                self._finish_block(i.index, column, first, end, last, None)
+            else:
+                final = -(-self.out_features // LANES) - 1
+                with b.when(b.less(block, final)):
+                    self._finish_block(i.index, column, first, end, last, None)
+                with b.when(b.equal(block, final)):
+                    self._finish_block(i.index, column, first, end, last, ragged)
+
+    def _finish_block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int | None) -> None:
+        """16 columns of the result, or the first `ragged` of them."""
+        b, given, lanes = self.b, self.given, self.lanes
+        shared = self.epilogue.blocks
+
+        def put(token: Index, results: list[Value], add: bool) -> None:
+            for lane in range(0, ragged or LANES, 1 if ragged else lanes):
+                y = results[lane // lanes]
+                y = b.extract(y, lane % lanes) if ragged else y
+                at = b.add(column, lane)
+                y = self.epilogue.finish(b, y, given.bias, given.residual, token, at) if add else y
+                (b.store if ragged else b.vstore)(y, given.out, token, at)
+
+        with b.loop(first, end) as token:
+            products = []
+            for i in range(shared):
+                at = b.mul(b.add(b.mul(slot, shared), i), LANES)
+                place = b.sub(token.index, first)
+                products.append([b.vload(self.sums, lanes, place, b.add(at, c)) for c in range(0, LANES, lanes)])
+            put(token.index, self.epilogue.combine(b, products), True)
+        if given.length is not None:
+            with b.loop(end, last) as token:
+                put(token.index, [b.splat(0.0, lanes)] * (LANES // lanes), False)
