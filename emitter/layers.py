@@ -9,13 +9,15 @@ Shapes: T tokens of one sequence; x is `[T, features]`, heads are `[T, heads, he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from emitter import ops
-from emitter.ir import Module, Value, append, current_path, fail, scope
+from emitter.ir import Module, Source, Value, append, current_path, fail, scope
+from emitter.rotary import Rotary
 from emitter.types import F32, I32, EmitError, TensorType
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -29,6 +31,8 @@ class Weight:
     codec: how it is stored in the bundle (a key of `emitter.codecs.CODECS`).
     transform: applied to its f32 values before storing (`w + 1` of Gemma's norms); then the codec is f32.
     values: computes a table that is in no checkpoint.
+    parts, rows: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of
+    them, where it is not the one tensor of its name: a projection out of a fused one, the experts of a layer.
     """
 
     name: str
@@ -36,10 +40,37 @@ class Weight:
     codec: str = "f32"
     transform: Callable[[np.ndarray], np.ndarray] | None = None
     values: Callable[[], np.ndarray] | None = None
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    rows: tuple[int, int] | None = None
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of every checkpoint tensor that it is made of."""
+        if self.values is not None:
+            return ()
+        return self.parts or ((self.name, self.shape),)
+
+    def raw(self, *tensors: np.ndarray) -> np.ndarray:
+        """Its bytes out of those of its `tensors`: uint8 [*shape[:-1], row_bytes]."""
+        rows = np.concatenate([t.reshape(-1, t.shape[-1]) for t in tensors]) if len(tensors) > 1 else tensors[0]
+        return rows[slice(*self.rows)] if self.rows else rows
+
+
+def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
+    """How a parameter that holds `weights` comes out of a checkpoint: `pack` gets the bytes of each, in order."""
+
+    def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
+        left = iter(tensors)
+        return pack(*(w.raw(*islice(left, len(w.tensors))) for w in weights))
+
+    return Source(tuple((name, w.codec) for w in weights for name, _ in w.tensors), pack_tensors)
 
 
 class ModelModule(Module):
-    """A module of layer operations. `codecs` gives the stored codec of a checkpoint tensor by name."""
+    """A module of layer operations. `codecs` gives the stored codec of a checkpoint tensor by name.
+
+    `weights` are the checkpoint's tensors and the tables that the module calls for, by name.
+    """
 
     def __init__(self, name: str, codecs: Callable[[str], str]) -> None:
         super().__init__(name)
@@ -48,9 +79,11 @@ class ModelModule(Module):
 
     def weight(self, weight: Weight) -> Value:
         """The value of a weight in the function being built; one node a use."""
-        known = self.weights.setdefault(weight.name, weight)
-        if known.shape != weight.shape:
-            raise EmitError(f"weight {weight.name} has shape {known.shape} in one place and {weight.shape} in another")
+        for name, shape in weight.tensors or ((weight.name, weight.shape),):
+            known = self.weights.setdefault(name, weight if name == weight.name else Weight(name, shape, weight.codec))
+            if known.shape != shape:
+                raise EmitError(f"weight {name} has shape {known.shape} in one place and {shape} in another")
+        known = self.weights.get(weight.name, weight)
         return append("weight", (), (TensorType(weight.shape, F32),), {"weight": known})[0]
 
 
@@ -81,6 +114,19 @@ class Step:
         """A small tensor (norm weight, bias), stored in f32."""
         return self.weight(name, shape, "f32", transform)
 
+    def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
+        """Tensors `<module path>.<part>` of one shape [..., in], their rows under one another: [len(parts) * ..., in].
+
+        Tensors of different codecs are held in f32.
+        """
+        path = current_path()
+        names = [f"{path}.{part}" for part in parts]
+        codecs = {self.module.codecs(n) for n in names}
+        rows = len(parts) * (shape[0] if len(shape) > 1 else 1)
+        codec = codecs.pop() if len(codecs) == 1 else "f32"
+        whole = Weight(f"{path}.{name}", (rows, shape[-1]), codec, parts=tuple((n, tuple(shape)) for n in names))
+        return self.module.weight(whole)
+
     def table(self, name: str, shape: Sequence[int], values: Callable[[], np.ndarray]) -> Value:
         """An f32 table computed from the config."""
         return self.module.weight(Weight(name, tuple(shape), values=values))
@@ -110,6 +156,28 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
         return project(x, weight, step.vector("bias", (out_features,)) if bias else None)
 
 
+def linear_parts(step: Step, x: Value, name: str, parts: Mapping[str, int]) -> tuple[Value, ...]:
+    """The projections that one `torch.nn.Linear` called `name` fuses, apart: x [T, in] to [T, rows] for each.
+
+    parts: what each is called and how many rows it has, in the order in which the fused weight holds them.
+    """
+    path, total = current_path(), sum(parts.values())
+    fused, codec = f"{path}.{name}.weight", step.module.codecs(f"{path}.{name}.weight")
+    projected, start = [], 0
+    for part, rows in parts.items():
+        with scope(part):
+            own = Weight(
+                f"{path}.{part}.weight",
+                (rows, x.shape[-1]),
+                codec,
+                parts=((fused, (total, x.shape[-1])),),
+                rows=(start, start + rows),
+            )
+            projected.append(project(x, step.module.weight(own)))
+        start += rows
+    return tuple(projected)
+
+
 def rms_norm(step: Step, x: Value, name: str, eps: float, transform=None) -> Value:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32."""
     with scope(name):
@@ -123,6 +191,21 @@ def layer_norm(step: Step, x: Value, name: str, eps: float, bias: bool = True) -
         operands = (x, step.vector("weight", x.shape[-1:]))
         operands += (step.vector("bias", x.shape[-1:]),) if bias else ()
         return append("layer_norm", operands, (x.type,), {"eps": eps})[0]
+
+
+def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
+    """A LayerNorm without bias for each head of [T, heads, head_dim], with weight `<name>.norms.<head>.weight`, in f32."""
+    with scope(name):
+        weight = step.stack("weight", [f"norms.{head}.weight" for head in range(x.shape[1])], x.shape[2:])
+        return append("layer_norm", (x, weight), (x.type,), {"eps": eps})[0]
+
+
+def rotary_tables(step: Step, rotary: Rotary, name: str = "rotary") -> tuple[Value, Value]:
+    """cos and sin for `rope`, [context, rotary_dim / 2], as tables `<name>.cos` and `<name>.sin`."""
+    shape = (step.context, rotary.inv_freq.size)
+    cos = step.table(f"{name}.cos", shape, lambda: rotary.table(step.context, np.cos))
+    sin = step.table(f"{name}.sin", shape, lambda: rotary.table(step.context, np.sin))
+    return cos, sin
 
 
 def rope(step: Step, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -167,6 +250,45 @@ def attention(
     attrs = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
     result, step.k, step.v = append("attention", operands, (out, step.k.type, step.v.type), attrs)
     return result
+
+
+def route(logits: Value, top_k: int, normalised: bool) -> tuple[Value, Value]:
+    """The experts of each token: numbers i32 [T, top_k] and weights f32 [T, top_k], the most likely first.
+
+    logits: [T, experts]. The weights are the softmax over all experts, divided by their sum over the chosen ones where
+    `normalised`. On a tie the lower number comes first.
+    """
+    tokens, experts = logits.shape
+    if not 1 <= top_k <= experts:
+        raise fail("route", f"cannot choose {top_k} of {experts} experts", (logits,))
+    types = TensorType((tokens, top_k), I32), TensorType((tokens, top_k), F32)
+    return append("route", (logits,), types, {"top_k": top_k, "normalised": normalised})
+
+
+def experts(
+    step: Step,
+    x: Value,
+    routing: tuple[Value, Value],
+    count: int,
+    intermediate: int,
+    function: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Value:
+    """Sum over a token's experts e of weight_e * down_e(function(gate_e(x)) * up_e(x)): [T, hidden] to [T, hidden].
+
+    routing: what `route` gives. Only chosen experts are computed. `<e>.<names>.weight` are the tensors of gate and up
+    [intermediate, hidden] and of down [hidden, intermediate]; the operation reads all experts' rows stacked.
+    """
+    hidden = x.shape[1]
+    gate, up, down = (
+        step.stack(f"{name}.weight", [f"{e}.{name}.weight" for e in range(count)], shape)
+        for name, shape in zip(names, ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)))
+    )
+    chosen, weights = routing
+    if chosen.shape != weights.shape or chosen.shape[0] != x.shape[0] or function not in ACTIVATIONS:
+        raise fail("experts", "needs x [T, hidden] and the numbers and weights [T, k] of each token's experts", (x, *routing))
+    attrs = {"experts": count, "function": function}
+    return append("experts", (x, chosen, weights, gate, up, down), (x.type,), attrs)[0]
 
 
 def activation(x: Value, kind: str) -> Value:

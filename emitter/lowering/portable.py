@@ -11,7 +11,7 @@ import numpy as np
 from emitter import ops
 from emitter.codecs import CODECS
 from emitter.ir import Module, Op, Param, Source, Value, parameter
-from emitter.layers import ModelModule, Weight
+from emitter.layers import ModelModule, Weight, source
 from emitter.lowering.rewrite import Rule, rewrite
 from emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
 
@@ -35,8 +35,8 @@ class Stored:
 
     def _part(self, suffix: str, dtype: DType, width: int, take) -> Value:
         weight = self.weight
-        source = Source(((weight.name, weight.codec),), lambda raw: take(raw).reshape(weight.shape[0], width))
-        return parameter(Param(f"{weight.name}{suffix}", TensorType((weight.shape[0], width), dtype), source))
+        type_ = TensorType((weight.shape[0], width), dtype)
+        return parameter(Param(weight.name + suffix, type_, source([weight], lambda raw: take(raw).reshape(type_.shape))))
 
     def value(self, rows: Value | None = None) -> Value:
         """The f32 values `weight.shape`, or of the given rows ([T] i32) only."""
@@ -80,7 +80,7 @@ def float_param(weight: Weight, dtype: DType) -> Param:
         array = np.ascontiguousarray(raw).view(dtype.numpy).reshape(weight.shape)
         return weight.transform(array) if weight.transform else array
 
-    return Param(weight.name, type_, Source(((weight.name, weight.codec),), pack))
+    return Param(weight.name, type_, source([weight], pack))
 
 
 def _numbers(value: Value | Stored) -> Value:
@@ -101,7 +101,8 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    return ops.broadcast_in_dim(vector, like.shape, (like.type.rank - 1,))
+    """A vector along the last dimension of `like`, or a matrix along the last two."""
+    return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
 def _mean(x: Value) -> Value:
@@ -189,7 +190,10 @@ def _seen(start: Value, tokens: int, context: int, window: int | None) -> Value:
 
 
 def activation(op: Op, x: Value) -> Value:
-    kind = op.attrs["function"]
+    return _activated(x, op.attrs["function"])
+
+
+def _activated(x: Value, kind: str) -> Value:
     if kind == "silu":
         return ops.multiply(x, ops.logistic(x))
     if kind == "relu":
@@ -225,6 +229,49 @@ def _erf(x: Value) -> Value:
     return ops.divide(ops.multiply(x, numerator), denominator)
 
 
+def route(op: Op, logits: Value) -> tuple[Value, Value]:
+    """An expert's place is the number of experts before it: more likely ones, and as likely ones of a lower number."""
+    tokens, experts = logits.shape
+    peak = ops.broadcast_in_dim(ops.reduce("maximum", logits, (1,)), logits.shape, (0,))
+    likely = ops.exponential(ops.subtract(logits, peak))
+    likely = ops.divide(likely, ops.broadcast_in_dim(ops.reduce("add", likely, (1,)), likely.shape, (0,)))
+    pairs = (tokens, experts, experts)
+    own, other = (ops.broadcast_in_dim(likely, pairs, dims) for dims in ((0, 1), (0, 2)))
+    lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
+    before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
+    place = ops.reduce("add", ops.convert(before, F32), (2,))
+    slots = (tokens, op.attrs["top_k"], experts)
+    here = ops.compare("EQ", ops.broadcast_in_dim(place, slots, (0, 2)), ops.iota(slots, 1, F32))
+    nothing = ops.constant(0.0, F32, slots)
+    chosen = ops.reduce("add", ops.select(here, ops.iota(slots, 2, F32), nothing), (2,))
+    weights = ops.reduce("add", ops.select(here, ops.broadcast_in_dim(likely, slots, (0, 2)), nothing), (2,))
+    if op.attrs["normalised"]:
+        total = ops.broadcast_in_dim(ops.reduce("add", weights, (1,)), weights.shape, (0,))
+        weights = ops.divide(weights, total)
+    return ops.convert(chosen, I32), weights
+
+
+def experts(op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: Stored, down: Stored) -> Value:
+    """One chosen expert of every token at a time: only its rows of the stacked weights are read and widened."""
+    tokens = x.shape[0]
+
+    def project(x: Value, stacked: Stored, expert: Value) -> Value:
+        """x [T, in] through rows expert * out .. of stacked [experts * out, in]: [T, out]."""
+        out = stacked.weight.shape[0] // op.attrs["experts"]
+        first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
+        rows = ops.add(ops.broadcast_in_dim(first, (tokens, out), (0,)), ops.iota((tokens, out), 1))
+        own = ops.reshape(stacked.value(ops.reshape(rows, (tokens * out,))), (tokens, out, x.shape[1]))
+        return ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
+
+    total = None
+    for slot in range(chosen.shape[1]):
+        expert, weight = (ops.reshape(ops.slice_(v, (0, slot), (tokens, slot + 1)), (tokens,)) for v in (chosen, weights))
+        glu = ops.multiply(_activated(project(x, gate, expert), op.attrs["function"]), project(x, up, expert))
+        y = ops.multiply(project(glu, down, expert), ops.broadcast_in_dim(weight, x.shape, (0,)))
+        total = y if total is None else ops.add(total, y)
+    return total
+
+
 RULES: dict[str, Rule] = {
     "weight": _weight,
     "embedding": embedding,
@@ -234,4 +281,6 @@ RULES: dict[str, Rule] = {
     "rope": rope,
     "attention": attention,
     "activation": activation,
+    "route": route,
+    "experts": experts,
 }

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from emitter import ops
-from emitter.ir import Param, Source, Value, parameter
+from emitter.ir import Param, Value, parameter
 from emitter.kernels.embed import embed as embed_kernel
 from emitter.kernels.gemm import gemm
 from emitter.kernels.gemv import gemv
 from emitter.kernels.isa import Isa
-from emitter.layers import Weight
+from emitter.layers import Weight, source
 from emitter.packing import LANES, interleave_rows, pack, packed_shape
 from emitter.types import F32, I8, TensorType
 
@@ -62,11 +62,10 @@ def packed_param(weights: Sequence[Weight], interleaved: bool = False) -> Param:
     interleaved: blocks of 16 rows are taken in turn from the two weights of a GLU.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
-    source = tuple((w.name, codec) for w in weights)
     rows = sum(-(-w.shape[0] // LANES) * LANES if interleaved else w.shape[0] for w in weights)
     stack = interleave_rows if interleaved else lambda *raws: np.concatenate(raws)
     type_ = TensorType(packed_shape(codec, rows, inner), I8)
-    return Param(_joined([w.name for w in weights]), type_, Source(source, lambda *raws: pack(codec, stack(*raws))))
+    return Param(_joined([w.name for w in weights]), type_, source(weights, lambda *raws: pack(codec, stack(*raws))))
 
 
 def _joined(names: list[str]) -> str:
@@ -83,5 +82,6 @@ def _joined(names: list[str]) -> str:
 
 def _bias(biases: Sequence[Weight]) -> Value:
     """Biases of stacked projections, in order: f32 [sum of out]."""
-    source = Source(tuple((w.name, w.codec) for w in biases), lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
-    return parameter(Param(_joined([w.name for w in biases]), TensorType((sum(w.shape[0] for w in biases),), F32), source))
+    type_ = TensorType((sum(w.shape[0] for w in biases),), F32)
+    joined = source(biases, lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
+    return parameter(Param(_joined([w.name for w in biases]), type_, joined))
