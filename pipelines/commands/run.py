@@ -10,8 +10,10 @@ import time
 
 from ..errors import PipelineError
 from ..generate import Generation
+from ..memory import peak_rss_mb
 from ..progress import Progress
 from ..sampling import Sampler, Sampling
+from ..text import Detokeniser, load_text
 
 EXAMPLES = """\
 examples:
@@ -93,6 +95,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         for _ in generation:
             pass
+        # Ids in, ids out: the tokenizer is not waited for before the first token.
+        text = text or (load_text(bundle) if bundle.tokenizer else None)
         print(json.dumps(report(generation, text, load_seconds), ensure_ascii=False))
         return 0
     try:
@@ -104,13 +108,11 @@ def main(args: argparse.Namespace) -> int:
 
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], object]:
     """The prompt's ids, and the bundle's Text or None; the latter only where the prompt is ids."""
-    from ..text import load_text
-
     if args.tokens:
         vocab = bundle.manifest.vocab
         if max(args.tokens) >= vocab:
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
-        return args.tokens, load_text(bundle) if bundle.tokenizer else None
+        return args.tokens, load_text(bundle) if bundle.tokenizer and not args.json else None
     text = load_text(bundle)
     words = args.prompt
     if args.file:
@@ -128,8 +130,6 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], object]:
 
 def stream(generation: Generation, first: int | None, text) -> None:
     """Writes the tokens to stdout as they come: as text, or as ids where there is no tokenizer."""
-    from ..text import Detokeniser
-
     pieces = Detokeniser(text) if text else None
     token = first
     while token is not None:
@@ -169,11 +169,3 @@ def speed(generation: Generation) -> str:
         parts.append("the context is full")
     parts.append(f"peak memory {peak_rss_mb():.0f} MB")
     return f"castiron: {'; '.join(parts)}"
-
-
-def peak_rss_mb() -> float:
-    """The most memory that this process has had resident, in 10^6 bytes, mapped files included."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -1,0 +1,180 @@
+"""Measures a bundle: decode, prefill, time to first token and memory, against the limits of the machine and against peers.
+
+Engines run in processes of their own and take turns; one turn each is for warming up, the medians of the others count.
+Read bandwidth and f32 peak are measured between the turns.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+
+from ..errors import PipelineError
+from ..progress import Progress, say
+
+EXAMPLES = """\
+examples:
+  castiron bench build/model
+  castiron bench build/model --threads 2 --prompt 512 --gen 64 --against llama.cpp,hf --json
+  castiron bench build/model --depth 4096 --against llama.cpp --output bench.json --chart bench.svg
+
+--json prints one object: castiron and peers (by name), each with decode_tok_s, prefill_tok_s, decode_roofline (share of
+read bandwidth), prefill_peak_share (of f32 peak), ttft_ms (process start to first token of a 32-token prompt), rss_mb
+(peak) and runs (median, min, max, values); machine with read_gb_s and peak_gflop_s; ratios (castiron against each peer:
+above 1 is better); settings; missing (peers that could not be measured, and why).
+"""
+NAMES = ("llama.cpp", "hf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="DIR", help="the bundle")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine (default: one a core)")
+    parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens to prefill (default: 512)")
+    parser.add_argument("--gen", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
+    parser.add_argument("--depth", type=int, default=0, metavar="N", help="position to decode from (default: 0)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns that count (default: 5)")
+    parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="peers: llama.cpp,hf")
+    parser.add_argument("--model", metavar="MODEL", help="the checkpoint for peers (default: the one the bundle names)")
+    parser.add_argument("--output", metavar="FILE", help="write the JSON object to a file too")
+    parser.add_argument("--chart", metavar="FILE", help="draw decode and prefill to a file (.svg or .png)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def peers(text: str) -> tuple[str, ...]:
+    """ "llama.cpp,hf" as names; argparse's error for one that is not known."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not known; choose from {', '.join(NAMES)}")
+    return names
+
+
+def main(args: argparse.Namespace) -> int:
+    from vmfb.bundle import open_bundle
+    from vmfb.device import default_threads
+
+    from ..bench import Settings, measure, ratios, spread, summarise
+    from ..machine import Machine, describe
+
+    if args.chart:
+        check_chart()
+    bundle = open_bundle(args.bundle)
+    settings = Settings(args.threads or default_threads(), args.prompt, args.gen, args.depth, args.rounds)
+    check(settings, bundle)
+    models, measured, missing = contestants(args, bundle)
+    for name, why in missing.items():
+        say(f"without {name}: {why}")
+    with Progress(quiet=args.json) as progress:
+        progress("compiling the probes of the machine", 0.0)
+        machine = Machine(settings.threads)
+        rounds = measure(models, measured, settings, sample_tokens(settings, bundle), machine, progress)
+    limits = {name: statistics.median(values) for name, values in rounds.items()}
+    workload = workload_of(bundle)
+    engines = {name: summarise(engine, settings, workload, limits) for name, engine in measured.items()}
+    ours = engines.pop("castiron")
+    result = {
+        "castiron": ours,
+        "peers": engines,
+        "machine": {
+            **describe(),
+            **{name: round(value, 2) for name, value in limits.items()},
+            "runs": {name: spread(values) for name, values in rounds.items()},
+        },
+        "ratios": {name: ratios(ours, peer) for name, peer in engines.items()},
+        "settings": {
+            "model": bundle.manifest.name, "weights": bundle.manifest.weights, "numerics": bundle.manifest.numerics,
+            "threads": settings.threads, "prompt": settings.prompt, "gen": settings.gen, "depth": settings.depth,
+            "rounds": settings.rounds,
+        },
+        "missing": missing,
+    }  # fmt: skip
+    publish(result, args)
+    return 0
+
+
+def check(settings, bundle) -> None:
+    """PipelineError, before anything runs, for numbers that are not positive or do not fit in the context."""
+    for name, least in (("threads", 1), ("prompt", 1), ("gen", 1), ("depth", 0), ("rounds", 1)):
+        if getattr(settings, name) < least:
+            raise PipelineError(f"--{name} is {getattr(settings, name)}; it must be at least {least}")
+    if settings.context > bundle.manifest.context:
+        raise PipelineError(
+            f"this needs {settings.context} positions and the bundle's context is {bundle.manifest.context}: lower "
+            "--prompt, --gen or --depth, or compile with a larger --context"
+        )
+
+
+def check_chart() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PipelineError("--chart needs matplotlib: pip install matplotlib")
+
+
+def contestants(args: argparse.Namespace, bundle) -> tuple[dict, dict, dict]:
+    """The model of each engine, what will hold its measurements, and the peers that cannot run, with why."""
+    from reference.peers import PEERS
+
+    from ..bench import Measured
+    from ..workload import Workload, bundle_bytes, gguf_bytes
+    from .verify import checkpoint_path
+
+    models = {"castiron": str(args.bundle)}
+    measured = {"castiron": Measured("castiron", bundle_bytes(bundle), 4)}
+    missing = {}
+    source = checkpoint_path(args, bundle) if args.against else Path()
+    for name in args.against:
+        _, module, install = PEERS[name]
+        if importlib.util.find_spec(module) is None:
+            missing[name] = f"it is not installed; {install}"
+        elif name == "llama.cpp" and source.is_dir():
+            missing[name] = f"it reads GGUF files and {source} is a directory"
+        else:
+            models[name] = str(source)
+            weights = gguf_bytes(source) if name == "llama.cpp" else Workload.of(bundle.manifest.config).elements * 4
+            measured[name] = Measured(name, weights, 2 if name == "llama.cpp" else 4)
+    return models, measured, missing
+
+
+def workload_of(bundle):
+    from ..workload import Workload
+
+    return Workload.of(bundle.manifest.config)
+
+
+def sample_tokens(settings, bundle) -> list[int]:
+    """As many ids, drawn with a fixed seed, as the longest measurement needs."""
+    import numpy as np
+
+    return [int(t) for t in np.random.default_rng(0).integers(bundle.manifest.vocab, size=settings.context)]
+
+
+def publish(result: dict, args: argparse.Namespace) -> None:
+    """To the file, the chart and stdout, as asked."""
+    if args.output:
+        Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
+    if args.chart:
+        from ..chart import draw
+
+        draw(result, args.chart)
+    print(json.dumps(result) if args.json else table(result))
+
+
+def table(result: dict) -> str:
+    """The result for a person."""
+    settings, machine = result["settings"], result["machine"]
+    lines = [
+        f"{settings['model']}, {settings['threads']} threads, decode {settings['gen']} from position {settings['depth']}, "
+        f"prefill {settings['prompt']}",
+        f"{machine['cpu']}: reads {machine['read_gb_s']:.1f} GB/s, f32 peak {machine['peak_gflop_s']:.0f} GFLOP/s",
+        "",
+        f"{'':<12}{'decode tok/s':>14}{'of limit':>10}{'prefill tok/s':>15}{'of peak':>9}{'first ms':>10}{'RSS MB':>8}",
+    ]
+    for name, engine in {"castiron": result["castiron"], **result["peers"]}.items():
+        lines.append(
+            f"{name:<12}{engine['decode_tok_s']:>14.1f}{engine['decode_roofline']:>10.0%}"
+            f"{engine['prefill_tok_s']:>15.1f}{engine['prefill_peak_share']:>9.0%}"
+            f"{engine['ttft_ms']:>10.0f}{engine['rss_mb']:>8.0f}"
+        )
+    for name, ratio in result["ratios"].items():
+        lines.append(f"against {name}: decode {ratio['decode']:.2f}x, prefill {ratio['prefill']:.2f}x, first token "
+                     f"{ratio['ttft']:.2f}x, memory {ratio['rss']:.2f}x")  # fmt: skip
+    return "\n".join(lines)

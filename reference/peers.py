@@ -1,0 +1,97 @@
+"""The engines that bench compares with, timed on the model's work alone: llama.cpp and HF transformers.
+
+Each has `prefill(tokens) -> seconds` from an empty context to the last token's logits, `fill(tokens)`, which puts tokens
+in an empty cache, and `decode(depth, tokens) -> seconds`, which feeds tokens one by one from position `depth` on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python, with its defaults: f16 cache, activations rounded to 8 bits."""
+
+    def __init__(self, model: str | Path, threads: int, context: int):
+        """`model` is a GGUF file; ValueError if llama.cpp does not take it."""
+        from llama_cpp import Llama
+
+        self.llama = Llama(
+            str(model), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False
+        )
+
+    def prefill(self, tokens: Sequence[int]) -> float:
+        self.llama.reset()
+        start = time.perf_counter()
+        self.llama.eval(tokens)
+        return time.perf_counter() - start
+
+    fill = prefill
+
+    def decode(self, depth: int, tokens: Sequence[int]) -> float:
+        # eval drops from the cache what is past n_tokens.
+        self.llama.n_tokens = depth
+        start = time.perf_counter()
+        for token in tokens:
+            self.llama.eval((token,))
+        return time.perf_counter() - start
+
+    def first(self, tokens: Sequence[int]) -> int:
+        """The greedy token after `tokens`."""
+        self.prefill(tokens)
+        return self.llama.sample(temp=0.0)
+
+
+class HuggingFace:
+    """HF transformers with torch in f32, and transformers' own KV cache."""
+
+    def __init__(self, model: str | Path, threads: int, context: int):
+        """`model` is a GGUF file or an HF directory; OSError or ValueError if transformers does not take it."""
+        import torch
+
+        from reference import hf
+
+        self.torch = torch
+        self.model = hf.load(model, threads)
+        self.cache = None
+
+    def prefill(self, tokens: Sequence[int]) -> float:
+        self.cache = None
+        start = time.perf_counter()
+        self._forward(tokens)
+        return time.perf_counter() - start
+
+    fill = prefill
+
+    def decode(self, depth: int, tokens: Sequence[int]) -> float:
+        if depth == 0:
+            self.cache = None
+        elif (extra := self.cache.get_seq_length() - depth) > 0:
+            # A negative length is how many to take away.
+            self.cache.crop(-extra)
+        start = time.perf_counter()
+        for token in tokens:
+            self._forward((token,))
+        return time.perf_counter() - start
+
+    def first(self, tokens: Sequence[int]) -> int:
+        """The greedy token after `tokens`."""
+        self.cache = None
+        return int(self._forward(tokens)[0, -1].argmax())
+
+    def _forward(self, tokens: Sequence[int]):
+        with self.torch.inference_mode():
+            out = self.model(
+                self.torch.tensor([list(tokens)]), past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            )
+        self.cache = out.past_key_values
+        return out.logits
+
+
+# Name: class, the module that it needs, and how to get that.
+PEERS = {
+    "llama.cpp": (LlamaCpp, "llama_cpp", "pip install llama-cpp-python==0.3.36"),
+    "hf": (HuggingFace, "transformers", "pip install torch==2.13.0 transformers==5.23.0 gguf==0.19.0"),
+}
