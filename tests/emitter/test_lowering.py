@@ -1,0 +1,95 @@
+"""The two lowerings of one graph: equal numbers, and the fusions that the kernels lowering promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from emitter.codecs import CODECS, row_bytes
+from emitter.layers import ModelModule
+from emitter.lowering import lower
+from emitter.models import build
+from emitter.types import EmitError
+from reference import interpreter
+
+CONTEXT, WIDTH = 40, 8
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 70,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def raw_weight(name: str, codec: str, rows: int, inner: int) -> np.ndarray:
+    """Random stored bytes of a codec; the scales are sane half floats."""
+    random = np.random.default_rng(sum(map(ord, name)))
+    if not CODECS[codec].quantised:
+        values = random.standard_normal((rows, inner)).astype(np.float32) * 0.2
+        return {"f32": values, "f16": values.astype(np.float16)}[codec].view(np.uint8)
+    raw = random.integers(0, 256, (rows, row_bytes(codec, inner)), np.uint8)
+    blocks = raw.reshape(rows, -1, CODECS[codec].block_bytes)
+    halves = {"q4_0": 1, "q8_0": 1, "q4_1": 2, "q5_0": 1, "q5_1": 2}[codec]
+    scales = (random.standard_normal((rows, blocks.shape[1], halves)) * 0.02).astype(np.float16)
+    blocks[:, :, : 2 * halves] = scales.view(np.uint8)
+    return raw
+
+
+def params_of(module, model: ModelModule) -> dict[str, np.ndarray]:
+    found = {}
+    for param in module.params.values():
+        raws = []
+        for name, codec in param.source.tensors:
+            shape = model.weights[name].shape
+            raw = raw_weight(name, codec, *(shape if len(shape) == 2 else (1, *shape)))
+            raws.append(raw if len(shape) == 2 else raw[0])
+        found[param.name] = param.source.pack(*raws)
+    return found
+
+
+@pytest.mark.parametrize("codec", ["f32", "f16", "q4_0", "q4_1", "q5_0", "q8_0"])
+@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+def test_both_lowerings_compute_the_same(codec, overrides):
+    model = build({**CONFIG, **overrides}, lambda name: codec, CONTEXT, [WIDTH])
+    results = {}
+    for lowering in ("portable", "kernels"):
+        module = lower(model, lowering)
+        params = params_of(module, model)
+        k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
+        tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
+        _, first, k, v = interpreter.run(module, "prefill_8", [tokens, np.int32(0), np.int32(6), k, v], params)
+        best, second, k, v = interpreter.run(module, "decode_step", [np.int32(7), np.int32(6), k, v], params)
+        results[lowering] = first, second, k[:, :7], v[:, :7], best
+    for portable, kernels in zip(results["portable"], results["kernels"]):
+        np.testing.assert_allclose(kernels, portable, atol=2e-5 * max(1.0, np.abs(portable).max()))
+
+
+def kernels_of(model: ModelModule, function: str) -> Counter:
+    ops = lower(model, "kernels").functions[function].ops
+    return Counter(op.attrs["kernel"].name.split("_")[0] if op.kind == "kernel" else op.kind for op in ops)
+
+
+def test_a_decoded_layer_is_five_dispatches():
+    """Norm and q, k, v; attention with rotary embedding and append; output and residual; GLU; down and residual."""
+    counts = kernels_of(build(CONFIG, lambda name: "q4_1", CONTEXT, []), "decode_step")
+    assert counts == {"gemv": 4 * 2 + 1, "attention": 2, "embed": 1, "argmax": 1, "parameter": counts["parameter"], "reshape": 2}
+
+
+def test_mixed_codecs_split_what_cannot_be_stacked():
+    codec = lambda name: "q8_0" if "v_proj" in name else "q4_1"
+    counts = kernels_of(build(CONFIG, codec, CONTEXT, []), "decode_step")
+    assert counts["gemv"] == 5 * 2 + 1 and counts["concatenate"] == 2
+
+
+def test_unknown_lowerings_and_instruction_sets_are_refused():
+    model = build(CONFIG, lambda name: "f32", CONTEXT, [])
+    with pytest.raises(EmitError, match="'fast'.*kernels, portable"):
+        lower(model, "fast")
+    with pytest.raises(EmitError, match="'sse2'.*avx2"):
+        lower(model, "kernels", "sse2")
