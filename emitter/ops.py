@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from emitter.ir import Value, append, fail
-from emitter.types import F32, I1, I32, DType, TensorType, from_f32
+from emitter.types import BF16, F32, I1, I32, DType, TensorType, from_f32
 
 FLOAT_UNARY = ("negate", "exponential", "log", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs")
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power")
@@ -168,6 +168,9 @@ def select(pred: Value, on_true: Value, on_false: Value) -> Value:
 
 def convert(x: Value, dtype: DType) -> Value:
     """Convert element by element; the value itself if it already has the type."""
+    if dtype is BF16 and x.dtype.kind != "float":
+        # IREE calls a runtime routine for it that it does not link, also by way of f32, which it folds.
+        raise fail("convert", "integers do not convert to bf16; compute in f32", (x,))
     return x if x.dtype is dtype else _one("convert", (x,), TensorType(x.shape, dtype))
 
 
@@ -188,10 +191,13 @@ def bitcast_convert(x: Value, dtype: DType) -> Value:
 
 
 def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Value:
-    """Dimension i of `x` becomes dimension `dims[i]` of the result; extents of 1 are repeated."""
+    """Dimension i of `x` becomes dimension `dims[i]` of the result, in rising order; extents of 1 are repeated.
+
+    StableHLO allows any order, but IREE's simplification turns some falling ones into a wrong transpose.
+    """
     shape, dims = tuple(shape), tuple(dims)
-    if len(dims) != x.type.rank or len(set(dims)) != len(dims) or any(not 0 <= d < len(shape) for d in dims):
-        raise fail("broadcast_in_dim", f"dims {dims} do not place the operand in shape {shape}", (x,))
+    if len(dims) != x.type.rank or sorted(set(dims)) != list(dims) or any(not 0 <= d < len(shape) for d in dims):
+        raise fail("broadcast_in_dim", f"dims {dims} do not place the operand, in order, in shape {shape}", (x,))
     if any(n not in (1, shape[d]) for n, d in zip(x.shape, dims)):
         raise fail("broadcast_in_dim", f"extents do not fit shape {shape} at dims {dims}", (x,))
     return _one("broadcast_in_dim", (x,), TensorType(shape, x.dtype), dims=dims)
@@ -242,7 +248,10 @@ def _scalars(kind: str, x: Value, starts: Sequence[Value], others: Sequence[Valu
 
 
 def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-    """A window of static size at run-time start indices (clamped into the operand)."""
+    """A window of static size at run-time start indices (clamped into the operand); a scalar is its own window."""
+    if not x.shape and not starts and not sizes:
+        # IREE's compiler crashes on a slice without dimensions.
+        return x
     _scalars("dynamic_slice", x, starts)
     sizes = tuple(sizes)
     if len(sizes) != x.type.rank or any(not 0 < s <= n for s, n in zip(sizes, x.shape)):
