@@ -28,8 +28,9 @@ STACK_BYTES = 28 << 10  # of the 32 KB that IREE allows a kernel; the rest is th
 class GemmTiles:
     """What a search may vary; results change by rounding only.
 
-    rows x (16 * wide) sums stand in registers; `blocks` (a multiple of `wide`) of 16 columns share a panel `depth` k
-    deep; `tokens` are multiplied with a panel before it is decoded again; `unroll` k stand in one iteration.
+    rows x (16 * wide) sums stand in registers. `blocks` of 16 columns, a multiple of `wide` that divides the weight's,
+    share a panel `depth` k deep, whole groups. `tokens`, a multiple of `rows`, are multiplied with a panel before it is
+    decoded again. `unroll` k stand in one iteration. Panel and sums fit the stack.
     """
 
     rows: int
@@ -70,6 +71,19 @@ def _even_share(total: int, most: int) -> int:
     return fits[0] if 2 * fits[0] >= min(most, total) else min(most, total)
 
 
+def _check(tiles: GemmTiles, codec_name: str, weight_blocks: int, together: int) -> None:
+    fits = (
+        tiles.stack_bytes <= STACK_BYTES
+        and tiles.depth % units(codec_name) == 0
+        and tiles.tokens % tiles.rows == 0
+        and tiles.blocks % tiles.wide == 0
+        and tiles.blocks % together == 0
+        and weight_blocks % tiles.blocks == 0
+    )
+    if not fits:
+        raise ValueError(f"tiles {tiles.name} do not fit a {codec_name} weight of {weight_blocks} blocks: see GemmTiles")
+
+
 def gemm(
     codec_name: str,
     T: int,
@@ -93,6 +107,7 @@ def gemm(
     rows = epilogue.weight_rows(out_features)
     shape = packed_shape(codec_name, rows, in_features)
     tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks)
+    _check(tiles, codec_name, shape[0], epilogue.blocks)
     y_type = TensorType((T, out_features), F32)
     operands = (
         TensorType((T, in_features), F32),

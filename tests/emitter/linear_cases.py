@@ -1,0 +1,160 @@
+"""Generated weights, arguments and error bounds for the kernels that read packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from emitter.codecs import CODECS, dequantise
+from emitter.kernels.fusions import norm_of
+from emitter.kernels.isa import ISAS, Isa
+from emitter.kernels.kernel import Kernel
+from emitter.packing import interleave_rows, pack
+from emitter.types import DTYPES, F32, TensorType, from_f32
+from tests.emitter.kernel_runner import Runner, compile_kernels
+from vmfb.targets import missing_features, resolve
+
+UNIT = 2.0**-24  # half a last place of f32 at 1
+
+
+def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
+    """[rows, row_bytes] of any codes, with scales and minima of about the size that trained weights have."""
+    codec, rng = CODECS[codec_name], np.random.default_rng(seed)
+    if not codec.quantised:
+        values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
+        return np.ascontiguousarray(from_f32(values, DTYPES[codec_name])).view(np.uint8)
+    blocks = rng.integers(0, 256, (rows, in_features // codec.block, codec.block_bytes), dtype=np.uint8)
+
+    def put(at: int, size: float) -> None:
+        halves = (rng.standard_normal(blocks.shape[:2]) * size).astype(np.float16)
+        blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+
+    small = codec.block == 32
+    put(208 if codec_name == "q6_k" else 0, 0.01 if small else 0.0002)
+    if codec.minimum:
+        put(2, 0.05 if small else 0.0005)
+    return blocks.reshape(rows, -1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One use of a kernel: `make(codec, *sizes, isa=, **options)`."""
+
+    make: Callable[..., Kernel]
+    codec: str
+    sizes: tuple[int | None, ...]
+    options: dict = field(default_factory=dict, hash=False)
+    seed: int = 0
+
+    def kernel(self, isa: Isa) -> Kernel:
+        return self.make(self.codec, *self.sizes, isa=isa, **self.options)
+
+    def __str__(self) -> str:
+        options = "-".join(f"{k}={v}" for k, v in self.options.items())
+        return f"{self.codec}-{'x'.join(map(str, self.sizes))}-{options}"
+
+    def weights(self) -> list[np.ndarray]:
+        """Raw rows: one matrix, or gate and up."""
+        out, inner = self.sizes[-2:]
+        return [raw_rows(self.codec, out, inner, self.seed + i) for i in range(2 if self.options.get("glu") else 1)]
+
+    def dequantised(self) -> list[np.ndarray]:
+        return [dequantise(self.codec, raw).astype(np.float64) for raw in self.weights()]
+
+    def packed(self) -> np.ndarray:
+        weights = self.weights()
+        return pack(self.codec, interleave_rows(*weights) if len(weights) == 2 else weights[0]).view(np.int8)
+
+    def arguments(self, kernel: Kernel) -> list[np.ndarray]:
+        """Every operand; `length` is half of T."""
+        rng, packed = np.random.default_rng(self.seed + 7), self.packed()
+        arguments = []
+        for operand in kernel.operands:
+            assert isinstance(operand, TensorType)
+            if operand.dtype is F32:
+                arguments.append(rng.standard_normal(operand.shape).astype(np.float32))
+            else:
+                arguments.append(packed if operand.shape else np.int32((self.sizes[0] + 1) // 2))
+        return arguments
+
+
+def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray:
+    """How far x W^T in f32 may be from the exact product: 2 * 2^-24 * sum |x| * 4 max |w of the group|.
+
+    The kernels sum x * code and x apart, each up to a few times larger than x * w when codes have an offset or a
+    minimum, hence the largest weight of the group. Rounding errors of n terms add up like sqrt(n), which the sum of
+    absolute values more than covers.
+    """
+    weights = np.abs(dequantise(codec_name, raw)).astype(np.float64)
+    group = CODECS[codec_name].group
+    if group:
+        groups = weights.reshape(len(weights), -1, group)
+        weights = 4 * np.broadcast_to(groups.max(axis=2, keepdims=True), groups.shape).reshape(weights.shape)
+    return 2 * UNIT * np.abs(x) @ weights.T
+
+
+def allowed_error(case: Case, arguments: Sequence[np.ndarray], reference: np.ndarray) -> np.ndarray:
+    """The bound of the products, carried through the activation; |silu'|, |gelu'| < 1.13."""
+    norm = case.options.get("rms_eps")
+    x = norm_of(arguments[0], arguments[1] if norm else None, norm)
+    errors = [product_error(case.codec, x, raw) for raw in case.weights()]
+    if len(errors) == 1:
+        return errors[0] + 4 * UNIT * np.abs(reference)
+    gate, up = (np.abs(x) @ np.abs(w).T for w in case.dequantised())
+    return 1.13 * errors[0] * up + errors[1] * gate + 8 * UNIT * (gate * up + np.abs(reference))
+
+
+def draw(strategy: st.SearchStrategy[Case], count: int) -> list[Case]:
+    """`count` cases, the same ones every time, so that one compilation serves all of them."""
+    found: list[Case] = []
+
+    @settings(max_examples=count, phases=[Phase.generate])
+    @given(strategy)
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+def in_features(codec_name: str) -> st.SearchStrategy[int]:
+    """Whole blocks for blocked codecs, anything for floats."""
+    block = CODECS[codec_name].block
+    return st.integers(1, 150) if block == 1 else st.integers(1, 5 if block == 32 else 2).map(lambda n: n * block)
+
+
+@cache
+def _compiled(cases: tuple[Case, ...], target: str, directory) -> dict[Case, Kernel]:
+    kernels = {case: case.kernel(ISAS[resolve(target).isa]) for case in cases}
+    compile_kernels(list({k.name: k for k in kernels.values()}.values()), directory / f"{target}.vmfb", target)
+    return kernels
+
+
+def run_all(cases: Sequence[Case], target: str, threads: int, directory) -> list[tuple[Case, list, tuple, tuple]]:
+    """(case, arguments, results, reference) of every case, compiled as one module for `target`; skips for other CPUs."""
+    kernels = _compiled(tuple(cases), target, directory)
+    missing = missing_features(resolve(target))
+    if missing:
+        pytest.skip(f"compiled, but this CPU lacks {', '.join(missing)}")
+    runner = Runner(directory / f"{target}.vmfb", threads)
+    rows = []
+    for case, kernel in kernels.items():
+        arguments = case.arguments(kernel)
+        rows.append((case, arguments, runner(kernel, *arguments), kernel.reference(*arguments)))
+    return rows
+
+
+def check(rows: list[tuple[Case, list, tuple, tuple]]) -> None:
+    """Every result within its bound; rows from `length` on exactly zero."""
+    for case, arguments, (y,), (want,) in rows:
+        real = int(arguments[-1]) if case.options.get("length") else len(want)
+        assert not y[real:].any(), f"{case}: padding is not zero"
+        error = np.abs(y.astype(np.float64) - want)[:real]
+        limit = allowed_error(case, arguments, want)[:real]
+        assert (error <= limit).all(), f"{case}: {np.max(error / limit):.1f} times the bound"
