@@ -22,7 +22,7 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text; with a BOS where the model's tokenizer puts one."""
-        return self.tokenizer.encode(text, add_special_tokens=True).ids
+        return self._encode(text, True)
 
     def encode_chat(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, **variables) -> list[int]:
         """The ids of `messages` ({"role", "content"} each) in the chat template; PipelineError if there is none."""
@@ -38,7 +38,15 @@ class Text:
             **variables,
         )
         # The template has written the special tokens itself.
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # Python hands on what a terminal sends in another encoding as lone surrogates.
+            raise PipelineError("the prompt is not valid UTF-8") from None
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, special ones left out."""

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 
 from ..errors import PipelineError
 from ..generate import Generation
@@ -115,11 +116,10 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], object]:
         return args.tokens, load_text(bundle) if bundle.tokenizer and not args.json else None
     text = load_text(bundle)
     words = args.prompt
-    if args.file:
-        with open(args.file, encoding="utf-8") as file:
-            words = file.read()
-    elif words == "-":
-        words = sys.stdin.read()
+    if args.file or words == "-":
+        data = Path(args.file).read_bytes() if args.file else sys.stdin.buffer.read()
+        # What is not UTF-8 is refused with the rest, by the tokenizer.
+        words = data.decode("utf-8", "surrogateescape")
     if args.raw or text.chat_template is None:
         if args.system:
             raise PipelineError("--system needs the chat template, which --raw and models without one leave out")

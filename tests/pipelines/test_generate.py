@@ -1,0 +1,167 @@
+"""Generation over a session that computes its logits in NumPy: what is generated, where it ends, what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.errors import PipelineError
+from pipelines.generate import Generation
+from pipelines.sampling import REPEAT_WINDOW, Sampler, Sampling, candidates, penalise
+
+VOCAB = 40
+CONTEXT = 30
+LOGITS = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB).map(lambda v: np.array(v, np.float32) / 4)
+
+
+class CountingSession:
+    """Logits that depend on every token fed so far, and a record of what was fed."""
+
+    def __init__(self, context: int = CONTEXT):
+        self.context, self.fed = context, []
+
+    @property
+    def position(self) -> int:
+        return len(self.fed)
+
+    def logits(self) -> np.ndarray:
+        return np.random.default_rng(self.fed).standard_normal(VOCAB).astype(np.float32)
+
+    def prefill(self, tokens, progress=None) -> int:
+        self.fed += tokens
+        assert self.position <= self.context
+        if progress:
+            progress(len(tokens), len(tokens))
+        return int(self.logits().argmax())
+
+    def step(self, token: int) -> int:
+        return self.prefill([token])
+
+
+def greedy(prompt: list[int], n: int) -> list[int]:
+    """The definition: after each token, the likeliest of the next."""
+    tokens = []
+    for _ in range(n):
+        logits = np.random.default_rng(prompt + tokens).standard_normal(VOCAB)
+        tokens.append(int(logits.astype(np.float32).argmax()))
+    return tokens
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT), st.data())
+def test_tokens_are_the_greedy_ones_and_the_last_is_not_fed(prompt, data):
+    room = CONTEXT - len(prompt) + 1
+    n = data.draw(st.integers(1, room))
+    session = CountingSession()
+    generation = Generation(session, prompt, max_tokens=n)
+    assert list(generation) == generation.tokens == greedy(prompt, n)
+    assert generation.finish_reason == "length"
+    assert session.fed == prompt + generation.tokens[:-1]
+    assert generation.steps == n - 1 and generation.prompt_tokens == len(prompt)
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT))
+def test_without_a_limit_the_context_is_used_to_its_last_position(prompt):
+    session = CountingSession()
+    generation = Generation(session, prompt)
+    assert list(generation) == greedy(prompt, CONTEXT - len(prompt) + 1)
+    assert generation.finish_reason == "context" and session.position == CONTEXT
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10), st.integers(0, 15))
+def test_a_stop_token_ends_the_text_and_is_no_part_of_it(prompt, place):
+    expected = greedy(prompt, 16)
+    stop = expected[place]
+    generation = Generation(CountingSession(), prompt, max_tokens=16, stop_tokens=[stop])
+    assert list(generation) == expected[: expected.index(stop)]
+    assert generation.finish_reason == "stop"
+    assert next(generation, None) is None
+
+
+def test_a_second_generation_goes_on_where_the_session_stands():
+    session = CountingSession()
+    first = list(Generation(session, [1, 2, 3], max_tokens=4))
+    rest = [first[-1], 9]
+    assert list(Generation(session, rest, max_tokens=5)) == greedy([1, 2, 3, *first[:-1], *rest], 5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "says"),
+    [([], 1, "no tokens"), ([1] * 31, None, "31 tokens"), ([1] * 10, 22, "at most 21"), ([1], 0, "0 tokens"), ([1], -3, "-3")],
+)
+def test_what_does_not_fit_is_refused_before_any_work(prompt, n, says):
+    session = CountingSession()
+    with pytest.raises(PipelineError, match=says) as error:
+        Generation(session, prompt, max_tokens=n)
+    assert session.fed == [] and "\n" not in str(error.value)
+
+
+def test_a_position_in_use_counts_against_the_room():
+    session = CountingSession()
+    session.prefill([1] * 20)
+    with pytest.raises(PipelineError, match="20 tokens are in the cache.*at most 6"):
+        Generation(session, [1] * 5, max_tokens=7)
+    assert len(list(Generation(session, [1] * 5, max_tokens=6))) == 6
+
+
+def test_equal_seeds_give_equal_tokens_and_others_do_not():
+    def text(seed):
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
+        return list(Generation(CountingSession(), [5], sampler=sampler, max_tokens=20))
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+@given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=100))
+def test_greedy_takes_the_lowest_of_equals(logits, history):
+    assert Sampler().choose(logits, history) == int(np.flatnonzero(logits == logits.max())[0])
+    assert Sampler(Sampling(temperature=1.0, top_k=1, seed=0)).choose(logits, history) == int(logits.argmax())
+
+
+@given(LOGITS, st.integers(0, VOCAB + 5), st.floats(0.01, 1), st.floats(0, 1))
+def test_cuts_leave_the_likeliest_and_no_fewer_than_they_must(logits, top_k, top_p, min_p):
+    ids, _ = candidates(logits.astype(np.float64), Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p))
+    order = sorted(range(VOCAB), key=lambda token: (-logits[token], token))
+    assert list(ids) == order[: len(ids)]
+    kept = order[: top_k or VOCAB]
+    p = np.exp(logits[kept].astype(np.float64))
+    p /= p.sum()
+    nucleus = next(n for n in range(1, len(kept) + 1) if n == len(kept) or p[:n].sum() >= top_p - 1e-12)
+    likely = int((p >= min_p * p[0] - 1e-12).sum())
+    # A sum or a product on the very border may fall to either side.
+    border = abs(p[: len(ids)].sum() - top_p) < 1e-9 or np.isclose(p, min_p * p[0]).any()
+    assert border or len(ids) == min(nucleus, likely)
+
+
+def test_tokens_come_as_often_as_their_probability_says():
+    logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
+    for temperature in (0.5, 1.0, 2.0):
+        sampler = Sampler(Sampling(temperature=temperature, seed=3))
+        counts = np.bincount([sampler.choose(logits, ()) for _ in range(4000)], minlength=4)
+        expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+        assert np.abs(counts / 4000 - expected).max() < 0.03
+
+
+@given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=200), st.floats(1.01, 2))
+def test_the_repeat_penalty_pushes_recent_tokens_down_and_nothing_else(logits, history, penalty):
+    recent = history[-REPEAT_WINDOW:]
+    changed = penalise(logits.astype(np.float64), recent, penalty)
+    for token in range(VOCAB):
+        if token in recent and logits[token] != 0:
+            assert changed[token] < logits[token]
+        else:
+            assert changed[token] == logits[token]
+    chosen = Sampler(Sampling(repeat_penalty=penalty)).choose(logits, history)
+    assert chosen == int(changed.argmax())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1},
+     {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}],
+)  # fmt: skip
+def test_a_value_out_of_its_range_is_one_sentence(wrong):
+    with pytest.raises(PipelineError, match=next(iter(wrong)).replace("_", "-")):
+        Sampling(**wrong)
