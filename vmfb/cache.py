@@ -1,4 +1,7 @@
-"""Where castiron keeps what it can make again: `$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`."""
+"""Where castiron keeps what it can make again.
+
+`$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`.
+"""
 
 from __future__ import annotations
 

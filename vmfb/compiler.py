@@ -12,8 +12,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from vmfb.targets import Target
 # The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
 QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-on-diagnostic=false")
 SHOWN_ERRORS, SHOWN_WIDTH = 3, 300
-KEPT_BYTES = 512 * 2**20
+KEPT_BYTES, KEPT_FAILURES = 512 * 2**20, 20
 
 
 class CompileError(Exception):
@@ -138,17 +139,37 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> dict:
 def _run(command: list[str], directory: Path) -> tuple[int, str]:
     """Exit status and output; whatever ends the wait, an interrupt above all, ends the compiler too."""
     with open(directory / "output", "w+b") as output:
-        process = subprocess.Popen(
-            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+        process = None
         try:
+            # An interrupt while Popen works would leave a compiler that nobody knows.
+            with _interrupt_later():
+                process = subprocess.Popen(
+                    command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                )
             status = process.wait()
         except BaseException:
-            process.kill()
-            process.wait()
+            if process:
+                process.kill()
+                process.wait()
             raise
         output.seek(0)
         return status, output.read().decode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """Holds ^C back until the end of the block; only Python's main thread ever sees one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    handler = signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):
+        handler(*came[0])
 
 
 def _failure(status: int, output: str, log: str, source: Path, place: Path) -> CompileError:
@@ -169,12 +190,17 @@ def _failure(status: int, output: str, log: str, source: Path, place: Path) -> C
 
 
 def _prune(store: Path) -> None:
-    """Forgets the results longest unused once they are more than `KEPT_BYTES`."""
+    """Forgets the results longest unused once they are more than `KEPT_BYTES`, and all but the last failures."""
     with contextlib.suppress(OSError):
-        stats = sorted(((path.stat(), path) for path in store.glob("*.vmfb")), key=lambda s: -s[0].st_mtime)
         total = 0
-        for stat, path in stats:
-            total += stat.st_size
+        for path in _newest_first(store.glob("*.vmfb")):
+            total += path.stat().st_size
             if total > KEPT_BYTES:
                 path.with_suffix(".json").unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
+        for path in _newest_first((store / "failed").glob("*"))[KEPT_FAILURES:]:
+            shutil.rmtree(path)
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)

@@ -54,7 +54,7 @@ def host_arch() -> str:
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """The features of this CPU that matter for generated code; empty on a system that this does not know how to ask."""
+    """The features of this CPU that matter for generated code; empty where the system cannot be asked."""
     if platform.system() == "Darwin":
         return _darwin_features(host_arch())
     return cpuinfo_features(_cpuinfo(), host_arch())
@@ -75,7 +75,7 @@ def host_cpu() -> str:
 
 @functools.cache
 def physical_cores() -> int:
-    """Physical cores that this process may run on, at least 1: where hyperthreads share a core, the core counts once."""
+    """Physical cores that this process may run on, at least 1; hyperthreads of one core count once."""
     if not hasattr(os, "sched_getaffinity"):
         return _sysctl_int("hw.perflevel0.physicalcpu") or _sysctl_int("hw.physicalcpu") or os.cpu_count() or 1
     cores = set()

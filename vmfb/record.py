@@ -1,4 +1,7 @@
-"""Frozen dataclasses to JSON and back, strictly: a field too many, too few or of another type is refused by its path."""
+"""Frozen dataclasses to JSON and back, strictly.
+
+A field too many, too few or of another type is refused by its path.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +72,19 @@ def _dataclass(kind: Any, value: Json, path: str) -> Any:
     return kind(**found)
 
 
-_WORDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+_WORDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def _expect(kind: type, value: Json, path: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         text = repr(value)
-        raise RecordError(f"{path or 'the whole'} is {text if len(text) < 60 else text[:60] + '…'}, not {_WORDS[kind]}")
+        shown = text if len(text) < 60 else text[:60] + "…"
+        raise RecordError(f"{path or 'the whole'} is {shown}, not {_WORDS[kind]}")
     return value

@@ -78,7 +78,7 @@ TARGETS: dict[str, Target] = {
 
 
 def resolve(name: str) -> Target:
-    """The target called `name`; TargetError for a name that is not in the table or a host without the vectors needed."""
+    """The target called `name`; TargetError for a name not in the table or a host without the vectors needed."""
     if name not in TARGETS:
         raise TargetError(f"target {name!r} is not known; choose one of {', '.join(TARGETS)}")
     target = TARGETS[name]

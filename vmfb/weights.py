@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -51,8 +52,8 @@ def write_irpa(
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
     names = [name.encode() for name, *_ in plan]
-    if twice := sorted({name.decode() for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
-        raise WeightsError(f"parameter {twice[0]!r} is given twice")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise WeightsError(f"parameter {twice[0].decode()!r} is given twice")
     head, offsets, start = _head(names, sizes)
 
     digest, written, total = hashlib.sha256(), 0, sum(sizes)
@@ -68,9 +69,8 @@ def write_irpa(
             for (name, data, shape, dtype), offset, size in zip(plan, offsets, sizes, strict=True):
                 array = data() if callable(data) else data
                 if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
-                    raise WeightsError(
-                        f"parameter {name!r} is {array.dtype}{list(array.shape)} where {dtype}{list(shape)} was announced"
-                    )
+                    found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
+                    raise WeightsError(f"parameter {name!r} is {found} where {wanted} was announced")
                 put(bytes(start + offset - file.tell()))
                 put(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
                 del array

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.vmfb import toy
+from tests.vmfb import toy, toy_bundle
 from tests.vmfb.conftest import CONTEXT
 from vmfb.bundle import open_bundle
+from vmfb.manifest import WEIGHTS
+from vmfb.program import Program
 from vmfb.session import Session, SessionError
 
 TOKENS = np.random.default_rng(3).integers(0, toy.VOCAB, CONTEXT).tolist()
@@ -157,3 +160,31 @@ holder.session = session
     for _ in range(3):
         ended = subprocess.run([sys.executable, tmp_path / "main.py"], env=environment, capture_output=True)
         assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def resident() -> int:
+    """Bytes of memory of this process that are no file's."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+def test_a_buffer_costs_memory_as_it_is_filled(toy_dir):
+    program = Program(open_bundle(toy_dir), 1)
+    before = resident()
+    buffer = program.zeros((4, 2**24, 1, 4), "f32")
+    assert resident() - before < 2**21
+    buffer.array[:, :1000] = 1
+    assert resident() - before < 2**22
+    assert buffer.array.nbytes == 2**30
+
+
+def test_weights_are_mapped_not_copied(tmp_path, monkeypatch, compile_cache):
+    """With a vocabulary that makes the weights 32 MB, a step costs its logits (4 MB) and little more."""
+    monkeypatch.setattr(toy, "VOCAB", 2**20)
+    bundle = toy_bundle.write(tmp_path / "large", CONTEXT, (), cache_dir=compile_cache)
+    before = resident()
+    session = Session(bundle, 1)
+    session.step(2**20 - 1)
+    assert (tmp_path / "large" / WEIGHTS).stat().st_size > 2**25
+    assert resident() - before < 10 * 2**20
+    np.testing.assert_array_equal(session.logits(), toy.Toy(CONTEXT).run([2**20 - 1]))

@@ -12,8 +12,9 @@ from vmfb.compiler import compile_mlir
 from vmfb.targets import TARGETS, Target, TargetError, missing_features, resolve
 
 ZEN4 = (
-    "fma cx16 sse4_1 sse4_2 movbe popcnt avx f16c abm sse4a bmi1 avx2 bmi2 avx512f avx512dq avx512ifma avx512cd avx512bw"
-    " avx512vl avx512_bf16 avx512vbmi avx512_vbmi2 gfni vaes avx512_vnni avx512_bitalg avx512_vpopcntdq pni ssse3 sha_ni"
+    "fma cx16 sse4_1 sse4_2 movbe popcnt avx f16c abm sse4a bmi1 avx2 bmi2 avx512f avx512dq avx512ifma avx512cd"
+    " avx512bw avx512vl avx512_bf16 avx512vbmi avx512_vbmi2 gfni vaes avx512_vnni avx512_bitalg avx512_vpopcntdq"
+    " pni ssse3 sha_ni"
 )
 
 

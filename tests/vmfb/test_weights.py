@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 
 import iree.runtime as rt
 import numpy as np
@@ -17,9 +18,10 @@ def read(path) -> dict[str, tuple[int, bytes]]:
     """Offset in the file and bytes of every parameter, by IREE's own reader."""
     index = rt.ParameterIndex()
     index.load(str(path), format="irpa")
-    return {
-        name: (entry.file_storage[1], bytes(entry.file_view)) if entry.length else (0, b"") for name, entry in index.items()
-    }
+    found = {}
+    for name, stored in index.items():
+        found[name] = (stored.file_storage[1], bytes(stored.file_view)) if stored.length else (0, b"")
+    return found
 
 
 def entry(name, array):
@@ -42,7 +44,7 @@ def test_what_is_written_is_what_iree_reads(tmp_path_factory, tensors):
     arrays = {name: rng.integers(0, 99, shape).astype(dtype) for name, (dtype, shape) in tensors.items()}
     written = write_irpa(path, [entry(name, array) for name, array in arrays.items()])
     found = read(path)
-    assert {name: data for name, (_, data) in found.items()} == {name: array.tobytes() for name, array in arrays.items()}
+    assert {name: data for name, (_, data) in found.items()} == {name: a.tobytes() for name, a in arrays.items()}
     assert all(offset % 64 == 0 for offset, _ in found.values())
     assert written.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() and written.size == path.stat().st_size
     assert written.data_bytes == sum(array.nbytes for array in arrays.values())
@@ -52,8 +54,6 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     alive = []
 
     def make(n):
-        import weakref
-
         assert not any(ref() is not None for ref in alive)
         array = np.full((1000,), n, np.uint8)
         alive.append(weakref.ref(array))

@@ -1,7 +1,7 @@
 """A toy language model with the very functions of a castiron module, small enough to know by heart.
 
-Every value is a small integer held in f32, so NumPy and IREE agree to the last bit whatever the order of a sum, and every
-position's output depends on every earlier position of both caches.
+Every value is a small integer held in f32, so NumPy and IREE agree to the last bit whatever the order of a sum, and
+every position's output depends on every earlier position of both caches.
 """
 
 from __future__ import annotations
@@ -48,97 +48,113 @@ class Toy:
         return logits
 
 
-def _dense(values: np.ndarray) -> str:
-    return "dense<" + np.array2string(values, separator=", ", formatter={"all": lambda x: f"{x:.1f}"}, threshold=10**6, max_line_width=10**6) + ">"
-
-
-def _function(name: str, width: int | None, context: int) -> str:
-    """`decode_step` (width None) or `prefill_T` as StableHLO text."""
-    t, c, d, cache = width or 1, context, HEAD_DIM, f"tensor<{LAYERS}x{context}x1x{HEAD_DIM}xf32>"
-    head = "%token: tensor<i32>, %pos: tensor<i32>" if width is None else f"%tokens: tensor<{t}xi32>, %pos: tensor<i32>, %length: tensor<i32>"
-    out = [
-        f"  func.func @{name}({head}, %k0: {cache} {{iree.abi.output = 2 : index}}, %v0: {cache} {{iree.abi.output = 3 : index}})"
-        f" -> (tensor<i32>, tensor<{VOCAB}xf32>, {cache}, {cache}) {{"
-    ]
-    if width is None:
-        out += ["%tokens = stablehlo.reshape %token : (tensor<i32>) -> tensor<1xi32>", "%length = stablehlo.constant dense<1> : tensor<i32>"]
-    out += [
-        f"%embed = util.global.load @embed : tensor<{VOCAB}x{d}xf32>",
-        f"%head = util.global.load @head : tensor<{VOCAB}x{d}xf32>",
-        f"%x0 = \"stablehlo.gather\"(%embed, %tokens) {{dimension_numbers = #stablehlo.gather<offset_dims = [1], collapsed_slice_dims = [0],"
-        f" start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1, {d}>}} : (tensor<{VOCAB}x{d}xf32>, tensor<{t}xi32>) -> tensor<{t}x{d}xf32>",
-        "%zero = stablehlo.constant dense<0> : tensor<i32>",
-        f"%coef = stablehlo.constant {_dense(coefficients(context))} : tensor<{c}xf32>",
-        f"%coefs = stablehlo.broadcast_in_dim %coef, dims = [1] : (tensor<{c}xf32>) -> tensor<{t}x{c}xf32>",
-        f"%column = stablehlo.iota dim = 1 : tensor<{t}x{c}xi32>",
-        f"%row = stablehlo.iota dim = 0 : tensor<{t}x{c}xi32>",
-        f"%start = stablehlo.broadcast_in_dim %pos, dims = [] : (tensor<i32>) -> tensor<{t}x{c}xi32>",
-        f"%last = stablehlo.add %start, %row : tensor<{t}x{c}xi32>",
-        f"%seen = stablehlo.compare LE, %column, %last : (tensor<{t}x{c}xi32>, tensor<{t}x{c}xi32>) -> tensor<{t}x{c}xi1>",
-        f"%none = stablehlo.constant dense<0.0> : tensor<{t}x{c}xf32>",
-        f"%w = stablehlo.select %seen, %coefs, %none : tensor<{t}x{c}xi1>, tensor<{t}x{c}xf32>",
-        f"%two = stablehlo.constant dense<2.0> : tensor<{c}x{d}xf32>",
-        f"%twos = stablehlo.constant dense<2.0> : tensor<{t}x{d}xf32>",
-        f"%three = stablehlo.constant dense<3.0> : tensor<{t}x{d}xf32>",
-        f"%eight = stablehlo.constant dense<8.0> : tensor<{t}x{d}xf32>",
-    ]
-    row, plane, slab = f"tensor<{t}x{d}xf32>", f"tensor<{c}x{d}xf32>", f"tensor<1x{c}x1x{d}xf32>"
-    for n in range(LAYERS):
-        m = n + 1
-        out += [
-            f"%n{n} = stablehlo.constant dense<{n}.0> : {row}",
-            f"%layer{n} = stablehlo.constant dense<{n}> : tensor<i32>",
-            f"%kx{n} = stablehlo.multiply %x{n}, %three : {row}",
-            f"%kn{n} = stablehlo.add %kx{n}, %n{n} : {row}",
-            f"%vx{n} = stablehlo.multiply %x{n}, %x{n} : {row}",
-            f"%vn{n} = stablehlo.subtract %vx{n}, %twos : {row}",
-        ]
-        for s in "kv":
-            out += [
-                f"%{s}r{n} = stablehlo.reshape %{s}n{n} : ({row}) -> tensor<1x{t}x1x{d}xf32>",
-                f"%{s}{m} = stablehlo.dynamic_update_slice %{s}{n}, %{s}r{n}, %layer{n}, %pos, %zero, %zero"
-                f" : ({cache}, tensor<1x{t}x1x{d}xf32>, tensor<i32>, tensor<i32>, tensor<i32>, tensor<i32>) -> {cache}",
-                f"%{s}s{n} = stablehlo.slice %{s}{m} [{n}:{m}, 0:{c}, 0:1, 0:{d}] : ({cache}) -> {slab}",
-                f"%{s}p{n} = stablehlo.reshape %{s}s{n} : ({slab}) -> {plane}",
-            ]
-        out += [
-            f"%kk{n} = stablehlo.multiply %kp{n}, %two : {plane}",
-            f"%kv{n} = stablehlo.subtract %vp{n}, %kk{n} : {plane}",
-            f"%o{n} = stablehlo.dot_general %w, %kv{n}, contracting_dims = [1] x [0] : (tensor<{t}x{c}xf32>, {plane}) -> {row}",
-            f"%om{n} = stablehlo.remainder %o{n}, %eight : {row}",
-            f"%x{m} = stablehlo.add %x{n}, %om{n} : {row}",
-        ]
-    logits, i, f = f"tensor<{VOCAB}xf32>", f"tensor<{VOCAB}xi32>", "tensor<f32>"
-    out += [
-        "%one = stablehlo.constant dense<1> : tensor<i32>",
-        "%end = stablehlo.subtract %length, %one : tensor<i32>",
-        f"%xe = stablehlo.dynamic_slice %x{LAYERS}, %end, %zero, sizes = [1, {d}] : ({row}, tensor<i32>, tensor<i32>) -> tensor<1x{d}xf32>",
-        f"%xl = stablehlo.reshape %xe : (tensor<1x{d}xf32>) -> tensor<{d}xf32>",
-        f"%logits = stablehlo.dot_general %head, %xl, contracting_dims = [1] x [0] : (tensor<{VOCAB}x{d}xf32>, tensor<{d}xf32>) -> {logits}",
-        f"%ids = stablehlo.iota dim = 0 : {i}",
-        "%low = stablehlo.constant dense<0xFF800000> : tensor<f32>",
-        f"%best, %argmax = stablehlo.reduce(%logits init: %low), (%ids init: %zero) across dimensions = [0] : ({logits}, {i}, {f}, tensor<i32>) -> ({f}, tensor<i32>)",
-        f" reducer(%a: {f}, %b: {f}) (%ai: tensor<i32>, %bi: tensor<i32>) {{",
-        f"  %gt = stablehlo.compare GT, %a, %b : ({f}, {f}) -> tensor<i1>",
-        f"  %eq = stablehlo.compare EQ, %a, %b : ({f}, {f}) -> tensor<i1>",
-        "  %lt = stablehlo.compare LT, %ai, %bi : (tensor<i32>, tensor<i32>) -> tensor<i1>",
-        "  %tie = stablehlo.and %eq, %lt : tensor<i1>",
-        "  %take = stablehlo.or %gt, %tie : tensor<i1>",
-        f"  %m = stablehlo.select %take, %a, %b : tensor<i1>, {f}",
-        "  %mi = stablehlo.select %take, %ai, %bi : tensor<i1>, tensor<i32>",
-        f"  stablehlo.return %m, %mi : {f}, tensor<i32>",
-        " }",
-        f"return %argmax, %logits, %k{LAYERS}, %v{LAYERS} : tensor<i32>, {logits}, {cache}, {cache}",
-        "}",
-    ]
-    return "\n    ".join(out)
+# L layers, T tokens of a call, C positions of context, V ids, D numbers a position; types are named by what they hold.
+TYPES = """
+!rows_{T} = tensor<{T}x{D}xf32>
+!update_{T} = tensor<1x{T}x1x{D}xf32>
+!mask_{T} = tensor<{T}x{C}xi1>
+!places_{T} = tensor<{T}x{C}xi32>
+!weights_{T} = tensor<{T}x{C}xf32>
+"""
+SHARED_TYPES = """
+!id = tensor<i32>
+!scalar = tensor<f32>
+!ids = tensor<{V}xi32>
+!logits = tensor<{V}xf32>
+!table = tensor<{V}x{D}xf32>
+!cache = tensor<{L}x{C}x1x{D}xf32>
+!slab = tensor<1x{C}x1x{D}xf32>
+!plane = tensor<{C}x{D}xf32>
+"""
+OPENING = """
+    %embed = util.global.load @embed : !table
+    %head = util.global.load @head : !table
+    %x0 = "stablehlo.gather"(%embed, %tokens) {{dimension_numbers = #stablehlo.gather<offset_dims = [1],
+      collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1, {D}>}}
+      : (!table, tensor<{T}xi32>) -> !rows_{T}
+    %zero = stablehlo.constant dense<0> : !id
+    %coef = stablehlo.constant dense<{coefficients}> : tensor<{C}xf32>
+    %coefs = stablehlo.broadcast_in_dim %coef, dims = [1] : (tensor<{C}xf32>) -> !weights_{T}
+    %column = stablehlo.iota dim = 1 : !places_{T}
+    %row = stablehlo.iota dim = 0 : !places_{T}
+    %start = stablehlo.broadcast_in_dim %pos, dims = [] : (!id) -> !places_{T}
+    %last = stablehlo.add %start, %row : !places_{T}
+    %seen = stablehlo.compare LE, %column, %last : (!places_{T}, !places_{T}) -> !mask_{T}
+    %none = stablehlo.constant dense<0.0> : !weights_{T}
+    %w = stablehlo.select %seen, %coefs, %none : !mask_{T}, !weights_{T}
+    %two = stablehlo.constant dense<2.0> : !plane
+    %twos = stablehlo.constant dense<2.0> : !rows_{T}
+    %three = stablehlo.constant dense<3.0> : !rows_{T}
+    %eight = stablehlo.constant dense<8.0> : !rows_{T}
+"""
+LAYER = """
+    %n{n} = stablehlo.constant dense<{n}.0> : !rows_{T}
+    %layer{n} = stablehlo.constant dense<{n}> : !id
+    %kx{n} = stablehlo.multiply %x{n}, %three : !rows_{T}
+    %kn{n} = stablehlo.add %kx{n}, %n{n} : !rows_{T}
+    %vx{n} = stablehlo.multiply %x{n}, %x{n} : !rows_{T}
+    %vn{n} = stablehlo.subtract %vx{n}, %twos : !rows_{T}
+    %kr{n} = stablehlo.reshape %kn{n} : (!rows_{T}) -> !update_{T}
+    %vr{n} = stablehlo.reshape %vn{n} : (!rows_{T}) -> !update_{T}
+    %k{m} = stablehlo.dynamic_update_slice %k{n}, %kr{n}, %layer{n}, %pos, %zero, %zero
+      : (!cache, !update_{T}, !id, !id, !id, !id) -> !cache
+    %v{m} = stablehlo.dynamic_update_slice %v{n}, %vr{n}, %layer{n}, %pos, %zero, %zero
+      : (!cache, !update_{T}, !id, !id, !id, !id) -> !cache
+    %ks{n} = stablehlo.slice %k{m} [{n}:{m}, 0:{C}, 0:1, 0:{D}] : (!cache) -> !slab
+    %vs{n} = stablehlo.slice %v{m} [{n}:{m}, 0:{C}, 0:1, 0:{D}] : (!cache) -> !slab
+    %kp{n} = stablehlo.reshape %ks{n} : (!slab) -> !plane
+    %vp{n} = stablehlo.reshape %vs{n} : (!slab) -> !plane
+    %kk{n} = stablehlo.multiply %kp{n}, %two : !plane
+    %kv{n} = stablehlo.subtract %vp{n}, %kk{n} : !plane
+    %o{n} = stablehlo.dot_general %w, %kv{n}, contracting_dims = [1] x [0] : (!weights_{T}, !plane) -> !rows_{T}
+    %om{n} = stablehlo.remainder %o{n}, %eight : !rows_{T}
+    %x{m} = stablehlo.add %x{n}, %om{n} : !rows_{T}
+"""
+CLOSING = """
+    %one = stablehlo.constant dense<1> : !id
+    %end = stablehlo.subtract %length, %one : !id
+    %xe = stablehlo.dynamic_slice %x{L}, %end, %zero, sizes = [1, {D}] : (!rows_{T}, !id, !id) -> !rows_1
+    %xl = stablehlo.reshape %xe : (!rows_1) -> tensor<{D}xf32>
+    %logits = stablehlo.dot_general %head, %xl, contracting_dims = [1] x [0] : (!table, tensor<{D}xf32>) -> !logits
+    %ids = stablehlo.iota dim = 0 : !ids
+    %low = stablehlo.constant dense<0xFF800000> : !scalar
+    %best, %argmax = stablehlo.reduce(%logits init: %low), (%ids init: %zero) across dimensions = [0]
+      : (!logits, !ids, !scalar, !id) -> (!scalar, !id)
+      reducer(%a: !scalar, %b: !scalar) (%ai: !id, %bi: !id) {{
+        %gt = stablehlo.compare GT, %a, %b : (!scalar, !scalar) -> tensor<i1>
+        %eq = stablehlo.compare EQ, %a, %b : (!scalar, !scalar) -> tensor<i1>
+        %lt = stablehlo.compare LT, %ai, %bi : (!id, !id) -> tensor<i1>
+        %tie = stablehlo.and %eq, %lt : tensor<i1>
+        %take = stablehlo.or %gt, %tie : tensor<i1>
+        %m = stablehlo.select %take, %a, %b : tensor<i1>, !scalar
+        %mi = stablehlo.select %take, %ai, %bi : tensor<i1>, !id
+        stablehlo.return %m, %mi : !scalar, !id
+      }}
+    return %argmax, %logits, %k{L}, %v{L} : !id, !logits, !cache, !cache
+  }}
+"""
+CACHES = "%k0: !cache {iree.abi.output = 2 : index}, %v0: !cache {iree.abi.output = 3 : index}"
+RESULTS = "(!id, !logits, !cache, !cache)"
+DECODE_STEP = f"""
+  func.func @decode_step(%token: !id, %pos: !id, {CACHES}) -> {RESULTS} {{
+    %tokens = stablehlo.reshape %token : (!id) -> tensor<1xi32>
+    %length = stablehlo.constant dense<1> : !id
+"""
 
 
 def module_text(context: int, widths: tuple[int, ...]) -> str:
     """The module with `decode_step` and one `prefill_T` for each of `widths`."""
-    out = ["module @toy {"]
+    sizes = {"L": LAYERS, "C": context, "V": VOCAB, "D": HEAD_DIM}
+    values = [float(value) for value in coefficients(context)]
+    types = [TYPES.format(T=width, **sizes) for width in (1, *widths)]
+    parts = [SHARED_TYPES.format(**sizes), *types, "module @toy {\n"]
     for name in weights():
-        out.append(f'  util.global private @{name} = #flow.parameter.named<"model"::"{name}"> : tensor<{VOCAB}x{HEAD_DIM}xf32>')
-    out.append(_function("decode_step", None, context))
-    out += [_function(f"prefill_{width}", width, context) for width in widths]
-    return "\n".join(out) + "\n}\n"
+        parts.append(f'  util.global private @{name} = #flow.parameter.named<"model"::"{name}"> : !table\n')
+    for width in (1, *widths):
+        operands = f"%tokens: tensor<{width}xi32>, %pos: !id, %length: !id, {CACHES}"
+        prefill = f"\n  func.func @prefill_{width}({operands}) -> {RESULTS} {{"
+        parts.append(DECODE_STEP if width == 1 else prefill)
+        parts.append(OPENING.format(T=width, coefficients=values, **sizes))
+        parts += [LAYER.format(n=n, m=n + 1, T=width, **sizes) for n in range(LAYERS)]
+        parts.append(CLOSING.format(T=width, **sizes))
+    return "".join(parts) + "}\n"

@@ -22,8 +22,8 @@ def manifest(context: int, widths: tuple[int, ...], target: Target = TARGETS["ho
     )  # fmt: skip
 
 
-def write(directory: Path, context: int = 24, widths: tuple[int, ...] = (4, 8), target: Target = TARGETS["host"], cache_dir=None):
-    """Compiles and writes a toy bundle; returns the opened Bundle."""
+def write(directory: Path, context: int, widths: tuple[int, ...], *, target: Target = TARGETS["host"], cache_dir=None):
+    """Compiles and writes a toy bundle; returns it opened."""
     with BundleWriter(directory) as writer:
         compile_mlir(toy.module_text(context, widths), target, writer.path(MODEL), cache_dir=cache_dir)
         entries = [(name, array, (array.shape, array.dtype)) for name, array in toy.weights().items()]

@@ -1,0 +1,28 @@
+"""The profile of a call names every dispatch of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vmfb.conftest import CONTEXT
+from vmfb.bundle import open_bundle
+from vmfb.manifest import BundleError
+from vmfb.profile import profile
+
+
+@pytest.mark.parametrize(("width", "threads", "name"), [(1, 1, "decode_step"), (8, 2, "prefill_8")])
+def test_dispatches_are_counted_per_call_and_timed(toy_dir, width, threads, name):
+    found = profile(open_bundle(toy_dir), position=3, width=width, threads=threads, repeats=4)
+    assert (found.function, found.position, found.threads) == (name, 3, threads)
+    assert all("_dispatch_" in dispatch.name and dispatch.calls >= 1 for dispatch in found.dispatches)
+    assert 0 < sum(dispatch.seconds for dispatch in found.dispatches) < 1 and 0 < found.seconds < 1
+    seconds = [dispatch.seconds for dispatch in found.dispatches]
+    assert seconds == sorted(seconds, reverse=True)
+    # Both layers of the toy run the same two updates of a cache.
+    assert {dispatch.calls for dispatch in found.dispatches} == {1, 2}
+
+
+def test_a_failing_tool_is_one_sentence(toy_dir, monkeypatch):
+    monkeypatch.setattr("vmfb.profile.MODEL", "absent.vmfb")
+    with pytest.raises(BundleError, match="iree-benchmark-module failed: "):
+        profile(open_bundle(toy_dir), position=CONTEXT - 1, repeats=1)

@@ -1,0 +1,96 @@
+"""Where a call's time goes, dispatch by dispatch, by the profiler in the IREE runtime's own tools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from vmfb.bundle import Bundle
+from vmfb.device import SPIN_US, default_threads
+from vmfb.manifest import MODEL, WEIGHTS, BundleError
+from vmfb.program import SCOPE
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One executable function within one call: its name, how often it runs, seconds of them all, workgroups of one.
+
+    A kernel's function is called `{kernel}_fn`, one that IREE made `{function}_dispatch_{n}_…`, after the
+    first function that needed it.
+    """
+
+    name: str
+    calls: int
+    seconds: float
+    workgroups: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`seconds` is the whole call, as measured without the profiler; dispatches come longest first."""
+
+    function: str
+    position: int
+    threads: int
+    seconds: float
+    dispatches: tuple[Dispatch, ...]
+
+
+def profile(
+    bundle: Bundle, *, position: int = 0, width: int = 1, threads: int | None = None, repeats: int = 20
+) -> Profile:
+    """Profiles the function that takes `width` tokens (1: a decode step) at `position`, over `repeats` calls.
+
+    The caches hold zeros, which cost what anything else costs. BundleError if the tools fail.
+    """
+    role = "decode" if width == 1 else "prefill"
+    function = bundle.manifest.function(role, width)
+    threads = threads or default_threads()
+    values = ["0", str(position)] if width == 1 else ["0", str(position), str(width)]
+    inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, [*values, "0", "0"], strict=True)]
+    command = [
+        *_device_flags(threads),
+        f"--module={bundle.path / MODEL}",
+        f"--parameters={SCOPE}={bundle.path / WEIGHTS}",
+        f"--function={function.name}",
+        f"--benchmark_min_time={repeats}x",
+        "--benchmark_format=json",
+        *inputs,
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        trace = f"{directory}/trace.ireeprof"
+        timed = json.loads(_tool("iree-benchmark-module", *command))["benchmarks"][0]
+        profiling = ("--device_profiling_mode=host-execution", f"--device_profiling_output={trace}")
+        _tool("iree-benchmark-module", *command, *profiling)
+        rows = [json.loads(line) for line in _tool("iree-profile", "dispatch", "--format=jsonl", trace).splitlines()]
+    found = [
+        Dispatch(
+            row["key"], row["count"] // repeats, row["total_ns"] / repeats * 1e-9, prod(row["last_workgroup_count"])
+        )
+        for row in rows
+        if row["type"] == "host_dispatch_group"
+    ]
+    found.sort(key=lambda dispatch: -dispatch.seconds)
+    scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[timed["time_unit"]]
+    return Profile(function.name, position, threads, timed["real_time"] * scale, tuple(found))
+
+
+def _device_flags(threads: int) -> tuple[str, ...]:
+    if threads == 1:
+        return ("--device=local-sync",)
+    return ("--device=local-task", f"--task_topology_group_count={threads}", f"--task_worker_spin_us={SPIN_US}")
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import iree._runtime_libs
+
+    path = Path(iree._runtime_libs.__path__[0]) / name
+    ended = subprocess.run([path, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if ended.returncode:
+        lines = (ended.stderr or ended.stdout).strip().splitlines()
+        raise BundleError(f"{name} failed: {lines[0] if lines else f'exit status {ended.returncode}'}")
+    return ended.stdout
