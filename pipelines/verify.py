@@ -1,6 +1,7 @@
 """Greedy tokens of a bundle against HF transformers' own reading of the same checkpoint."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -148,6 +149,8 @@ def load_reference(path: Path, weights: str, threads: int | None):
 
     PipelineError if transformers cannot read it.
     """
+    # Before transformers is imported: its bar for reading GGUF would break into ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
 
     from reference import hf

@@ -1,0 +1,188 @@
+"""The command line as a user meets it: what it prints where, how it ends, and what it does not load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipelines import cli
+from pipelines.commands import run as run_command
+from tests.pipelines import toy_text
+from tests.pipelines.toy_text import CONTEXT, EOS, read_json
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"))
+
+
+@pytest.fixture(scope="module")
+def bare_bundle(tmp_path_factory):
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "bare", text=False))
+
+
+def castiron(*argv: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pipelines", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def complaint(capsys) -> str:
+    """The one sentence on stderr; fails for more lines, for a traceback, or for anything on stdout."""
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("castiron: ") and err.count("\n") == 1, (out, err)
+    return err
+
+
+def test_run_streams_text_and_tells_the_speed_on_stderr(bundle):
+    done = castiron("run", bundle, "-p", "abc", "-n", "5", "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    as_json = castiron("run", bundle, "-p", "abc", "-n", "5", "--ignore-eos", "--json")
+    assert done.stdout == json.loads(as_json.stdout)["text"] + "\n"
+    assert "tok/s" in done.stderr and as_json.stderr == ""
+
+
+def test_json_is_one_object_with_the_tokens(bundle, bare_bundle, capsys):
+    found = []
+    for directory in (bundle, bare_bundle):
+        assert cli.main(["run", directory, "--tokens", "1,2,3", "-n", "6", "--ignore-eos", "--json"]) == 0
+        found.append(read_json(capsys.readouterr().out))
+    with_text, bare = found
+    assert with_text["tokens"] == bare["tokens"] and len(bare["tokens"]) == 6
+    assert bare["text"] is None and with_text["text"] == toy_text.tokenizer().decode(bare["tokens"])
+    assert set(bare) == {"tokens", "text", "prompt_tokens", "finish_reason", "prefill_tok_s", "decode_tok_s", "ttft_ms",
+                         "load_s", "peak_rss_mb"}  # fmt: skip
+    assert bare["prompt_tokens"] == 3 and bare["finish_reason"] == "length" and bare["decode_tok_s"] > 0
+
+
+def test_eos_ends_the_text_unless_ignored(bundle, capsys):
+    def tokens(*more):
+        assert cli.main(["run", bundle, "--tokens", "1", "--json", *more]) == 0
+        result = read_json(capsys.readouterr().out)
+        return result["tokens"], result["finish_reason"]
+
+    everything, reason = tokens("--ignore-eos")
+    assert reason == "context" and len(everything) == CONTEXT and EOS in everything
+    assert tokens() == (everything[: everything.index(EOS)], "stop")
+
+
+def test_the_prompt_comes_from_an_option_a_file_or_stdin(bundle, tmp_path):
+    (tmp_path / "prompt").write_text("abc", encoding="utf-8")
+    ways = (["-p", "abc"], ["-f", str(tmp_path / "prompt")], ["-p", "-"])
+    outputs = {castiron("run", bundle, *way, "-n", "4", input="abc").stdout for way in ways}
+    assert len(outputs) == 1
+
+
+def test_chat_template_system_and_raw(bundle, capsys):
+    def prompt_tokens(*argv):
+        assert cli.main(["run", bundle, "-n", "1", "--ignore-eos", "--json", "-p", *argv]) == 0
+        return read_json(capsys.readouterr().out)["prompt_tokens"]
+
+    assert prompt_tokens("bc", "--raw") == 2
+    assert prompt_tokens("bc") == len("u" "bc" "a")
+    assert prompt_tokens("bc", "--system", "de") == len("s" "de" "u" "bc" "a")
+
+
+def test_seeds(bundle, capsys):
+    def text(*argv):
+        cli.main(["run", bundle, "--tokens", "1,2", "-n", "12", "--ignore-eos", "--json", "--temperature", "2", *argv])
+        return read_json(capsys.readouterr().out)["text"]
+
+    assert text("--seed", "4") == text("--seed", "4") != text("--seed", "5")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["run", "/no/such", "-p", "x"], "castiron compile"),
+        (["run", "BUNDLE", "--tokens", "1,99"], "vocabulary of 32"),
+        (["run", "BUNDLE", "--tokens", "1", "-n", "25"], "at most 24"),
+        (["run", "BUNDLE", "--tokens", ",".join(["1"] * 25)], "25 tokens"),
+        (["run", "BUNDLE", "--tokens", "1", "--system", "x"], "--system"),
+        (["run", "BUNDLE", "-p", "x", "--raw", "--system", "y"], "--system"),
+        (["run", "BUNDLE", "-p", "x", "--temperature", "-1"], "temperature"),
+        (["run", "BUNDLE", "-p", "x", "--threads", "0"], "threads"),
+        (["run", "BUNDLE", "-f", "/no/such"], "/no/such: No such file"),
+        (["run", "BARE", "-p", "x"], "--tokens"),
+        (["verify", "BUNDLE", "-n", "0"], "at least 1"),
+        (["verify", "BUNDLE", "--prompts", "/no/such"], "/no/such: No such file"),
+        (["verify", "BUNDLE", "-n", "3"], "--model"),
+        (["bench", "BUNDLE", "--depth", "20", "--prompt", "4", "--gen", "8"], "--depth"),
+        (["bench", "BUNDLE", "--rounds", "0"], "--rounds"),
+        (["compile", "/no/such/model.gguf"], "/no/such/model.gguf"),
+        (["inspect", "/no/such/model.gguf"], "/no/such/model.gguf"),
+        (["emit", "/no/such/model.gguf"], "/no/such/model.gguf"),
+    ],
+)
+def test_an_error_is_one_sentence_and_exit_status_1(bundle, bare_bundle, argv, says, capsys):
+    places = {"BUNDLE": bundle, "BARE": bare_bundle}
+    assert cli.main([places.get(word, word) for word in argv]) == 1
+    assert says in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nonsense"], ["run"], ["run", "x"], ["run", "x", "--tokens", "1,b"], ["run", "x", "-p", "a", "--bogus"],
+             ["run", "x", "-p", "a", "--tokens", "1"], ["bench", "x", "--against", "vllm"], ["compile", "x", "--weights", "q9"]]
+)  # fmt: skip
+def test_wrong_usage_is_exit_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2 and "usage: castiron" in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_keeps_its_traceback(bundle, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(run_command, "read_prompt", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run", bundle, "-p", "a"])
+
+
+def test_an_interrupt_is_exit_status_130(bundle, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_command, "read_prompt", interrupted)
+    assert cli.main(["run", bundle, "-p", "a"]) == 130
+    assert "interrupted" in complaint(capsys)
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(bundle):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pipelines", "run", bundle, "-p", "abc", "--ignore-eos"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(write)
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_names_every_option_and_shows_examples(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and f"  castiron {command} " in text and "--json" in text
+
+
+def test_run_loads_neither_compiler_nor_torch_nor_jinja(bundle):
+    code = (
+        "import sys; from pipelines.cli import main; status = main(sys.argv[1:])\n"
+        "print(status, sorted(m for m in sys.modules if m in "
+        "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'rich', 'emitter', 'pipelines.checkpoints')))"
+    )
+    command = [sys.executable, "-c", code, "run", bundle, "--tokens", "1,2", "-n", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def test_inspect_describes_bundles_and_the_catalogue(bundle, bare_bundle, capsys):
+    assert cli.main(["inspect", bundle, "--json"]) == 0
+    assert read_json(capsys.readouterr().out)["cache"]["context"] == CONTEXT
+    assert cli.main(["inspect", bare_bundle]) == 0
+    assert "takes token ids only" in capsys.readouterr().out
+    assert cli.main(["inspect", "--json"]) == 0
+    assert {"smollm2-135m-instruct"} <= {m["name"] for m in read_json(capsys.readouterr().out)["catalogue"]}

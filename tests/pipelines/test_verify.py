@@ -1,0 +1,185 @@
+"""What verify compares, finds and says; the oracle is a table here, and HF itself in the end-to-end tests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from pipelines import cli, verify
+from pipelines.errors import PipelineError
+from pipelines.verify import Prompt, drawn_prompts, read_prompts
+from tests.pipelines import toy_text
+from tests.pipelines.toy_text import CONTEXT, read_json
+
+MARGIN = 0.25
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "toy.gguf"
+    path.write_bytes(b"a checkpoint")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory, checkpoint):
+    source = {"model": "toy", "path": str(checkpoint), "format": "gguf",
+              "sha256": hashlib.sha256(checkpoint.read_bytes()).hexdigest()}  # fmt: skip
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy", source=source))
+
+
+@pytest.fixture(scope="module")
+def bare_bundle(tmp_path_factory, checkpoint):
+    source = {"model": "toy", "path": str(checkpoint), "format": "gguf"}
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "bare", text=False, source=source))
+
+
+@pytest.fixture
+def oracle(monkeypatch, bundle):
+    """HF's place is taken by the toy itself; `oracle[prompt] = place` makes the token at that place another one."""
+    from reference import hf
+    from vmfb.bundle import open_bundle
+    from vmfb.session import Session
+
+    session, wrong = Session(open_bundle(bundle), 1), {}
+
+    def greedy(model, tokens, n):
+        session.rewind(0)
+        found = [session.prefill(tokens)]
+        while len(found) < n:
+            found.append(session.step(found[-1]))
+        if tuple(tokens) in wrong:
+            found[wrong[tuple(tokens)]] ^= 1
+        return hf.Greedy(found, [MARGIN + place for place in range(n)])
+
+    monkeypatch.setattr(hf, "greedy", greedy)
+    monkeypatch.setattr(verify, "load_reference", lambda *_: None)
+    return wrong
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts"
+    path.write_text('abc\n\n{"name": "ids", "tokens": [2, 3]}\n{"name": "plain", "prompt": "bc", "raw": true}\n')
+    return str(path)
+
+
+def test_equal_tokens_are_exit_status_0(bundle, prompts, oracle, capsys):
+    assert cli.main(["verify", bundle, "--prompts", prompts, "-n", "6", "--json"]) == 0
+    result = read_json(capsys.readouterr().out)
+    assert result["exact"] and result["compared"] == 3 and result["tokens"] == 6 and result["skipped"] == []
+    assert [prompt["name"] for prompt in result["prompts"]] == ["abc", "ids", "plain"]
+    # The first prompt is in the chat template, the second is ids, the third is as it is.
+    assert [prompt["prompt_tokens"] for prompt in result["prompts"]] == [5, 2, 2]
+    assert all(prompt["first_difference"] is None and len(prompt["tokens"]) == 6 for prompt in result["prompts"])
+    assert all(prompt["smallest_hf_margin"] == MARGIN for prompt in result["prompts"])
+
+
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_one_different_token_is_found_reported_and_exit_status_1(bundle, prompts, oracle, capsys, place):
+    oracle[(2, 3)] = place
+    assert cli.main(["verify", bundle, "--prompts", prompts, "-n", "6", "--json"]) == 1
+    result = read_json(capsys.readouterr().out)
+    found = result["prompts"][1]
+    assert not result["exact"] and [prompt["exact"] for prompt in result["prompts"]] == [True, False, True]
+    assert found["first_difference"] == place and found["castiron"] == found["hf"] ^ 1 == found["tokens"][place]
+    assert found["hf_margin"] == MARGIN + place
+
+    assert cli.main(["verify", bundle, "--prompts", prompts, "-n", "6"]) == 1
+    out, _ = capsys.readouterr()
+    line = next(line for line in out.splitlines() if line.startswith("DIFFERS"))
+    assert f"token {place}" in line and str(found["castiron"]) in line and str(found["hf"]) in line and "margin" in line
+    assert "2 of 3 prompts exact" in out
+
+
+def test_a_prompt_without_room_is_left_out_and_named(bundle, tmp_path, oracle, capsys):
+    path = tmp_path / "prompts"
+    path.write_text(json.dumps({"name": "long", "tokens": [1] * CONTEXT}) + "\nabc\n")
+    assert cli.main(["verify", bundle, "--prompts", str(path), "-n", "2", "--json"]) == 0
+    result = read_json(capsys.readouterr().out)
+    assert result["skipped"] == ["long"] and result["compared"] == 1
+    assert cli.main(["verify", bundle, "--prompts", str(path), "-n", "1", "--json"]) == 0
+    assert read_json(capsys.readouterr().out)["compared"] == 2
+
+
+def test_a_bundle_without_tokenizer_is_compared_on_drawn_tokens(bare_bundle, oracle, capsys):
+    assert cli.main(["verify", bare_bundle, "-n", "3", "--json"]) == 0
+    result = read_json(capsys.readouterr().out)
+    assert result["compared"] >= 10
+    assert cli.main(["verify", bare_bundle, "--tokens", "3,4,5", "-n", "3", "--json"]) == 0
+    assert read_json(capsys.readouterr().out)["prompts"][0]["prompt_tokens"] == 3
+
+
+def test_drawn_prompts_are_the_same_each_time_and_of_many_lengths():
+    prompts = drawn_prompts(1000)
+    assert prompts == drawn_prompts(1000) and len(prompts) >= 24
+    lengths = {len(prompt.tokens) for prompt in prompts}
+    assert {1, 1000} <= lengths and len(lengths) == len(prompts)
+    assert all(0 <= token < 1000 for prompt in prompts for token in prompt.tokens)
+
+
+def test_another_checkpoint_than_the_bundles_own_is_refused(bundle, oracle, tmp_path, capsys):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"another checkpoint")
+    assert cli.main(["verify", bundle, "--model", str(other), "-n", "3"]) == 1
+    assert "sha256" in capsys.readouterr().err
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(b"a checkpoint")
+    assert cli.main(["verify", bundle, "--model", str(copy), "--tokens", "1", "-n", "3", "--json"]) == 0
+
+
+def test_a_checkpoint_that_is_gone_is_asked_for(bundle, tmp_path):
+    manifest = SimpleNamespace(source={"model": "/gone/x.gguf", "path": "/gone/x.gguf"})
+    with pytest.raises(PipelineError, match="/gone/x.gguf.*--model"):
+        verify.source_of(SimpleNamespace(path=tmp_path, manifest=manifest))
+
+
+def test_a_file_that_transformers_cannot_read_is_one_sentence(checkpoint):
+    with pytest.raises(PipelineError, match="transformers cannot read") as error:
+        verify.load_reference(checkpoint, "native", 1)
+    assert "\n" not in str(error.value)
+
+
+def test_rounded_weights_are_compared_with_rounded_weights(tmp_path):
+    import torch
+
+    from reference import hf, tiny
+
+    path = tiny.tiny_model("llama", tmp_path / "llama")
+    plain, rounded = hf.load(path, 1), verify.load_reference(path, "bf16", 1)
+    for (name, a), b in zip(plain.named_parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(b, a.to(torch.bfloat16).to(torch.float32) if a.dim() >= 2 else a), name
+
+
+def test_the_prompts_that_come_with_castiron_are_many_and_of_many_kinds():
+    prompts = read_prompts()
+    assert len(prompts) >= 25 and len({prompt.name for prompt in prompts}) == len(prompts)
+    words = [len(prompt.text.split()) for prompt in prompts]
+    assert min(words) == 1 and max(words) > 700
+    assert any(prompt.raw for prompt in prompts) and not all(prompt.raw for prompt in prompts)
+    everything = "".join(prompt.text for prompt in prompts)
+    scripts = {"Latin": "e", "Cyrillic": "с", "Han": "的", "Kana": "お", "Arabic": "ا", "Devanagari": "क", "emoji": "🚀"}
+    assert not [name for name, letter in scripts.items() if letter not in everything]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [("", "no prompts"), ("{", "not JSON"), ('{"prompt": 1}', "prompt"), ('{"prompt": ""}', "prompt"),
+     ('{"tokens": []}', "tokens"), ('{"tokens": [1.5]}', "tokens"), ('{"tokens": [true]}', "tokens"),
+     ('{"tokens": [1], "prompt": "x"}', "tokens"), ('{"promt": "x"}', "promt"), ('{"tokens": [-1]}', "tokens")],
+)  # fmt: skip
+def test_a_prompts_file_with_a_mistake_names_it(tmp_path, line, says):
+    path = tmp_path / "prompts"
+    path.write_text(f"\n{line}\n")
+    with pytest.raises(PipelineError, match=says) as error:
+        read_prompts(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_plain_line_is_a_prompt(tmp_path):
+    path = tmp_path / "prompts"
+    path.write_text("one\n\ntwo three\r\n", encoding="utf-8")
+    assert read_prompts(path) == [Prompt("one", "one"), Prompt("two three", "two three")]

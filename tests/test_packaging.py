@@ -1,0 +1,226 @@
+"""The project as it is handed over: one lock, packages that import each other one way, a wheel that is whole."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("emitter", "pipelines", "vmfb", "reference")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# What make test and make compile-llm install; llama.cpp takes minutes to build and is bench's alone.
+LOCKED_EXTRAS = ("compile", "verify", "test")
+
+
+def lock(name: str) -> dict[str, str]:
+    """Version by canonical name; fails for a line that is anything but an exact pin."""
+    found = {}
+    for line in (ROOT / name).read_text().splitlines():
+        if line and not line.startswith(("#", "-r ")):
+            pin = re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line)
+            assert pin, f"{name}: {line!r} is not an exact version"
+            found[canonicalize_name(pin[1])] = pin[2]
+    return found
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    return [r for r in map(Requirement, lines) if r.name != "castiron"]
+
+
+def imports(path: Path) -> set[tuple[str, bool]]:
+    """Top-level modules that a file imports, and whether at import time; relative ones are its own package."""
+    found = set()
+
+    def walk(node: ast.AST, outside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.update((alias.name.split(".")[0], outside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and not child.level:
+                found.add((child.module.split(".")[0], outside))
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            walk(child, outside and not inside)
+
+    walk(ast.parse(path.read_text()), True)
+    return found
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("extras", [LOCKED_EXTRAS, (*LOCKED_EXTRAS, "bench")], ids=["tests", "bench"])
+def test_the_lock_holds_what_the_project_asks_for_and_all_that_this_needs(extras):
+    locked = lock("requirements.lock") | (lock("requirements-bench.lock") if "bench" in extras else {})
+    waiting, seen = requirements(*extras), set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        assert name in locked, f"{name} is in no lock"
+        assert requirement.specifier.contains(locked[name], prereleases=True), f"{requirement} but {locked[name]} is locked"
+        key = (name, frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            assert "bench" in extras, f"{name} is not installed"
+            continue
+        for child in map(Requirement, needed):
+            environments = [{**default_environment(), "extra": extra} for extra in (*requirement.extras, "")]
+            # What torch adds for graphics cards is not part of its CPU build.
+            wanted = child.marker is None or any(child.marker.evaluate(environment) for environment in environments)
+            if wanted and not canonicalize_name(child.name).startswith(("nvidia-", "cuda-", "triton")):
+                waiting.append(child)
+
+
+def test_exact_versions_in_the_project_and_in_the_lock_are_the_same():
+    locked = lock("requirements.lock") | lock("requirements-bench.lock")
+    for requirement in requirements(*EXTRAS):
+        exact = [s.version for s in requirement.specifier if s.operator == "=="]
+        if exact and canonicalize_name(requirement.name) in locked:
+            assert exact == [locked[canonicalize_name(requirement.name)]]
+    assert locked["iree-base-compiler"] == locked["iree-base-runtime"]
+
+
+def test_the_emitter_needs_the_standard_library_and_numpy_only():
+    allowed = set(sys.stdlib_module_names) | {"numpy", "emitter"}
+    for path in sources("emitter"):
+        assert {name for name, _ in imports(path)} <= allowed, path
+
+
+def test_packages_import_each_other_one_way():
+    """checkpoint -> emitter -> vmfb -> pipelines; reference is verify's and bench's, when they run."""
+    may = {"emitter": set(), "vmfb": set(), "pipelines": {"emitter", "vmfb"}, "reference": {"emitter", "vmfb", "pipelines"}}
+    for package in PACKAGES:
+        for path in sources(package):
+            others = {name for name, _ in imports(path)} & set(PACKAGES) - {package}
+            if path.name in ("verify.py", "bench.py", "bench_worker.py"):
+                others -= {"reference"}
+            assert others <= may[package], f"{path} imports {', '.join(others - may[package])}"
+            assert "tests" not in {name for name, _ in imports(path)}, path
+
+
+def test_a_runtime_environment_is_enough_to_run():
+    """Of third-party packages, what runs a bundle imports those that the project depends on without extras."""
+    allowed = set(sys.stdlib_module_names) | {"numpy", "iree", "tokenizers", "jinja2", "vmfb", "pipelines"}
+    names = ("cli", "generate", "sampling", "text", "chat_template", "progress", "memory", "errors", "commands/run")
+    files = [*sources("vmfb"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
+    for path in files:
+        # rich is asked for and done without.
+        assert {name for name, _ in imports(path)} - {"rich"} <= allowed, path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    tree = tmp_path_factory.mktemp("tree")
+    for name in (*PACKAGES, "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(tree)]
+    subprocess.run(command, check=True, timeout=300)
+    (built,) = out.glob("castiron-*.whl")
+    with zipfile.ZipFile(built) as archive:
+        yield archive
+
+
+def test_the_wheel_holds_every_source_and_data_file_and_no_test(wheel):
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert {str(path.relative_to(ROOT)) for package in PACKAGES for path in sources(package)} <= names
+    assert "pipelines/verify_prompts.jsonl" in names
+    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+
+
+def test_the_wheel_has_the_command_and_the_licence(wheel):
+    texts = {name.split("/", 1)[1]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
+    assert "castiron = pipelines.cli:main" in texts["entry_points.txt"]
+    assert "License-Expression: Apache-2.0" in texts["METADATA"]
+    assert "Version 2.0, January 2004" in texts["licenses/LICENSE"]
+
+
+def make(*argv: str, directory: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(["make", *argv], cwd=directory, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def installed_tree(tmp_path):
+    """The Makefile and its locks, with programs in .venv that write down how they are called."""
+    for name in ("Makefile", "pyproject.toml", "requirements.lock", "requirements-bench.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "castiron"):
+        program = tmp_path / ".venv/bin" / name
+        program.write_text(f'#!/bin/sh\nfor word in {name} "$@"; do printf "%s|" "$word"; done >> calls\necho >> calls\n')
+        program.chmod(0o755)
+    return tmp_path
+
+
+def calls(directory: Path) -> list[list[str]]:
+    text = (directory / "calls").read_text() if (directory / "calls").exists() else ""
+    (directory / "calls").unlink(missing_ok=True)
+    return [line.split("|")[:-1] for line in text.splitlines()]
+
+
+def test_make_installs_the_lock_once_and_again_when_it_changes(installed_tree):
+    assert make("test", directory=installed_tree).returncode == 0
+    first = calls(installed_tree)
+    assert ["-r", "requirements.lock"] == first[1][-2:] and first[0][-1].startswith("torch==")
+    assert first[-1] == ["python", "-m", "pytest"]
+    assert make("test", directory=installed_tree).returncode == 0
+    assert calls(installed_tree) == [["python", "-m", "pytest"]]
+    with open(installed_tree / "requirements.lock", "a") as file:
+        file.write("# changed\n")
+    make("test", directory=installed_tree)
+    assert len(calls(installed_tree)) == len(first)
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled", "asked"),
+    [
+        ([], ["smollm2-135m-instruct", "-o", "build/smollm2-135m-instruct", "--weights", "native"], ["-p"]),
+        (["MODEL=/a b/It's.Q4_1.gguf", "CONTEXT=512", "WEIGHTS=f32"],
+         ["/a b/It's.Q4_1.gguf", "-o", "build/It's.Q4_1", "--weights", "f32", "--context", "512"], ["-p"]),
+        (["MODEL=models/Llama-3.2/", "PROMPT=Say \"$$HOME\" & 'x'"],
+         ["models/Llama-3.2/", "-o", "build/Llama-3.2", "--weights", "native"], ["-p", "Say \"$HOME\" & 'x'"]),
+        (["TOKENS=1,2"], ["smollm2-135m-instruct", "-o", "build/smollm2-135m-instruct", "--weights", "native"],
+         ["--tokens", "1,2"]),
+    ],
+)  # fmt: skip
+def test_make_compile_llm_hands_its_variables_on(installed_tree, options, compiled, asked):
+    done = make("compile-llm", *options, directory=installed_tree)
+    assert done.returncode == 0, done.stderr
+    compiling, running = calls(installed_tree)[-2:]
+    assert compiling == ["castiron", "compile", *compiled]
+    assert running[:3] == ["castiron", "run", compiled[2]] and running[3 : 3 + len(asked)] == asked
+
+
+def test_a_failing_compile_is_not_followed_by_a_run(installed_tree):
+    program = installed_tree / ".venv/bin/castiron"
+    program.write_text('#!/bin/sh\necho "$1" >> calls\nexit 1\n')
+    assert make("compile-llm", directory=installed_tree).returncode != 0
+    assert [call for call in (installed_tree / "calls").read_text().splitlines() if "|" not in call] == ["compile"]
+
+
+def test_ci_runs_the_tests_and_passes_their_status_on(installed_tree):
+    shutil.copytree(ROOT / ".ci", installed_tree / ".ci")
+    python = installed_tree / ".venv/bin/python"
+    assert subprocess.run(["bash", ".ci/run"], cwd=installed_tree, timeout=60, check=False).returncode == 0
+    python.write_text(python.read_text() + "exit 3\n")
+    assert subprocess.run(["bash", ".ci/run"], cwd=installed_tree, timeout=60, check=False).returncode != 0
