@@ -172,17 +172,18 @@ def _reduce(op: Op, args: list[str]) -> str:
 def _argmax(op: Op, args: list[str]) -> str:
     f32, i32, i1 = TensorType((), F32), TensorType((), I32), "tensor<i1>"
     pair = f"({f32}, {f32}) -> {i1}", f"({i32}, {i32}) -> {i1}"
+    # Names inside begin with an underscore, as no input's may: a region sees the names around it.
     return (
         f'"stablehlo.reduce"({", ".join(args)}) <{{dimensions = array<i64: 0>}}> ({{\n'
-        f"    ^bb0(%xv: {f32}, %xi: {i32}, %yv: {f32}, %yi: {i32}):\n"
-        f"      %greater = stablehlo.compare GT, %xv, %yv, FLOAT : {pair[0]}\n"
-        f"      %equal = stablehlo.compare EQ, %xv, %yv, FLOAT : {pair[0]}\n"
-        f"      %first = stablehlo.compare LT, %xi, %yi, SIGNED : {pair[1]}\n"
-        f"      %tie = stablehlo.and %equal, %first : {i1}\n"
-        f"      %keep = stablehlo.or %greater, %tie : {i1}\n"
-        f"      %value = stablehlo.select %keep, %xv, %yv : {i1}, {f32}\n"
-        f"      %index = stablehlo.select %keep, %xi, %yi : {i1}, {i32}\n"
-        f"      stablehlo.return %value, %index : {f32}, {i32}\n"
+        f"    ^bb0(%_xv: {f32}, %_xi: {i32}, %_yv: {f32}, %_yi: {i32}):\n"
+        f"      %_greater = stablehlo.compare GT, %_xv, %_yv, FLOAT : {pair[0]}\n"
+        f"      %_equal = stablehlo.compare EQ, %_xv, %_yv, FLOAT : {pair[0]}\n"
+        f"      %_first = stablehlo.compare LT, %_xi, %_yi, SIGNED : {pair[1]}\n"
+        f"      %_tie = stablehlo.and %_equal, %_first : {i1}\n"
+        f"      %_keep = stablehlo.or %_greater, %_tie : {i1}\n"
+        f"      %_value = stablehlo.select %_keep, %_xv, %_yv : {i1}, {f32}\n"
+        f"      %_index = stablehlo.select %_keep, %_xi, %_yi : {i1}, {i32}\n"
+        f"      stablehlo.return %_value, %_index : {f32}, {i32}\n"
         f"    }}) : {_types(op)}"
     )
 

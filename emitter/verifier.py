@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import prod
 
 from emitter.ir import Function, Module, Op
-from emitter.ops import ARITHMETIC, BITWISE, FLOAT_UNARY
-from emitter.types import DTYPES, F32, I1, I32, EmitError, TensorType
+from emitter.ops import ARITHMETIC, BITWISE, COMPARISONS, FLOAT_UNARY
+from emitter.types import BF16, DTYPES, F32, I1, I32, EmitError, TensorType
 
 
 def verify(module: Module) -> None:
@@ -44,6 +45,10 @@ def _verify_function(module: Module, function: Function, read: set[str]) -> None
     names = [v.name for v in function.inputs]
     if len(set(names)) != len(names) or not all(names):
         raise wrong(None, "inputs need distinct names")
+    for name in names:
+        # `arg_0` and `index_0` are the printer's own; a name that begins with an underscore may be.
+        if not re.fullmatch(r"[A-Za-z]\w*", name) or re.fullmatch(r"(arg|index)_\d+", name):
+            raise wrong(None, f"{name!r} cannot name an input")
     for value in function.inputs:
         define(value, None)
     for op in function.ops:
@@ -56,7 +61,7 @@ def _verify_function(module: Module, function: Function, read: set[str]) -> None
         rule = _RULES.get(op.kind)
         if rule is None:
             raise wrong(op, "no such operation in StableHLO form")
-        problem = rule(op)
+        problem = _arity(op) or _guarded(rule, op)
         if problem:
             types = ", ".join(str(v.type) for v in op.operands)
             raise wrong(op, f"{problem}; operands ({types}), results ({', '.join(str(v.type) for v in op.results)})")
@@ -65,8 +70,8 @@ def _verify_function(module: Module, function: Function, read: set[str]) -> None
             if param is None or param.type != op.results[0].type:
                 raise wrong(op, f"parameter {op.attrs['name']!r} is not declared with this type")
             read.add(param.name)
-    if len(function.outputs) != len(function.output_names):
-        raise wrong(None, "every output needs a name")
+    if not function.outputs or len(function.outputs) != len(set(function.output_names)):
+        raise wrong(None, "outputs are needed, each with its own name")
     for value in function.outputs:
         if value not in defined:
             raise wrong(None, "an output is not defined")
@@ -75,8 +80,39 @@ def _verify_function(module: Module, function: Function, read: set[str]) -> None
         if value not in used:
             raise wrong(None, f"input {value.name!r} is never used")
     for index, value in function.storage.items():
-        if value not in function.inputs or value.type != function.outputs[index].type:
+        known = value in function.inputs and 0 <= index < len(function.outputs)
+        if not known or value.type != function.outputs[index].type:
             raise wrong(None, f"output {index} cannot live in the storage of {value.name!r}")
+    if len(set(function.storage.values())) != len(function.storage):
+        raise wrong(None, "two outputs cannot live in the storage of one input")
+
+
+def _arity(op: Op) -> str | None:
+    operands, results = _ARITY.get(op.kind, (None, 1))
+    if operands is not None and len(op.operands) != operands:
+        return f"takes {operands} operands"
+    return f"has {results} results" if results is not None and len(op.results) != results else None
+
+
+def _guarded(rule: Callable[[Op], str | None], op: Op) -> str | None:
+    """What the rule says; a graph so broken that the rule trips over it is wrong too."""
+    try:
+        return rule(op)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        return f"malformed attributes or shapes ({error!r})"
+
+
+def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
+    """For operations that move elements and leave them as they are."""
+
+    def with_dtype(op: Op) -> str | None:
+        return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)
+
+    return with_dtype
+
+
+def _distinct(dims, rank: int) -> bool:
+    return len(set(dims)) == len(dims) and all(0 <= d < rank for d in dims)
 
 
 def _shapes(op: Op) -> tuple[tuple[int, ...], ...]:
@@ -101,6 +137,8 @@ def _constant(op: Op) -> str | None:
 
 def _compare(op: Op) -> str | None:
     a, b = op.operands
+    if op.attrs["direction"] not in COMPARISONS:
+        return f"no direction {op.attrs['direction']!r}"
     return None if a.type == b.type and op.results[0].type == TensorType(a.shape, I1) else "types disagree"
 
 
@@ -111,17 +149,23 @@ def _select(op: Op) -> str | None:
 
 
 def _convert(op: Op) -> str | None:
+    if op.results[0].dtype is BF16 and op.operands[0].dtype.kind != "float":
+        return "integers do not convert to bf16"
     return None if op.operands[0].shape == op.results[0].shape else "shapes differ"
 
 
 def _bitcast(op: Op) -> str | None:
-    bits = [prod(v.shape) * v.dtype.bits for v in (op.operands[0], op.results[0])]
-    return None if bits[0] == bits[1] else "bit counts differ"
+    narrow, wide = sorted((op.operands[0].type, op.results[0].type), key=lambda t: -t.rank)
+    if I1 in (narrow.dtype, wide.dtype):
+        return "booleans have no defined bits"
+    split = () if narrow.dtype.bits == wide.dtype.bits else (wide.dtype.bits // narrow.dtype.bits,)
+    return None if narrow.shape == (*wide.shape, *split) else "bits do not add up"
 
 
 def _broadcast(op: Op) -> str | None:
     (shape, result), dims = _shapes(op), op.attrs["dims"]
-    ok = len(dims) == len(shape) == len(set(dims)) and all(n in (1, result[d]) for n, d in zip(shape, dims))
+    ok = len(dims) == len(shape) and sorted(dims) == list(dims) and _distinct(dims, len(result))
+    ok = ok and all(n in (1, result[d]) for n, d in zip(shape, dims))
     return None if ok else f"dims {dims} do not fit"
 
 
@@ -131,7 +175,7 @@ def _reshape(op: Op) -> str | None:
 
 def _transpose(op: Op) -> str | None:
     (shape, result), dims = _shapes(op), op.attrs["dims"]
-    return None if len(dims) == len(shape) and tuple(shape[d] for d in dims) == result else f"dims {dims} do not fit"
+    return None if len(dims) == len(shape) and _distinct(dims, len(shape)) and tuple(shape[d] for d in dims) == result else f"dims {dims} do not fit"
 
 
 def _slice(op: Op) -> str | None:
@@ -146,13 +190,15 @@ def _dynamic(op: Op) -> str | None:
     starts = op.operands[2 if update else 1 :]
     if len(starts) != len(shape) or any(v.type != TensorType((), I32) for v in starts):
         return "one i32 start index a dimension is needed"
-    if update and op.results[0].type != op.operands[0].type:
-        return "the result must have the operand's type"
+    if update and (op.results[0].type != op.operands[0].type or op.operands[1].dtype is not op.results[0].dtype):
+        return "the result and the update must have the operand's type"
     return None if len(window) == len(shape) and all(w <= n for w, n in zip(window, shape)) else "the window is larger"
 
 
 def _concatenate(op: Op) -> str | None:
     dim, shapes = op.attrs["dim"], [v.shape for v in op.operands]
+    if len({v.dtype for v in op.operands}) != 1 or not 0 <= dim < len(shapes[0]):
+        return "element types differ or there is no such dimension"
     result = list(shapes[0])
     result[dim] = sum(s[dim] for s in shapes)
     others = {s[:dim] + s[dim + 1 :] for s in shapes}
@@ -161,6 +207,10 @@ def _concatenate(op: Op) -> str | None:
 
 def _dot(op: Op) -> str | None:
     (a, b, result), (ca, cb), (ba, bb) = _shapes(op), op.attrs["contract"], op.attrs["batch"]
+    if len({v.dtype for v in (*op.operands, *op.results)}) != 1:
+        return "element types differ"
+    if not (_distinct(ca + ba, len(a)) and _distinct(cb + bb, len(b)) and len(ca) == len(cb)):
+        return "contracting and batching dimensions must be distinct ones of the operands"
     if [a[i] for i in ca + ba] != [b[i] for i in cb + bb]:
         return "contracted or batched extents differ"
     free = [n for i, n in enumerate(a) if i not in ca + ba] + [n for i, n in enumerate(b) if i not in cb + bb]
@@ -168,8 +218,11 @@ def _dot(op: Op) -> str | None:
 
 
 def _reduce(op: Op) -> str | None:
-    left = tuple(n for i, n in enumerate(op.operands[0].shape) if i not in op.attrs["dims"])
-    ok = left == op.results[0].shape and op.operands[1].type == TensorType((), op.results[0].dtype)
+    x, dims = op.operands[0], op.attrs["dims"]
+    if x.dtype.kind != "float" or op.attrs["reducer"] not in ("add", "maximum") or not _distinct(dims, x.type.rank):
+        return "only sums and maxima of floats, over dimensions of the operand"
+    left = tuple(n for i, n in enumerate(x.shape) if i not in dims)
+    ok = x.dtype is op.results[0].dtype and left == op.results[0].shape and op.operands[1].type == TensorType((), op.results[0].dtype)
     return None if ok else "the result or the initial value has another type"
 
 
@@ -182,7 +235,8 @@ def _argmax(op: Op) -> str | None:
 
 def _gather(op: Op) -> str | None:
     (table, ids, result) = _shapes(op)
-    return None if result == (*ids, table[1]) else "the result has another shape"
+    ok = len(table) == 2 and len(ids) == 1 and op.operands[1].dtype is I32
+    return None if ok and result == (*ids, table[1]) else "the result has another shape"
 
 
 def _kernel(op: Op) -> str | None:
@@ -195,26 +249,40 @@ def _kernel(op: Op) -> str | None:
     return None
 
 
+_UNARY = (*FLOAT_UNARY, "convert", "bitcast_convert", "broadcast_in_dim", "reshape", "transpose", "slice")
+_BINARY = (*ARITHMETIC, *BITWISE, "compare", "dot_general", "reduce", "gather")
+
+# How many operands and results an operation has; None where it varies.
+_ARITY: dict[str, tuple[int | None, int | None]] = {
+    **dict.fromkeys(("constant", "iota", "parameter"), (0, 1)),
+    **dict.fromkeys(_UNARY, (1, 1)),
+    **dict.fromkeys(_BINARY, (2, 1)),
+    "select": (3, 1),
+    "argmax": (4, 2),
+    "kernel": (None, None),
+}
+
 _RULES: dict[str, Callable[[Op], str | None]] = {
     **dict.fromkeys(FLOAT_UNARY, _elementwise(lambda kind: kind == "float")),
     **dict.fromkeys(ARITHMETIC, _elementwise(lambda kind: kind != "bool")),
-    **dict.fromkeys(BITWISE, _elementwise(lambda kind: kind != "float")),
-    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _dynamic),
+    **dict.fromkeys(("and", "or"), _elementwise(lambda kind: kind != "float")),
+    **dict.fromkeys(("shift_left", "shift_right_logical"), _elementwise(lambda kind: kind in ("int", "uint"))),
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _moves(_dynamic)),
     "constant": _constant,
-    "iota": lambda op: None if op.attrs["dim"] < op.results[0].type.rank else "no such dimension",
+    "iota": lambda op: None if 0 <= op.attrs["dim"] < op.results[0].type.rank else "no such dimension",
     "parameter": lambda op: None,
     "compare": _compare,
     "select": _select,
     "convert": _convert,
     "bitcast_convert": _bitcast,
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "slice": _slice,
-    "concatenate": _concatenate,
+    "broadcast_in_dim": _moves(_broadcast),
+    "reshape": _moves(_reshape),
+    "transpose": _moves(_transpose),
+    "slice": _moves(_slice),
+    "concatenate": _moves(_concatenate),
     "dot_general": _dot,
     "reduce": _reduce,
     "argmax": _argmax,
-    "gather": _gather,
+    "gather": _moves(_gather),
     "kernel": _kernel,
 }
