@@ -14,6 +14,7 @@ COMMANDS = {
     "run": "generate text from a bundle",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "bench": "measure a bundle, against the machine's limits and against peers",
+    "explain": "show where the time of a call goes, kernel by kernel",
     "inspect": "describe a checkpoint or a bundle",
     "emit": "print the MLIR of a checkpoint",
 }

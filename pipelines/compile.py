@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 
 from emitter import types
 from emitter.codecs import row_bytes
-from emitter.ir import Module, Param
+from emitter.ir import Function, Module, Param
 from emitter.layers import ModelModule
 from emitter.lowering import LOWERINGS, lower
 from emitter.models import build
@@ -165,11 +166,35 @@ def compile_model(
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
         facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
+        facts["work"] = {name: work_of(function) for name, function in module.functions.items()}
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         bundle = writer.commit(
             _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights.sha256}
         )
     return CompileReport(bundle.path, False, seconds, _sizes(bundle))
+
+
+def work_of(function: Function) -> dict[str, dict]:
+    """What each kernel of a function does in one call of the function, for `castiron explain`.
+
+    By kernel name: module paths (layer numbers as `*`), calls, and FLOP and bytes of all calls as [at position 0, per
+    position, largest]: work grows with the position until a window is full.
+    """
+    found: dict[str, dict] = {}
+    for op in function.ops:
+        if op.kind != "kernel":
+            continue
+        kernel = op.attrs["kernel"]
+        entry = found.setdefault(kernel.name, {"paths": [], "calls": 0})
+        path = re.sub(r"\.\d+(?=\.|$)", ".*", op.path) or "output"
+        if path not in entry["paths"]:
+            entry["paths"].append(path)
+        entry["calls"] += 1
+        if entry["calls"] == 1:
+            first, second, last = (kernel.work(p) for p in (0, 1, function.inputs[-1].shape[1] - 1))
+            for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
+                entry[unit] = [start, step - start, end]
+    return found
 
 
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:

@@ -1,0 +1,124 @@
+"""Shows where a call's time goes: each kernel with its place in the model, its work and its share of the limit."""
+
+import argparse
+import json
+import statistics
+import time
+
+EXAMPLES = """\
+examples:
+  castiron explain build/smollm2-135m-instruct
+  castiron explain build/smollm2-135m-instruct --position 4096 --threads 1
+  castiron explain build/smollm2-135m-instruct --width 128 --json
+
+The limit of a dispatch is the longer of its bytes over the read bandwidth and its FLOP over the f32 peak, both measured
+in the same run; the last column is how near the dispatch comes to it. Times are those of IREE's profiler, which slows
+short dispatches down a little; the whole call is timed without it.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="DIR", help="a bundle")
+    parser.add_argument("--position", type=int, default=64, metavar="N", help="tokens in the cache (default: 64)")
+    parser.add_argument("--width", type=int, default=1, metavar="T", help="1 for decode_step (default), T for prefill_T")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: one per physical core")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    from vmfb.bundle import open_bundle
+    from vmfb.profile import profile
+
+    from ..errors import PipelineError
+    from ..machine import Machine
+
+    bundle = open_bundle(args.bundle)
+    widths = (1, *bundle.manifest.prefill_widths)
+    if args.width not in widths:
+        raise PipelineError(f"the bundle has no function of width {args.width}: use one of {', '.join(map(str, widths))}")
+    if not 0 <= args.position <= bundle.manifest.context - args.width:
+        most = bundle.manifest.context - args.width
+        raise PipelineError(f"position {args.position} leaves no room in a context of {bundle.manifest.context}: 0 to {most}")
+    measured = profile(bundle, position=args.position, width=args.width, threads=args.threads)
+    machine = Machine(measured.threads)
+    limits = {"read_gb_s": machine.read_gb_s(), "peak_gflop_s": machine.peak_gflop_s()}
+    result = {
+        "function": measured.function,
+        "position": args.position,
+        "threads": measured.threads,
+        "machine": limits,
+        "call_ms": measured.seconds * 1e3,
+        "python_us": python_microseconds(bundle, measured.threads) if args.width == 1 else None,
+        "dispatches": [row(d, bundle.manifest.compile.get("work", {}), measured, limits) for d in measured.dispatches],
+    }
+    print(json.dumps(result) if args.json else "\n".join(table(result)))
+    return 0
+
+
+def row(dispatch, work: dict, measured, limits: dict) -> dict:
+    """One kernel: where it stands in the model, its time, and its work over all calls of it."""
+    kernel = work.get(measured.function, {}).get(dispatch.name.removesuffix("_fn"), {})
+
+    def amount(unit: str) -> int | None:
+        if unit not in kernel:
+            return None
+        start, step, end = kernel[unit]
+        return kernel["calls"] * min(start + step * measured.position, max(start, end))
+
+    nbytes, flops = amount("bytes"), amount("flops")
+    found = {
+        "kernel": dispatch.name,
+        "paths": kernel.get("paths", []),
+        "calls": dispatch.calls,
+        "ms": dispatch.seconds * 1e3,
+        "bytes": nbytes,
+        "flops": flops,
+        "limit_share": None,
+    }
+    if nbytes is not None:
+        limit = max(nbytes / limits["read_gb_s"], flops / limits["peak_gflop_s"]) / 1e9
+        found["limit_share"] = limit / dispatch.seconds if dispatch.seconds else None
+    return found
+
+
+def python_microseconds(bundle, threads: int, steps: int = 200) -> float:
+    """Microseconds that `Session.step` spends outside the runtime's invoke, the median of some steps."""
+    from vmfb.session import Session
+
+    session = Session(bundle, threads)
+    call, inside = session._decode, []
+    invoke = call._run
+
+    def timed(*arguments) -> None:
+        start = time.perf_counter()
+        invoke(*arguments)
+        inside.append(time.perf_counter() - start)
+
+    call._run = timed
+    outside, token = [], 0
+    for _ in range(min(steps, session.context)):
+        start = time.perf_counter()
+        token = session.step(token)
+        outside.append(time.perf_counter() - start - inside[-1])
+    return statistics.median(outside) * 1e6
+
+
+def table(result: dict) -> list[str]:
+    """The result for a person."""
+    total = sum(d["ms"] for d in result["dispatches"])
+    machine, python = result["machine"], result["python_us"]
+    lines = [
+        f"{result['function']} at position {result['position']} on {result['threads']} threads: {result['call_ms']:.2f} ms"
+        + (f", of which Python {python:.0f} us" if python is not None else ""),
+        f"this machine reads {machine['read_gb_s']:.1f} GB/s and computes {machine['peak_gflop_s']:.0f} GFLOP/s (f32)",
+        "",
+        f"{'ms':>8} {'share':>6} {'calls':>5} {'us/call':>8} {'MB':>8} {'MFLOP':>8} {'of limit':>8}  where, kernel",
+    ]
+    for d in result["dispatches"]:
+        known = d["bytes"] is not None
+        work = f"{d['bytes'] / 1e6:8.1f} {d['flops'] / 1e6:8.1f}" if known else f"{'?':>8} {'?':>8}"
+        share = f"{d['limit_share']:8.0%}" if d["limit_share"] is not None else f"{'?':>8}"
+        place = " ".join(d["paths"]) or "(made by IREE)"
+        each = d["ms"] * 1e3 / d["calls"]
+        lines.append(f"{d['ms']:8.3f} {d['ms'] / total:6.1%} {d['calls']:5} {each:8.1f} {work} {share}  {place}  {d['kernel']}")
+    return lines
