@@ -43,6 +43,8 @@ def iota(shape: Sequence[int], dim: int, dtype: DType = I32) -> Value:
     """Values 0, 1, 2, ... along `dim`."""
     if not 0 <= dim < len(shape):
         raise fail("iota", f"dimension {dim} is outside a shape of rank {len(shape)}")
+    if dtype in (BF16, I1):
+        raise fail("iota", f"there is none of {dtype}; count in i32 or f32")
     return _one("iota", (), TensorType(tuple(shape), dtype), dim=dim)
 
 

@@ -135,6 +135,12 @@ def _constant(op: Op) -> str | None:
     return None if value.shape in ((), type_.shape) else "the array has another shape"
 
 
+def _iota(op: Op) -> str | None:
+    if op.results[0].dtype in (BF16, I1):
+        return "not defined for this element type"
+    return None if 0 <= op.attrs["dim"] < op.results[0].type.rank else "no such dimension"
+
+
 def _compare(op: Op) -> str | None:
     a, b = op.operands
     if op.attrs["direction"] not in COMPARISONS:
@@ -269,7 +275,7 @@ _RULES: dict[str, Callable[[Op], str | None]] = {
     **dict.fromkeys(("shift_left", "shift_right_logical"), _elementwise(lambda kind: kind in ("int", "uint"))),
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _moves(_dynamic)),
     "constant": _constant,
-    "iota": lambda op: None if 0 <= op.attrs["dim"] < op.results[0].type.rank else "no such dimension",
+    "iota": _iota,
     "parameter": lambda op: None,
     "compare": _compare,
     "select": _select,
