@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from emitter.kernels.attention_decode import NEVER, attend, capped
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import INDEX, Kernel
 from emitter.kernels.rope_append import number
+from emitter.kernels.scores import NEVER, attend, capped
 from emitter.kernels.text import Body, Index, Value, batches, executable, largest_width
 from emitter.kernels.vector_math import exp, transpose
 from emitter.types import F32, I32, TensorType
@@ -68,7 +68,7 @@ def attention_prefill(
         if window is not None:
             low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
         # A tile of padding sees no keys at all.
-        end = b.let(f"arith.select {b.less(work.token, real)}, {end}, {b.index(low)} : index", "index")
+        end = b.choose(b.less(work.token, real), end, low)
         with b.loop(low, end, keys) as block:
             work.block(block.index, end, out)
         work.finish(out, real)

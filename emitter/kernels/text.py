@@ -104,7 +104,8 @@ class Body:
         key = f"{literal} : {type}"
         if key not in self._constants:
             self._constants[key] = Value(f"%c{len(self._constants)}", type)
-            self._head.append(f"{self._constants[key]} = arith.constant {key}")
+            literal_type = literal if type == "i1" else key
+            self._head.append(f"{self._constants[key]} = arith.constant {literal_type}")
         return self._constants[key]
 
     def f32(self, x: float) -> Value:
@@ -151,11 +152,11 @@ class Body:
             return a
         return self._integer("muli", a, b)
 
-    def div(self, a: Index, b: int) -> Index:
-        """Quotient of a non-negative index."""
-        if isinstance(a, int):
+    def div(self, a: Index, b: Index) -> Index:
+        """Quotient of non-negative indices."""
+        if isinstance(a, int) and isinstance(b, int):
             return a // b
-        return a if b == 1 else self._integer("divui", a, b)
+        return a if b == 1 and isinstance(b, int) else self._integer("divui", a, b)
 
     def rem(self, a: Index, b: int) -> Index:
         """Remainder of a non-negative index."""
@@ -163,8 +164,8 @@ class Body:
             return a % b
         return 0 if b == 1 else self._integer("remui", a, b)
 
-    def ceildiv(self, a: Index, b: int) -> Index:
-        return self.div(self.add(a, b - 1), b)
+    def ceildiv(self, a: Index, b: Index) -> Index:
+        return self.div(self.add(a, self.sub(b, 1)), b)
 
     def min(self, a: Index, b: Index) -> Index:
         return min(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("minsi", a, b)
@@ -180,6 +181,13 @@ class Body:
 
     def both(self, a: Value, b: Value) -> Value:
         return self.let(f"arith.andi {a}, {b} : {a.type}", a.type)
+
+    def either(self, a: Value, b: Value) -> Value:
+        return self.let(f"arith.ori {a}, {b} : {a.type}", a.type)
+
+    def negate(self, a: Value) -> Value:
+        """Not a, of an i1."""
+        return self.let(f"arith.xori {a}, {self.constant('true', 'i1')} : i1", "i1")
 
     def to_i32(self, i: Index) -> Value:
         return self.let(f"arith.index_cast {self.index(i)} : index to i32", "i32")
@@ -215,6 +223,10 @@ class Body:
         op = "cmpi" if element_of(a.type).startswith("i") else "cmpf"
         type = vector_type(width_of(a), "i1") if a.type.startswith("vector") else "i1"
         return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", type)
+
+    def choose(self, condition: Value, a: Index, b: Index) -> Value:
+        """`select` of indices."""
+        return self.select(condition, self.index(a), self.index(b))
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         head = f"arith.select {condition}, {a}, {b} : "
@@ -253,6 +265,18 @@ class Body:
 
     def vstore(self, value: Value, buffer: Value, *indices: Index) -> None:
         self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
+
+    def atomic_add(self, value: Value, buffer: Value, *indices: Index) -> Value:
+        """Add to an i32 of a buffer that workgroups share; gives what stood there before.
+
+        Acquires and releases: what the others wrote before their turn can be read after it.
+        """
+        place = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
+        return self.let(f"memref.atomic_rmw addi {value}, {place}", value.type)
+
+    def prefetch(self, buffer: Value, *indices: Index) -> None:
+        """Ask for the cache line of an element that a later read will want; any address may be asked for."""
+        self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<3>, data : {buffer.type}")
 
     @contextmanager
     def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Value] = ()) -> Iterator[Loop]:
