@@ -5,7 +5,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 # Name, line of help. The module pipelines.commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
 # is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
@@ -63,7 +62,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"castiron {_version()}")
+    parser.add_argument("--version", action=Version, nargs=0, help="print castiron's version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
@@ -107,11 +106,18 @@ def _extra_with(module: str | None) -> str | None:
     return extras.get(module or "")
 
 
-def _version() -> str:
-    try:
-        return version("castiron")
-    except PackageNotFoundError:
-        return "(not installed)"
+class Version(argparse.Action):
+    """--version; looks the version up when asked only, because importlib.metadata takes a tenth of a run's start."""
+
+    def __call__(self, parser, *_):
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("castiron")
+        except PackageNotFoundError:
+            found = "(not installed)"
+        print(f"castiron {found}")
+        parser.exit()
 
 
 def _complain(sentence: str) -> None:

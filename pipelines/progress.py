@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr: a bar at a terminal, one line a stage elsewhere, nothing when quiet."""
+"""Progress of long work, on stderr: a bar at a terminal, a line now and then elsewhere, nothing when quiet."""
 
 import sys
 import time
@@ -10,15 +10,15 @@ class Progress:
         with Progress() as progress:
             compile_model(..., progress=progress)
 
-    A stage ends when it reaches 1 or when the next one begins. A bar needs rich and a terminal; without either, a stage
-    that took longer than `patience` seconds is told when it ends, so that a log is not empty and not full.
+    A stage ends when it reaches 1 or when the next one begins. A bar needs rich and a terminal. Without either, a stage
+    that took more than `patience` seconds is told when it ends, and one that takes longer than `interval` is told on the
+    way, so that a log is neither empty nor full.
     """
 
-    def __init__(self, quiet: bool = False, patience: float = 1.0):
-        self.quiet = quiet
-        self.patience = patience
+    def __init__(self, quiet: bool = False, patience: float = 1.0, interval: float = 20.0):
+        self.quiet, self.patience, self.interval = quiet, patience, interval
         self.stage: str | None = None
-        self.started = 0.0
+        self.started = self.told = 0.0
         self.bar = self.task = None
 
     def __enter__(self):
@@ -28,27 +28,29 @@ class Progress:
             self.bar.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self._end()
         if self.bar:
             self.bar.stop()
-        elif self.stage and _[0] is None:
-            self._end()
 
     def __call__(self, stage: str, done: float) -> None:
         if self.quiet:
             return
+        now = time.monotonic()
         if stage != self.stage:
-            self._begin(stage)
-        if self.bar:
-            self.bar.update(self.task, completed=min(max(done, 0.0), 1.0))
-        if done >= 1:
             self._end()
-
-    def _begin(self, stage: str) -> None:
-        self._end()
-        self.stage, self.started = stage, time.monotonic()
+            self.stage, self.started, self.told = stage, now, now
+            if self.bar:
+                self.task = self.bar.add_task(stage, total=1.0)
+        done = min(max(done, 0.0), 1.0)
         if self.bar:
-            self.task = self.bar.add_task(stage, total=1.0)
+            self.bar.update(self.task, completed=done)
+        elif done < 1 and now - self.told >= self.interval:
+            self.told = now
+            say(f"{stage}: {done:.0%} after {now - self.started:.0f} s")
+        if done == 1:
+            self._end()
 
     def _end(self) -> None:
         if self.stage is None:
@@ -72,4 +74,5 @@ def _rich_bar():
     except ImportError:
         return None
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    # rich would send what is printed meanwhile to its own console, which is right only if both are the same terminal.
+    return Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty())

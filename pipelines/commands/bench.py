@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     models, measured, missing = contestants(args, bundle)
     for name, why in missing.items():
         say(f"without {name}: {why}")
-    with Progress(quiet=args.json) as progress:
+    with Progress() as progress:
         progress("compiling the probes of the machine", 0.0)
         machine = Machine(settings.threads)
         rounds = measure(models, measured, settings, sample_tokens(settings, bundle), machine, progress)

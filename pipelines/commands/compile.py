@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     from ..compile import compile_model
 
     out = args.output or default_bundle(args.model)
-    with Progress(quiet=args.json) as progress:
+    with Progress() as progress:
         report = compile_model(args.model, out, compile_options(args), progress)
     tokenizer = "tokenizer.json" in report.files
     if args.json:

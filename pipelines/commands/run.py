@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     load_seconds = time.perf_counter() - start
     stop = () if args.ignore_eos else bundle.manifest.tokens.eos
     # A short prompt is read before a bar could be drawn.
-    with Progress(quiet=args.json or len(prompt) < 512) as progress:
+    with Progress(quiet=len(prompt) < 512) as progress:
         generation = Generation(
             session, prompt, sampler=sampler, max_tokens=args.max_tokens, stop_tokens=stop,
             progress=lambda done, total: progress("reading the prompt", done / total),

@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     source = checkpoint_path(args, bundle)
     session = Session(bundle, threads=args.threads)
     found = []
-    with Progress(quiet=args.json) as progress:
+    with Progress() as progress:
         progress("loading HF transformers", 0.0)
         model = load_reference(source, bundle.manifest.weights, session.threads)
         for comparison in compare(

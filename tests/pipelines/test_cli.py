@@ -186,3 +186,38 @@ def test_inspect_describes_bundles_and_the_catalogue(bundle, bare_bundle, capsys
     assert "takes token ids only" in capsys.readouterr().out
     assert cli.main(["inspect", "--json"]) == 0
     assert {"smollm2-135m-instruct"} <= {m["name"] for m in read_json(capsys.readouterr().out)["catalogue"]}
+
+
+def test_progress_is_a_bar_at_a_terminal_and_never_part_of_the_output():
+    """stderr is a terminal here and stdout is a pipe."""
+    code = (
+        "from pipelines.progress import Progress\n"
+        "with Progress() as progress:\n"
+        "    for done in (0.0, 0.5, 1.0):\n"
+        "        progress('melting', done); print('result', done)\n"
+    )
+    terminal, inside = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=inside, text=True, timeout=60, check=True
+    )
+    os.close(inside)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert done.stdout == "result 0.0\nresult 0.5\nresult 1.0\n"
+    assert "melting" in shown and "100%" in shown and "result" not in shown
+
+
+def test_progress_elsewhere_is_a_line_for_what_took_long(capsys):
+    from pipelines.progress import Progress
+
+    with Progress(patience=0.0, interval=0.0) as progress:
+        for stage in ("melting", "casting"):
+            for part in (0.0, 0.5, 1.0):
+                progress(stage, part)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1].rstrip(":") for line in lines] == ["melting"] * 3 + ["casting"] * 3
+    assert "50%" in lines[1]
+    with Progress() as progress:
+        progress("at once", 0.0)
+        progress("at once", 1.0)
+    assert capsys.readouterr().err == ""
