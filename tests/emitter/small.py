@@ -1,0 +1,97 @@
+"""A small module with everything that a printed module can have: parameters, a cache in place, a kernel, scopes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from emitter import ops
+from emitter.ir import Module, Param, Source, Value, current_function, parameter, scope
+from emitter.kernels.kernel import INDEX, Kernel
+from emitter.types import BF16, F32, I32, TensorType, to_f32
+
+LAYERS, CONTEXT, WIDTH, VOCAB = 2, 6, 8, 5
+CACHE = TensorType((LAYERS, CONTEXT, WIDTH), F32)
+ROW = TensorType((WIDTH,), F32)
+SCALAR = TensorType((), I32)
+
+
+APPEND = """stream.executable private @append_row {
+  stream.executable.export public @append_row_fn workgroups() -> (index, index, index) {
+    %one = arith.constant 1 : index
+    stream.return %one, %one, %one : index, index, index
+  }
+  builtin.module {
+    func.func @append_row_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding, %layer: index) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
+      %zero = arith.constant 0 : index
+      %row = stream.binding.subspan %b0[%zero] : !stream.binding -> memref<8xf32>
+      %pos = stream.binding.subspan %b1[%zero] : !stream.binding -> memref<i32>
+      %cache = stream.binding.subspan %b2[%zero] : !stream.binding -> memref<2x6x8xf32>
+      %at = memref.load %pos[] : memref<i32>
+      %index = arith.index_cast %at : i32 to index
+      %value = vector.load %row[%zero] : memref<8xf32>, vector<8xf32>
+      vector.store %value, %cache[%layer, %index, %zero] : memref<2x6x8xf32>, vector<8xf32>
+      return
+    }
+  }
+}
+"""
+
+
+def append_kernel() -> Kernel:
+    """Writes a row into the cache at (layer, position); a kernel as plain as can be."""
+
+    def reference(row, position, cache, layer):
+        cache = cache.copy()
+        cache[layer, int(position)] = row
+        return (cache,)
+
+    operands = (ROW, SCALAR, CACHE, INDEX)
+    return Kernel("append_row", operands, (CACHE,), (2,), APPEND, reference, 0, 2 * ROW.nbytes)
+
+
+def small_module(with_kernel: bool) -> Module:
+    """`step(token, pos, cache)`: writes the token's row of a bf16 table to layer 1, sums the cache, multiplies by the table.
+
+    With the kernel it is for IREE alone; without, the cache is scaled by 0.1 first and any StableHLO compiler takes it.
+    """
+    module = Module("small")
+    table = Param("embed.weight", TensorType((VOCAB, WIDTH), BF16), Source((("embed.weight", "bf16"),), lambda raw: raw))
+    kernel = append_kernel()
+    with module.function("step", token=SCALAR, pos=SCALAR, cache=CACHE) as (token, pos, cache):
+        with scope("model"):
+            with scope("embed_tokens"):
+                weight = parameter(table)
+                rows = ops.gather_rows(weight, ops.reshape(token, (1,)))
+                row = ops.reshape(ops.convert(rows, F32), (WIDTH,))
+            with scope("layers.1"):
+                if with_kernel:
+                    (cache,) = ops.kernel_call(kernel, (row, pos, cache), (1,))
+                else:
+                    cache = _write(ops.multiply(cache, ops.constant(0.1, F32, CACHE.shape)), row, pos)
+                total = ops.reduce("add", cache, (0, 1))
+        logits = ops.dot_general(ops.convert(weight, F32), total, ((1,), (0,)))
+        current_function().returns({2: current_function().inputs[2]}, argmax=ops.argmax(logits), logits=logits, cache=cache)
+    return module
+
+
+def _write(cache: Value, row: Value, pos: Value) -> Value:
+    one, zero = (ops.constant(n, I32, ()) for n in (1, 0))
+    return ops.dynamic_update_slice(cache, ops.reshape(row, (1, 1, WIDTH)), (one, pos, zero))
+
+
+def small_arguments() -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """Inputs of `step` and the parameter, as they are stored."""
+    rng = np.random.default_rng(3)
+    table = (rng.standard_normal((VOCAB, WIDTH)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    cache = rng.standard_normal(CACHE.shape).astype(np.float32)
+    return [np.array(3, np.int32), np.array(4, np.int32), cache], {"embed.weight": table}
+
+
+def small_results(with_kernel: bool) -> list[np.ndarray]:
+    """What `step` gives for `small_arguments`, written out in NumPy."""
+    (token, pos, cache), params = small_arguments()
+    table = to_f32(params["embed.weight"], BF16)
+    cache = cache.copy() if with_kernel else cache * np.float32(0.1)
+    cache[1, int(pos)] = table[int(token)]
+    logits = table @ cache.sum((0, 1))
+    return [np.asarray(logits.argmax(), np.int32), logits, cache]

@@ -1,0 +1,92 @@
+"""The graph's builder: functions, scopes, parameters, and what is left behind when something goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from emitter import ops
+from emitter.ir import Module, Param, Source, append, current_function, current_path, parameter, scope, users
+from emitter.types import DTYPES, F32, I32, EmitError, TensorType, dtype
+
+ROW = TensorType((4,), F32)
+
+
+def param(name: str, type_: TensorType = ROW) -> Param:
+    return Param(name, type_, Source(((name, "f32"),), lambda raw: raw))
+
+
+def test_operations_carry_the_path_of_their_scopes():
+    module = Module("m")
+    with module.function("f", x=ROW) as (x,):
+        with scope("layers.3"), scope("attn"):
+            x = ops.negate(x)
+        x = ops.negate(x)
+        current_function().returns(x=x)
+    assert [op.path for op in module.functions["f"].ops] == ["layers.3.attn", ""]
+
+
+def test_an_error_leaves_no_scope_and_no_function_open():
+    module = Module("m")
+    with pytest.raises(RuntimeError), module.function("f", x=ROW), scope("layers.0"):
+        raise RuntimeError
+    assert current_path() == "" and module.functions == {}
+    with module.function("f", x=ROW) as (x,):
+        assert current_path() == ""
+        current_function().returns(x=x)
+
+
+def test_operations_are_made_inside_a_function():
+    with pytest.raises(EmitError, match="no function is being built"):
+        ops.constant(1, F32)
+    with pytest.raises(EmitError, match="no function is being built"), scope("layers.0"):
+        pass
+
+
+def test_functions_are_distinct_and_return_something():
+    module = Module("model")
+    with module.function("f", x=ROW) as (x,):
+        current_function().returns(x=x)
+    with pytest.raises(EmitError, match="module model: function 'f' is defined twice"), module.function("f", x=ROW):
+        pass
+    with pytest.raises(EmitError, match="'g' returns nothing"), module.function("g", x=ROW):
+        pass
+    assert list(module.functions) == ["f"]
+
+
+def test_a_parameter_is_read_once_a_function_and_means_one_type():
+    module = Module("m")
+    for name in ("f", "g"):
+        with module.function(name) as ():
+            first, second = parameter(param("w")), parameter(param("w"))
+            assert first is second
+            current_function().returns(w=first)
+    assert [op.kind for f in module.functions.values() for op in f.ops] == ["parameter", "parameter"]
+    assert list(module.params) == ["w"]
+    with pytest.raises(EmitError, match=r"'w' is tensor<4xf32> in one place and tensor<4xi32>"), module.function("h"):
+        parameter(param("w", TensorType((4,), I32)))
+
+
+def test_operands_are_values_of_the_graph():
+    with pytest.raises(EmitError, match=r"negate.* in layers.7: an operand is float"), Module("m").function("f"):
+        with scope("layers.7"):
+            append("negate", (1.5,), (ROW,))
+
+
+def test_users_count_outputs_too():
+    module = Module("m")
+    with module.function("f", x=ROW) as (x,):
+        y = ops.add(x, x)
+        current_function().returns(y=y, again=y)
+    assert users(module.functions["f"]) == {x: 2, y: 2}
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2.0,), ("2",)])
+def test_extents_are_natural_numbers(shape):
+    with pytest.raises(EmitError, match="non-negative integers"):
+        TensorType(shape, F32)
+
+
+def test_element_types_are_a_closed_table():
+    assert all(dtype(name) is found for name, found in DTYPES.items())
+    with pytest.raises(EmitError, match="'f64' is not supported; use one of f32, f16"):
+        dtype("f64")
