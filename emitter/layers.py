@@ -197,7 +197,7 @@ def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
     """A LayerNorm without bias for each head of [T, heads, head_dim], with weight `<name>.norms.<head>.weight`, in f32."""
     with scope(name):
         weight = step.stack("weight", [f"norms.{head}.weight" for head in range(x.shape[1])], x.shape[2:])
-        return append("layer_norm", (x, weight), (x.type,), {"eps": eps})[0]
+        return append("head_norms", (x, weight), (x.type,), {"eps": eps})[0]
 
 
 def rotary_tables(step: Step, rotary: Rotary, name: str = "rotary") -> tuple[Value, Value]:

@@ -278,6 +278,7 @@ RULES: dict[str, Rule] = {
     "linear": linear,
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
+    "head_norms": layer_norm,
     "rope": rope,
     "attention": attention,
     "activation": activation,
