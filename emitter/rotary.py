@@ -1,4 +1,7 @@
-"""Rotary frequencies and their tables, for every `rope_scaling` that is understood (HF `modeling_rope_utils`)."""
+"""Rotary frequencies and their tables, for every `rope_scaling` that is understood (HF `modeling_rope_utils`).
+
+Frequencies are rounded to f32 after each operation, as torch does, so that they are HF's to the last bit or two.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ from emitter.types import EmitError
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Inverse frequencies f32[rotary_dim / 2] and the factor on cos and sin (yarn, longrope)."""
+    """Inverse frequencies f32[rotary_dim / 2] and the factor on cos and sin (yarn, longrope).
+
+    positions: how many positions they hold for; past it every token of the sequence would have other ones.
+    """
 
     inv_freq: np.ndarray
+    positions: int
     attention_factor: float = 1.0
 
     def table(self, positions: int, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -24,36 +31,42 @@ class Rotary:
         return (function(angle.astype(np.float64)).astype(np.float32) * np.float32(self.attention_factor)).astype(np.float32)
 
 
-def _base(theta: float, dim: int) -> np.ndarray:
+def _wavelengths(theta: float, dim: int) -> np.ndarray:
+    """theta ** (2i / dim), f32[ceil(dim / 2)]; the power is taken in f64, which is the same on every machine."""
     exponent = np.arange(0, dim, 2, dtype=np.int64).astype(np.float32) / np.float32(dim)
-    return (np.float32(1.0) / np.power(np.float32(theta), exponent)).astype(np.float32)
+    return np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
 
 
-def _default(theta: float, dim: int, scaling: Mapping, context: int) -> Rotary:
-    return Rotary(_base(theta, dim))
+def _base(theta: float, dim: int) -> np.ndarray:
+    return np.float32(1.0) / _wavelengths(theta, dim)
 
 
-def _linear(theta: float, dim: int, scaling: Mapping, context: int) -> Rotary:
-    return Rotary(_base(theta, dim) / np.float32(scaling["factor"]))
+def _default(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
+    return Rotary(_base(theta, dim), positions)
 
 
-def _llama3(theta: float, dim: int, scaling: Mapping, context: int) -> Rotary:
+def _linear(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
+    return Rotary(_base(theta, dim) / np.float32(scaling["factor"]), positions)
+
+
+def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     """Llama 3.1: long wavelengths are slowed, short ones kept, those between interpolated."""
     inv_freq = _base(theta, dim)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
-    wavelength = np.float32(2 * math.pi) / inv_freq
+    one = np.float32(1.0)
+    # A number over a tensor is, in torch, the tensor's reciprocal times the number.
+    wavelength = one / inv_freq * np.float32(2 * math.pi)
     slowed = np.where(wavelength > original / low, inv_freq / np.float32(factor), inv_freq)
-    smooth = ((original / wavelength - low) / (high - low)).astype(np.float32)
-    between = ((1 - smooth) * slowed / np.float32(factor) + smooth * slowed).astype(np.float32)
+    smooth = (one / wavelength * np.float32(original) - np.float32(low)) / np.float32(high - low)
+    between = (one - smooth) * slowed / np.float32(factor) + smooth * slowed
     medium = ~(wavelength < original / high) & ~(wavelength > original / low)
-    return Rotary(np.where(medium, between, slowed).astype(np.float32))
+    return Rotary(np.where(medium, between, slowed), positions)
 
 
-def _yarn(theta: float, dim: int, scaling: Mapping, context: int) -> Rotary:
+def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     """YaRN (arXiv:2309.00071), with the attention factor of its section 3.4."""
-    factor = scaling["factor"]
-    original = scaling.get("original_max_position_embeddings") or context
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def mscale(scale: float, m: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
@@ -72,16 +85,40 @@ def _yarn(theta: float, dim: int, scaling: Mapping, context: int) -> Rotary:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (high - low if high != low else 0.001)
-    keep = (1 - np.clip(ramp, 0, 1)).astype(np.float32)
-    base = _base(theta, dim)
-    return Rotary((base / np.float32(factor) * (1 - keep) + base * keep).astype(np.float32), attention_factor)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low if high != low else 0.001)
+    keep = 1 - np.clip(ramp, 0, 1)
+    wavelengths = _wavelengths(theta, dim)
+    slowed = np.float32(1.0) / (np.float32(factor) * wavelengths)
+    return Rotary(slowed * (1 - keep) + np.float32(1.0) / wavelengths * keep, positions, attention_factor)
+
+
+def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
+    """LongRoPE (arXiv:2402.13753): a factor for each frequency, one list for short sequences and one for long ones.
+
+    HF takes the long factors for all tokens of a sequence as soon as it is longer than the original length, which no
+    cache survives. So the short ones are taken, and they hold for the original length only.
+    """
+    original = scaling["original_max_position_embeddings"]
+    short, long = (np.array(scaling[f"{length}_factor"], np.float32) for length in ("short", "long"))
+    wavelengths = _wavelengths(theta, dim)
+    if short.shape != wavelengths.shape or long.shape != wavelengths.shape:
+        raise EmitError(
+            f"rope scaling 'longrope' has {short.size} short and {long.size} long factors for {wavelengths.size} frequencies"
+        )
+    factor, attention_factor = scaling.get("factor"), scaling.get("attention_factor")
+    if attention_factor is None:
+        factor = positions / original if factor is None else factor
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    holds = positions if np.array_equal(short, long) else min(positions, original)
+    return Rotary(np.float32(1.0) / (short * wavelengths), holds, attention_factor)
 
 
 # kind: (builder, keys it needs, keys it may have)
 _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] = {
     "default": (_default, frozenset(), frozenset()),
     "linear": (_linear, frozenset({"factor"}), frozenset()),
+    # It changes frequencies only past the length that a config allows.
+    "dynamic": (_default, frozenset({"factor"}), frozenset()),
     "llama3": (
         _llama3,
         frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
@@ -89,27 +126,37 @@ _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] 
     ),
     "yarn": (
         _yarn,
-        frozenset({"factor"}),
-        frozenset(
-            {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"}
-            | {"mscale_all_dim", "truncate"}
-        ),
+        frozenset({"factor", "original_max_position_embeddings"}),
+        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    ),
+    "longrope": (
+        _longrope,
+        frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
+        frozenset({"factor", "attention_factor"}),
     ),
 }
+# What Phi-3's first configs called it.
+_KINDS["su"] = _KINDS["longrope"]
+
+_ORIGINAL = "original_max_position_embeddings"
+WITH_ORIGINAL_LENGTH = frozenset(kind for kind, (_, needed, _) in _KINDS.items() if _ORIGINAL in needed)
 
 
 def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions: int) -> Rotary:
     """Frequencies for a `rope_scaling` / `rope_parameters` entry; None is the default kind.
 
-    max_positions: the config's `max_position_embeddings`. Raises EmitError for a kind or key that is not understood.
+    max_positions: the config's `max_position_embeddings`, also the original length where an entry names none. Raises
+    EmitError for a kind or key that is not understood.
     """
     scaling = {key: value for key, value in (scaling or {}).items() if value is not None}
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    for redundant in ("type", "rope_theta", "partial_rotary_factor"):
-        scaling.pop(redundant, None)
+    for elsewhere in ("type", "rope_theta", "partial_rotary_factor"):
+        scaling.pop(elsewhere, None)
     if kind not in _KINDS:
         raise EmitError(f"rope scaling {kind!r} is not supported; supported are {', '.join(_KINDS)}")
     build, needed, optional = _KINDS[kind]
+    if kind in WITH_ORIGINAL_LENGTH:
+        scaling.setdefault(_ORIGINAL, max_positions)
     missing, unknown = needed - set(scaling), set(scaling) - needed - optional
     if missing or unknown:
         problem = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown key {', '.join(sorted(unknown))}"

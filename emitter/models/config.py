@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from emitter.rotary import Rotary, rotary
+from emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, rotary
 from emitter.types import EmitError
 
 # Keys that change training, bookkeeping or generation defaults, but not the mathematics of a forward pass.
@@ -31,8 +31,11 @@ class ConfigReader:
         self.model_type = config.get("model_type", "?")
         self._taken: set[str] = set()
 
-    def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,)) -> Any:
-        """The value of `key`; without a default it must be there. A null counts as absent."""
+    def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), least: int = 1) -> Any:
+        """The value of `key`; without a default it must be there. A null counts as absent.
+
+        `kinds` are the types it may have; a whole number must be at least `least`.
+        """
         self._taken.add(key)
         value = self.config.get(key)
         if value is None:
@@ -43,9 +46,16 @@ class ConfigReader:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(k.__name__ for k in kinds)
             raise EmitError(f"{key!r} in the {self.model_type} config is {value!r}, not {names}")
-        if kinds == (int,) and value < 1:
-            raise EmitError(f"{key!r} in the {self.model_type} config is {value}, not a positive number")
+        if kinds == (int,) and value < least:
+            raise EmitError(f"{key!r} in the {self.model_type} config is {value}, which is less than {least}")
         return value
+
+    def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
+        """The value of `key` where a null means that there is none; HF's `default` where the key is absent."""
+        self._taken.add(key)
+        if key in self.config and self.config[key] is None:
+            return None
+        return self.take(key, default, kinds)
 
     def number(self, key: str, default: Any = ...) -> float:
         """A float-valued key."""
@@ -72,12 +82,45 @@ class ConfigReader:
             )
         return choices[value]
 
-    def rotary(self, rotary_dim: int, max_positions: int, theta: float = 10000.0) -> Rotary:
-        """Frequencies from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-        scaling = self.take("rope_parameters", None, dict) or self.take("rope_scaling", None, dict) or {}
-        self._taken |= {"rope_parameters", "rope_scaling", "rope_theta"}
-        theta = scaling.get("rope_theta") or self.config.get("rope_theta") or theta
-        return rotary(theta, rotary_dim, scaling, max_positions)
+    def unused(self, *keys: str) -> None:
+        """Keys that checkpoints of this family carry, but that HF's model does not read."""
+        self._taken.update(keys)
+
+    def windows(self, layers: int, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
+        """For each layer `window` where it slides, None where it sees everything: `layer_types`, else `default(layer)`."""
+        types = self.take("layer_types", [_SLIDING if default(layer) else _FULL for layer in range(layers)], list)
+        if len(types) != layers or any(type_ not in (_FULL, _SLIDING) for type_ in types):
+            raise EmitError(
+                f"'layer_types' in the {self.model_type} config must say {_FULL!r} or {_SLIDING!r} for each of its {layers} layers"
+            )
+        if _SLIDING in types and window is None:
+            raise EmitError(f"the {self.model_type} config has layers with a sliding window, but no 'sliding_window'")
+        return [window if type_ == _SLIDING else None for type_ in types]
+
+    def rotary(
+        self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None
+    ) -> Rotary:
+        """Frequencies from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+
+        theta: HF's default. partial: the share of a head that turns by default, None in a family where all of it must.
+        """
+        entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
+        self._taken |= {"rope_parameters", "rope_scaling"}
+        share = self.take("partial_rotary_factor", partial or 1.0, (int, float))
+        share = entry.get("partial_rotary_factor", share)
+        if partial is None and share != 1:
+            raise EmitError(
+                f"'partial_rotary_factor' in the {self.model_type} config is {share!r}; this family turns whole heads"
+            )
+        return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
+
+    def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
+        """Frequencies from one rope entry; `theta` if it names none. The config's own original length wins, as in HF."""
+        original = self.take("original_max_position_embeddings", None)
+        kind = entry.get("rope_type") or entry.get("type")
+        if original is not None and kind in WITH_ORIGINAL_LENGTH:
+            entry = {**entry, "original_max_position_embeddings": original}
+        return rotary(entry.get("rope_theta") or theta, rotary_dim, entry, max_positions)
 
     def finish(self) -> None:
         """Raise for every key that was neither taken nor harmless."""
@@ -88,6 +131,8 @@ class ConfigReader:
                 "a key that changes the mathematics cannot be ignored"
             )
 
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # HF's names of activations: `emitter.layers.ACTIVATIONS`.
 ACTIVATION_NAMES = {

@@ -15,13 +15,12 @@ from emitter.layers import (
     project,
     rms_norm,
     rope,
+    rotary_tables,
     split_heads,
 )
 from emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from emitter.ops import add, multiply
 from emitter.rotary import Rotary
-
-import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +44,10 @@ class Config:
     def read(cls, config: dict) -> Config:
         """From a `config.json`; raises EmitError for anything that is not understood."""
         c = ConfigReader(config)
-        c.require("pretraining_tp", 1)
+        c.unused("pretraining_tp")
         hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
         head_dim = c.take("head_dim", hidden // heads)
-        max_positions = c.take("max_position_embeddings", 2048)
+        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 2048))
         read = cls(
             vocab=c.take("vocab_size"),
             hidden=hidden,
@@ -57,13 +56,13 @@ class Config:
             heads=heads,
             kv_heads=c.take("num_key_value_heads", heads),
             head_dim=head_dim,
-            max_positions=max_positions,
+            max_positions=rotary.positions,
             eps=c.number("rms_norm_eps", 1e-6),
             hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "silu"),
             attention_bias=c.flag("attention_bias", False),
             mlp_bias=c.flag("mlp_bias", False),
             tied=c.flag("tie_word_embeddings", False),
-            rotary=c.rotary(head_dim, max_positions),
+            rotary=rotary,
         )
         c.finish()
         return read
@@ -95,10 +94,7 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 def forward(step: Step, c: Config) -> Value:
     """Logits [1, vocab] of the step's last real token."""
-    shape = (step.context, c.rotary.inv_freq.size)
-    tables = tuple(
-        step.table(f"rotary.{f.__name__}", shape, lambda f=f: c.rotary.table(step.context, f)) for f in (np.cos, np.sin)
-    )
+    tables = rotary_tables(step, c.rotary)
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden)
         for layer in range(c.layers):
