@@ -15,18 +15,19 @@ from emitter.layers import ModelModule, Step
 from emitter.ir import current_function
 from emitter.types import F32, I32, EmitError, TensorType
 
-# HF model_type: the file of its family.
-FAMILIES = {
-    "llama": "llama",
-}
+# HF model types; each is the name of its file.
+FAMILIES = (
+    "llama",
+    "mistral",
+)
 
 
 def family(config: dict) -> ModuleType:
     """The family module of a config, or EmitError with the list of those there are."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}")
-    return import_module(f"emitter.models.{FAMILIES[model_type]}")
+        raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return import_module(f"emitter.models.{model_type}")
 
 
 def build(config: dict, codecs: Callable[[str], str], context: int, widths: Sequence[int]) -> ModelModule:
@@ -38,7 +39,9 @@ def build(config: dict, codecs: Callable[[str], str], context: int, widths: Sequ
     model = family(config)
     c = model.Config.read(config)
     if not 1 <= context <= c.max_positions:
-        raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions)")
+        cut = c.max_positions < config.get("max_position_embeddings", 0)
+        why = ", past which its rotary scaling would change the frequencies of every token" if cut else ""
+        raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
     cache = TensorType((c.layers, context, c.kv_heads, c.head_dim), F32)
     scalar = TensorType((), I32)
