@@ -19,6 +19,7 @@ from emitter.types import F32, I32, EmitError, TensorType
 FAMILIES = (
     "llama",
     "mistral",
+    "qwen2",
 )
 
 
