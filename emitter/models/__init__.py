@@ -20,6 +20,7 @@ FAMILIES = (
     "llama",
     "mistral",
     "qwen2",
+    "qwen3",
 )
 
 
