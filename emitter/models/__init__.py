@@ -18,6 +18,7 @@ from emitter.types import F32, I32, EmitError, TensorType
 # HF model types; each is the name of its file.
 FAMILIES = (
     "gemma2",
+    "gemma3_text",
     "llama",
     "mistral",
     "qwen2",
