@@ -21,6 +21,7 @@ FAMILIES = (
     "gemma3_text",
     "llama",
     "mistral",
+    "phi3",
     "qwen2",
     "qwen3",
 )
