@@ -21,6 +21,7 @@ FAMILIES = (
     "gemma3_text",
     "llama",
     "mistral",
+    "olmo2",
     "phi3",
     "qwen2",
     "qwen3",
