@@ -1,0 +1,125 @@
+"""SmolLM3 as in HF `SmolLM3ForCausalLM`: Llama with layers that have no rotary embedding (NoPE, arXiv:2501.18795)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emitter.ir import Value, scope
+from emitter.layers import (
+    Step,
+    activation,
+    attention,
+    embedding,
+    last_token,
+    linear,
+    project,
+    rms_norm,
+    rope,
+    rotary_tables,
+    split_heads,
+)
+from emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from emitter.ops import add, multiply
+from emitter.rotary import Rotary
+from emitter.types import EmitError
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    hidden_act: str
+    turns: list[bool]
+    windows: list[int | None]
+    attention_bias: bool
+    mlp_bias: bool
+    tied: bool
+    rotary: Rotary
+
+    @classmethod
+    def read(cls, config: dict) -> Config:
+        """From a `config.json`; raises EmitError for anything that is not understood."""
+        c = ConfigReader(config)
+        c.unused("pretraining_tp", "max_window_layers")
+        layers = c.take("num_hidden_layers")
+        turns = rotary_layers(c, layers)
+        window = c.nullable("sliding_window", None)
+        slides = c.flag("use_sliding_window", False) and window is not None
+        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
+        head_dim = c.take("head_dim", hidden // heads)
+        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 32768), theta=2000000.0)
+        read = cls(
+            vocab=c.take("vocab_size"),
+            hidden=hidden,
+            intermediate=c.take("intermediate_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=c.take("num_key_value_heads"),
+            head_dim=head_dim,
+            max_positions=rotary.positions,
+            eps=c.number("rms_norm_eps", 1e-6),
+            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "silu"),
+            turns=turns,
+            windows=c.windows(layers, window, lambda layer: slides and not turns[layer]),
+            attention_bias=c.flag("attention_bias", False),
+            mlp_bias=c.flag("mlp_bias", False),
+            tied=c.flag("tie_word_embeddings", True),
+            rotary=rotary,
+        )
+        c.finish()
+        return read
+
+
+def rotary_layers(c: ConfigReader, layers: int) -> list[bool]:
+    """Whether each layer turns q and k: `no_rope_layers`, whose 1 says that it does, else all but every interval-th."""
+    interval = c.take("no_rope_layer_interval", 4)
+    flags = c.take("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(layers)], list)
+    if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise EmitError(f"'no_rope_layers' in the smollm3 config must hold 0 or 1 for each of its {layers} layers")
+    return [bool(flag) for flag in flags[:layers]]
+
+
+def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
+    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    if c.turns[layer]:
+        q, k = rope(step, q, tables), rope(step, k, tables)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
+    return linear(step, out, "o_proj", c.hidden, c.attention_bias)
+
+
+def mlp(step: Step, c: Config, x: Value) -> Value:
+    gate = activation(linear(step, x, "gate_proj", c.intermediate, c.mlp_bias), c.hidden_act)
+    up = linear(step, x, "up_proj", c.intermediate, c.mlp_bias)
+    return linear(step, multiply(gate, up), "down_proj", c.hidden, c.mlp_bias)
+
+
+def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    h = rms_norm(step, x, "input_layernorm", c.eps)
+    with scope("self_attn"):
+        x = add(x, self_attention(step, c, layer, h, tables))
+    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
+    with scope("mlp"):
+        return add(x, mlp(step, c, h))
+
+
+def forward(step: Step, c: Config) -> Value:
+    """Logits [1, vocab] of the step's last real token."""
+    tables = rotary_tables(step, c.rotary)
+    with scope("model"):
+        x = embedding(step, "embed_tokens", c.vocab, c.hidden)
+        for layer in range(c.layers):
+            with scope(f"layers.{layer}"):
+                x = block(step, c, layer, x, tables)
+        x = rms_norm(step, last_token(step, x), "norm", c.eps)
+    if c.tied:
+        return project(x, step.weight("model.embed_tokens.weight", (c.vocab, c.hidden)))
+    return linear(step, x, "lm_head", c.vocab)
