@@ -19,6 +19,7 @@ from emitter.types import F32, I32, EmitError, TensorType
 FAMILIES = (
     "gemma2",
     "gemma3_text",
+    "granite",
     "llama",
     "mistral",
     "olmo2",
