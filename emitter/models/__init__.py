@@ -27,6 +27,7 @@ FAMILIES = (
     "qwen2",
     "qwen3",
     "smollm3",
+    "stablelm",
 )
 
 
