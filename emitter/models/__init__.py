@@ -28,6 +28,7 @@ FAMILIES = (
     "qwen3",
     "smollm3",
     "stablelm",
+    "starcoder2",
 )
 
 

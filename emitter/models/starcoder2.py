@@ -1,0 +1,108 @@
+"""StarCoder2 (arXiv:2402.19173) as in HF `Starcoder2ForCausalLM`: LayerNorm, biases, a GELU MLP without a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emitter.ir import Value, scope
+from emitter.layers import (
+    Step,
+    activation,
+    attention,
+    embedding,
+    last_token,
+    layer_norm,
+    linear,
+    project,
+    rope,
+    rotary_tables,
+    split_heads,
+)
+from emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from emitter.ops import add
+from emitter.rotary import Rotary
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    hidden_act: str
+    window: int | None
+    bias: bool
+    tied: bool
+    rotary: Rotary
+
+    @classmethod
+    def read(cls, config: dict) -> Config:
+        """From a `config.json`; raises EmitError for anything that is not understood."""
+        c = ConfigReader(config)
+        c.unused("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+        c.require("norm_type", "layer_norm")
+        c.require("mlp_type", "default")
+        c.require("scale_attn_weights", True)
+        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
+        head_dim = c.take("head_dim", hidden // heads)
+        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 4096))
+        read = cls(
+            vocab=c.take("vocab_size"),
+            hidden=hidden,
+            intermediate=c.take("intermediate_size"),
+            layers=c.take("num_hidden_layers"),
+            heads=heads,
+            kv_heads=c.take("num_key_value_heads"),
+            head_dim=head_dim,
+            max_positions=rotary.positions,
+            eps=c.number("norm_epsilon", 1e-5),
+            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
+            window=c.nullable("sliding_window", None),
+            bias=c.flag("use_bias", True),
+            tied=c.flag("tie_word_embeddings", True),
+            rotary=rotary,
+        )
+        c.finish()
+        return read
+
+
+def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.bias), c.heads)
+    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
+    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
+    q, k = rope(step, q, tables), rope(step, k, tables)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    return linear(step, out, "o_proj", c.hidden, c.bias)
+
+
+def mlp(step: Step, c: Config, x: Value) -> Value:
+    h = activation(linear(step, x, "c_fc", c.intermediate, c.bias), c.hidden_act)
+    return linear(step, h, "c_proj", c.hidden, c.bias)
+
+
+def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    h = layer_norm(step, x, "input_layernorm", c.eps)
+    with scope("self_attn"):
+        x = add(x, self_attention(step, c, layer, h, tables))
+    h = layer_norm(step, x, "post_attention_layernorm", c.eps)
+    with scope("mlp"):
+        return add(x, mlp(step, c, h))
+
+
+def forward(step: Step, c: Config) -> Value:
+    """Logits [1, vocab] of the step's last real token."""
+    tables = rotary_tables(step, c.rotary)
+    with scope("model"):
+        x = embedding(step, "embed_tokens", c.vocab, c.hidden)
+        for layer in range(c.layers):
+            with scope(f"layers.{layer}"):
+                x = block(step, c, layer, x, tables)
+        x = layer_norm(step, last_token(step, x), "norm", c.eps)
+    if c.tied:
+        return project(x, step.weight("model.embed_tokens.weight", (c.vocab, c.hidden)))
+    return linear(step, x, "lm_head", c.vocab)
