@@ -22,6 +22,7 @@ FAMILIES = (
     "granite",
     "llama",
     "mistral",
+    "mixtral",
     "olmo2",
     "phi3",
     "qwen2",
