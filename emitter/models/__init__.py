@@ -27,6 +27,7 @@ FAMILIES = (
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
     "stablelm",
     "starcoder2",

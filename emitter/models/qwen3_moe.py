@@ -1,0 +1,134 @@
+"""Qwen3 with experts (arXiv:2505.09388) as in HF `Qwen3MoeForCausalLM`: Qwen3 whose MLP is a few experts out of many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emitter.ir import Value, scope
+from emitter.layers import (
+    Step,
+    activation,
+    attention,
+    embedding,
+    experts,
+    last_token,
+    linear,
+    project,
+    rms_norm,
+    rope,
+    rotary_tables,
+    route,
+    split_heads,
+)
+from emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from emitter.ops import add, multiply
+from emitter.rotary import Rotary
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    hidden_act: str
+    attention_bias: bool
+    window: int | None
+    sparse: list[bool]
+    experts: int
+    experts_per_token: int
+    moe_intermediate: int
+    norm_topk_prob: bool
+    tied: bool
+    rotary: Rotary
+
+    @classmethod
+    def read(cls, config: dict) -> Config:
+        """From a `config.json`; raises EmitError for anything that is not understood."""
+        c = ConfigReader(config)
+        layers = c.take("num_hidden_layers")
+        c.unused("max_window_layers")
+        window = c.nullable("sliding_window", 4096)
+        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
+        head_dim = c.take("head_dim", hidden // heads)
+        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 32768))
+        read = cls(
+            vocab=c.take("vocab_size"),
+            hidden=hidden,
+            intermediate=c.take("intermediate_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=c.take("num_key_value_heads"),
+            head_dim=head_dim,
+            max_positions=rotary.positions,
+            eps=c.number("rms_norm_eps", 1e-6),
+            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "silu"),
+            attention_bias=c.flag("attention_bias", False),
+            window=window if c.flag("use_sliding_window", False) else None,
+            sparse=sparse_layers(c, layers),
+            # Saved by transformers 5 under the name that Mixtral gives it.
+            experts=c.take("num_experts", c.take("num_local_experts", 128)),
+            experts_per_token=c.take("num_experts_per_tok", 8),
+            moe_intermediate=c.take("moe_intermediate_size", 768),
+            norm_topk_prob=c.flag("norm_topk_prob", False),
+            tied=c.flag("tie_word_embeddings", False),
+            rotary=rotary,
+        )
+        c.finish()
+        return read
+
+
+def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
+    """Whether each layer has experts: every `decoder_sparse_step`-th, those of `mlp_only_layers` excepted."""
+    dense, step = c.take("mlp_only_layers", [], list), c.take("decoder_sparse_step", 1)
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+
+
+def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
+    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k = rms_norm(step, q, "q_norm", c.eps), rms_norm(step, k, "k_norm", c.eps)
+    q, k = rope(step, q, tables), rope(step, k, tables)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    return linear(step, out, "o_proj", c.hidden, c.attention_bias)
+
+
+def mlp(step: Step, c: Config, x: Value) -> Value:
+    gate = activation(linear(step, x, "gate_proj", c.intermediate), c.hidden_act)
+    up = linear(step, x, "up_proj", c.intermediate)
+    return linear(step, multiply(gate, up), "down_proj", c.hidden)
+
+
+def sparse_moe_block(step: Step, c: Config, x: Value) -> Value:
+    routing = route(linear(step, x, "gate", c.experts), c.experts_per_token, c.norm_topk_prob)
+    with scope("experts"):
+        return experts(step, x, routing, c.experts, c.moe_intermediate, c.hidden_act)
+
+
+def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    h = rms_norm(step, x, "input_layernorm", c.eps)
+    with scope("self_attn"):
+        x = add(x, self_attention(step, c, layer, h, tables))
+    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
+    with scope("mlp"):
+        return add(x, sparse_moe_block(step, c, h) if c.sparse[layer] else mlp(step, c, h))
+
+
+def forward(step: Step, c: Config) -> Value:
+    """Logits [1, vocab] of the step's last real token."""
+    tables = rotary_tables(step, c.rotary)
+    with scope("model"):
+        x = embedding(step, "embed_tokens", c.vocab, c.hidden)
+        for layer in range(c.layers):
+            with scope(f"layers.{layer}"):
+                x = block(step, c, layer, x, tables)
+        x = rms_norm(step, last_token(step, x), "norm", c.eps)
+    if c.tied:
+        return project(x, step.weight("model.embed_tokens.weight", (c.vocab, c.hidden)))
+    return linear(step, x, "lm_head", c.vocab)
