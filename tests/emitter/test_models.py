@@ -1,0 +1,170 @@
+"""Every family against HF transformers on small random models: the same logits, the same greedy tokens.
+
+Logits are compared after every prefix of a random prompt that is longer than every window, so that each stands for a
+prompt of its length; then greedy tokens are generated past the window, with HF's cache and with ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from emitter.models import FAMILIES, build
+from emitter.types import EmitError
+from reference import hf, tiny
+from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, pair, prompt
+
+# Sizes that divide nothing, one KV head, the other choice of a tied head.
+ODD = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 70, "vocab_size": 131}
+ODD_TIED = {**ODD, "tie_word_embeddings": True}
+ODD_UNTIED = {**ODD, "tie_word_embeddings": False}
+WIDE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 20}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1 + 0.2 * i for i in range(8)], "long_factor": [3.0] * 8}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
+
+# family: what differs from reference.tiny's model of it, one model each.
+SHAPES: dict[str, list[dict]] = {
+    "llama": [
+        {**BIASED, "tie_word_embeddings": True},
+        {**ODD_UNTIED, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
+        {**WIDE_HEADS, "rope_parameters": YARN},
+    ],
+    "mistral": [{}, {**ODD_TIED, "sliding_window": None}, {**WIDE_HEADS, "sliding_window": 2}],
+    "qwen2": [
+        {"max_window_layers": 2, **WINDOWED},
+        {**ODD_TIED, "sliding_window": 8},
+        {**ODD_UNTIED, **WINDOWED, "max_window_layers": 0, "hidden_act": "gelu"},
+    ],
+    "qwen3": [
+        {"max_window_layers": 1, **WINDOWED},
+        {**ODD_TIED, "head_dim": 10, "attention_bias": True},
+        {**WIDE_HEADS, "layer_types": ["full_attention", "sliding_attention", "full_attention"], **WINDOWED},
+    ],
+    "gemma2": [
+        {},
+        {**ODD_UNTIED, "head_dim": 16, "attention_bias": True, "attn_logit_softcapping": None},
+        {**WIDE_HEADS, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]},
+    ],
+    "gemma3_text": [
+        {},
+        {**ODD_UNTIED, "head_dim": 16, "attention_bias": True, "final_logit_softcapping": 7.0},
+        {
+            **WIDE_HEADS,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ],
+    "phi3": [
+        {"sliding_window": 24},
+        {**ODD_TIED, "partial_rotary_factor": 0.25},
+        {
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": CONTEXT,
+            "rope_parameters": LONGROPE,
+        },
+    ],
+    "olmo2": [{}, {**ODD_TIED, "attention_bias": True}, {"num_key_value_heads": 4, "rope_parameters": YARN}],
+    "smollm3": [
+        BIASED,
+        {**ODD_UNTIED, **WINDOWED},
+        {"no_rope_layers": None, "no_rope_layer_interval": 2, "num_hidden_layers": 4, "sliding_window": 24},
+    ],
+    "granite": [{}, {**ODD_TIED, **BIASED, "embedding_multiplier": 12.0}, {"logits_scaling": 0.25}],
+    "stablelm": [
+        {"use_qkv_bias": True},
+        {**ODD_TIED, "partial_rotary_factor": 0.5, "use_parallel_residual": True},
+        {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 1.0},
+    ],
+    "starcoder2": [{}, {**ODD_UNTIED, "use_bias": False, "sliding_window": None}, {"num_key_value_heads": 4}],
+    "mixtral": [{}, {**ODD_TIED, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 24}, WIDE_HEADS],
+    "qwen3_moe": [
+        {"norm_topk_prob": True},
+        {**ODD_TIED, "head_dim": 10, "num_experts": 9, "num_experts_per_tok": 4, "attention_bias": True},
+        {"mlp_only_layers": [0], "decoder_sparse_step": 2, "num_hidden_layers": 4, **WINDOWED, "num_experts_per_tok": 1},
+    ],
+}
+CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]
+# Prompts of these lengths also go in chunks: around the borders of both widths, and past the window.
+CHUNKED = (1, 3, 4, 5, 15, 16, 17, 23, 24, 25, 33, LENGTH)
+
+
+def test_every_family_is_held_to_hf():
+    assert set(SHAPES) == set(FAMILIES) == set(tiny.FAMILIES)
+
+
+@dataclass
+class Case:
+    """A model of HF, ours, a prompt, and HF's logits [LENGTH, vocab] and ours after each of its tokens."""
+
+    oracle: object
+    ours: Model
+    tokens: list[int]
+    expected: np.ndarray
+    stepped: list[np.ndarray]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request, tmp_path_factory):
+    family, index = request.param
+    models = pair(family, tmp_path_factory.mktemp(family), seed=index, **SHAPES[family][index])
+    tokens = prompt(models.checkpoint.config["vocab_size"])
+    ours = models.ours()
+    return Case(models.oracle, ours, tokens, hf.logits(models.oracle, tokens), [ours.step(token)[1] for token in tokens])
+
+
+def test_logits_are_those_of_hf_after_every_token(case, record_property):
+    agreement = Agreement()
+    for logits, expected in zip(case.stepped, case.expected, strict=True):
+        agreement.add(logits, expected)
+    record_property("largest_error", agreement.error)
+    record_property("smallest_margin", agreement.margin)
+    agreement.check()
+
+
+def test_a_prompt_may_be_cut_anywhere(case):
+    """In padded chunks of either width, and in chunks of both with a single token between."""
+    agreement = Agreement()
+    for i, length in enumerate(CHUNKED):
+        case.ours.reset()
+        agreement.add(case.ours.prefill(case.tokens[:length], WIDTHS[i % 2])[1], case.expected[length - 1])
+    case.ours.reset()
+    case.ours.prefill(case.tokens[:7], WIDTHS[0])
+    case.ours.prefill(case.tokens[7:28], WIDTHS[1])
+    case.ours.step(case.tokens[28])
+    agreement.add(case.ours.prefill(case.tokens[29:], WIDTHS[1])[1], case.expected[-1])
+    agreement.check()
+
+
+@pytest.mark.parametrize("length", [1, 18])
+def test_greedy_tokens_are_those_of_hf(case, length):
+    """Past the window, each with its own cache."""
+    greedy = hf.greedy(case.oracle, case.tokens[:length], 12)
+    case.ours.reset()
+    found = [case.ours.prefill(case.tokens[:length], WIDTHS[1])[0]]
+    while len(found) < len(greedy.tokens):
+        found.append(case.ours.step(found[-1])[0])
+    assert found == greedy.tokens
+
+
+def test_the_last_position_of_a_context_is_usable(case):
+    tokens = prompt(len(case.expected[0]), CONTEXT, seed=13)
+    case.ours.reset()
+    _, logits = case.ours.prefill(tokens, WIDTHS[1])
+    agreement = Agreement()
+    agreement.add(logits, hf.logits(case.oracle, tokens)[-1])
+    agreement.check()
+
+
+def test_a_type_without_a_family_is_refused_with_those_there_are():
+    with pytest.raises(EmitError, match="'bloom' is not supported; supported are gemma2, .*llama, .*starcoder2"):
+        build({"model_type": "bloom"}, lambda name: "f32", 8, ())

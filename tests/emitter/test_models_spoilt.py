@@ -1,0 +1,173 @@
+"""The tiny models notice: each detail of a family, left out or changed in its graph, moves the logits far from HF's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from emitter import ops
+from emitter.ir import Op
+from emitter.layers import ModelModule
+from emitter.lowering import portable
+from emitter.models import FAMILIES
+from reference import hf
+from tests.emitter.family_harness import LENGTH, TOLERANCE, Model, Pair, pair, prompt
+from tests.emitter.test_models import SHAPES
+
+# A detail that is lost must stand out from rounding by this much, or the tiny models would not hold a family to it.
+FAR = 20 * TOLERANCE
+# An epsilon that matters, under the name that the family has for it.
+EPSILON, EPSILON_KEYS = 1.0, {"stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+
+Spoil = Callable[[Op], None]
+
+
+def leave_out(op: Op, operand: int = 0) -> None:
+    """The operation gives its operand back."""
+    op.kind, op.operands, op.attrs = "reshape", (op.operands[operand],), {}
+
+
+def with_attrs(**changes) -> Spoil:
+    return lambda op: op.attrs.update(changes)
+
+
+def negate_table(op: Op) -> None:
+    table = op.attrs["weight"]
+    op.attrs["weight"] = replace(table, values=lambda: -table.values())
+
+
+def without_transform(op: Op) -> None:
+    op.attrs["weight"] = replace(op.attrs["weight"], transform=None)
+
+
+def swap(op: Op, i: int, j: int) -> None:
+    operands = list(op.operands)
+    operands[i], operands[j] = operands[j], operands[i]
+    op.operands = tuple(operands)
+
+
+def without_bias(op: Op) -> None:
+    op.operands = op.operands[:2]
+
+
+def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
+    """What can be wrong with one operation of the graph, by name."""
+    attrs = op.attrs
+    if op.kind == "add":
+        yield "the stream of a residual dropped", lambda op: leave_out(op, 1)
+        yield "a block dropped from its residual", leave_out
+    elif op.kind == "attention":
+        yield "attention scale doubled", with_attrs(scale=2 * attrs["scale"])
+        if attrs["window"] is not None:
+            yield "window one longer", with_attrs(window=attrs["window"] + 1)
+            yield "window one shorter", with_attrs(window=attrs["window"] - 1)
+            yield "window forgotten", with_attrs(window=None)
+        if attrs["softcap"] is not None:
+            yield "soft cap of attention forgotten", with_attrs(softcap=None)
+    elif op.kind == "rope":
+        yield "rotary embedding left out", leave_out
+        yield "cos and sin swapped", lambda op: swap(op, 1, 2)
+    elif op.kind in ("rms_norm", "layer_norm", "head_norms"):
+        yield "norm left out", leave_out
+        yield "epsilon forgotten", with_attrs(eps=0.0)
+        if len(op.operands) > 2:
+            yield "bias of a norm left out", without_bias
+    elif op.kind == "linear" and len(op.operands) > 2:
+        yield "bias left out", without_bias
+    elif op.kind == "activation":
+        yield "another activation", with_attrs(function="relu" if attrs["function"] == "silu" else "silu")
+    elif op.kind == "weight":
+        if attrs["weight"].name.endswith("sin"):
+            yield "rotary halves swapped", negate_table
+        if attrs["weight"].transform is not None:
+            yield "transform of a weight forgotten", without_transform
+    elif op.kind in ("multiply", "divide") and op.operands[1] in constants:
+        yield "constant factor left out", leave_out
+    elif op.kind == "tanh":
+        yield "tanh left out", leave_out
+    elif op.kind == "route":
+        yield "weights of experts normalised the other way", with_attrs(normalised=not attrs["normalised"])
+    elif op.kind == "experts":
+        yield "gate and up swapped", lambda op: swap(op, 3, 4)
+
+
+def ways(module: ModelModule) -> dict[str, list[Callable[[ModelModule], None]]]:
+    """What can be wrong, by name, and the places where it can be: the middle layer first."""
+    places: dict[str, list[tuple[str, int]]] = {}
+    for i, op in enumerate(_ops(module)):
+        for name, _ in spoilt_ways(op, _constants(module)):
+            places.setdefault(f"{name} ({_role(op)})", []).append((name, i))
+
+    def spoil(name: str, place: int) -> Callable[[ModelModule], None]:
+        return lambda module: dict(spoilt_ways(_ops(module)[place], _constants(module)))[name](_ops(module)[place])
+
+    return {
+        name: [spoil(*found[i]) for i in dict.fromkeys((len(found) // 2, 0, len(found) - 1))]
+        for name, found in places.items()
+    }
+
+
+def _ops(module: ModelModule) -> list[Op]:
+    return module.functions[f"prefill_{LENGTH}"].ops
+
+
+def _constants(module: ModelModule) -> set:
+    return {value for op in _ops(module) if op.kind == "constant" for value in op.results}
+
+
+def _role(op: Op) -> str:
+    """The module path without the layer's number: where in a block an operation stands."""
+    return ".".join(part for part in op.path.split(".") if not part.isdigit())
+
+
+def last_logits(models: Pair, module: ModelModule) -> np.ndarray:
+    # Not verified: the verifier would notice some of what is left out by the weights that nothing reads then.
+    model = Model(models.checkpoint, portable.lower(module))
+    return model.prefill(prompt(models.checkpoint.config["vocab_size"]), LENGTH)[1]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def spoilable(request, tmp_path_factory):
+    family = request.param
+    config = {**SHAPES[family][0], EPSILON_KEYS.get(family, "rms_norm_eps"): EPSILON}
+    models = pair(family, tmp_path_factory.mktemp(family), **config)
+    expected = hf.logits(models.oracle, prompt(models.checkpoint.config["vocab_size"]))[-1]
+    return models, expected
+
+
+def test_the_unspoilt_model_is_hf_s(spoilable):
+    models, expected = spoilable
+    assert distance(last_logits(models, models.prefill()), expected) < TOLERANCE
+
+
+def test_every_detail_matters(spoilable):
+    models, expected = spoilable
+    unnoticed = {}
+    for name, changes in ways(models.prefill()).items():
+        errors = []
+        # A detail may be without effect in one layer: a bias of k adds nothing to a softmax without rotary embedding.
+        while changes and not any(error > FAR for error in errors):
+            module = models.prefill()
+            changes.pop(0)(module)
+            errors.append(distance(last_logits(models, module), expected))
+        if max(errors) <= FAR:
+            unnoticed[name] = errors
+    assert not unnoticed
+
+
+def test_a_mask_shifted_by_one_is_noticed(spoilable, monkeypatch):
+    models, expected = spoilable
+    seen = portable._seen
+    monkeypatch.setattr(
+        portable, "_seen", lambda start, *rest: seen(ops.add(start, ops.constant(1, start.dtype, ())), *rest)
+    )
+    assert distance(last_logits(models, models.prefill()), expected) > FAR
+
+
+def distance(logits: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference as a share of the largest logit; infinite where a logit is not a number."""
+    difference = float(np.abs(logits - expected).max()) / float(np.abs(expected).max())
+    return difference if np.isfinite(difference) else float("inf")
