@@ -7,7 +7,9 @@ groups, which minima and offsets need, stand beside it. Both are made once per w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -31,26 +33,30 @@ MOST_WORKGROUPS = 64
 class GemvTiles:
     """What a search may vary; results change by rounding only.
 
-    chains: sums a row is split into, to hide the latency of fma. ahead: bytes that weights are asked for in advance.
-    unroll: records of a float codec in one iteration.
+    together: blocks of 16 rows side by side, which share every load of x, 1 or 2. chains: sums a row is split into, to
+    hide the latency of fma. ahead: bytes of a block that are asked for in advance. unroll: records of a float codec in
+    one iteration.
     """
 
     workgroups: int
-    chains: int
-    ahead: int
-    unroll: int = 8
+    together: int = 2
+    chains: int = 2
+    ahead: int = 5 << 10
+    unroll: int = 4
 
     @property
     def name(self) -> str:
-        return f"w{self.workgroups}c{self.chains}a{self.ahead}u{self.unroll}"
+        return f"w{self.workgroups}b{self.together}c{self.chains}a{self.ahead}u{self.unroll}"
 
 
 def default_tiles(codec_name: str, out_features: int, in_features: int, isa: Isa, blocks: int = 1) -> GemvTiles:
     """Tiles that measured well; `blocks` is `Epilogue.blocks`."""
     shape = packed_shape(codec_name, blocks * out_features, in_features)
     nbytes = shape[0] * shape[1] * shape[2]
-    workgroups = max(1, min(MOST_WORKGROUPS, nbytes // WORKGROUP_BYTES, -(-out_features // LANES)))
-    return GemvTiles(workgroups, chains=8 if isa.lanes == LANES else 2, ahead=5 << 10)
+    workgroups = max(1, min(MOST_WORKGROUPS, nbytes // WORKGROUP_BYTES, -(-shape[0] // 2)))
+    # The groups of 16 of q6_k are too short to gain from sharing x.
+    together = 1 if codec_of(codec_name).bits == 6 else 2
+    return GemvTiles(workgroups, together, chains=4 if isa.lanes == LANES else 2)
 
 
 def gemv(
@@ -132,7 +138,9 @@ class _Gemv:
         self.blocks, self.count, self.size = shape
         self.records = Records(b, codec, isa, given.weight)
         self.layout = self.records.layout
-        self.vectors = self.records.vectors
+        self.together = min(tiles.together, self.blocks)
+        self.set = max(self.together, epilogue.blocks)  # of blocks that give results together
+        self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
         self.ahead = -(-tiles.ahead // self.size)
         self.needs_sums = bool(codec.offset or codec.minimum)
 
@@ -148,36 +156,41 @@ class _Gemv:
         if self.rms_eps is not None:
             inverse = inverse_rms(b, self._read_x, self.in_features, self.rms_eps, self.lanes)
             self.inverse = inverse
-        results = self.blocks // self.epilogue.blocks
+        sets = -(-self.blocks // self.set)
         workgroup = b.workgroup()
-        low = b.div(b.mul(workgroup, results), tiles.workgroups)
-        high = b.div(b.mul(b.add(workgroup, 1), results), tiles.workgroups)
-        most = -(-results // tiles.workgroups) * self.epilogue.blocks
-        partial = b.stack(most, LANES) if chunks > 1 else None
+        low = b.div(b.mul(workgroup, sets), tiles.workgroups)
+        high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
+        most = -(-sets // tiles.workgroups)
+        parts = b.stack(most * self.set, LANES) if chunks > 1 else None
         for first in range(0, self.count, chunk):
             last = min(first + chunk, self.count)
             self._fill(first * elements, last * elements)
             with b.loop(low, high) as row:
-                products = []
-                for i in range(self.epilogue.blocks):
-                    block = b.add(b.mul(row.index, self.epilogue.blocks), i)
-                    slot = b.add(b.mul(b.sub(row.index, low), self.epilogue.blocks), i)
-                    totals = self._start(partial, slot, first == 0)
-                    totals = self._block(block, first, last, totals)
+                blocks, products = self._blocks(row.index), []
+                for at in range(0, self.set, self.together):
+                    slot = b.add(b.mul(b.sub(row.index, low), self.set), at)
+                    totals = self._start(parts, slot, first == 0)
+                    totals = self._products(blocks[at : at + self.together], first, last, totals)
                     if last < self.count:
-                        for v, total in enumerate(totals):
-                            b.vstore(total, partial, slot, v * self.lanes)
-                    products.append(totals)
+                        for (i, v), total in zip(self.sides, totals, strict=True):
+                            b.vstore(total, parts, b.add(slot, i), v * self.lanes)
+                    products += totals
                 if last == self.count:
-                    self._finish(row.index, products)
+                    self._finish(blocks, products)
+
+    def _blocks(self, row: Index) -> list[Index]:
+        """Set `row` of blocks; where the last set is short its last block is taken again."""
+        b = self.b
+        blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
+        return [b.min(block, self.blocks - 1) for block in blocks] if self.blocks % self.set else blocks
 
     def _read_x(self, k: Index, width: int) -> Value:
         return self.b.vload(self.given.x, width, 0, k)
 
-    def _start(self, partial: Value | None, slot: Index, first: bool) -> list[Value]:
+    def _start(self, parts: Value | None, slot: Index, first: bool) -> list[Value]:
         if first:
-            return [self.b.splat(0.0, self.lanes)] * self.vectors
-        return [self.b.vload(partial, self.lanes, slot, v * self.lanes) for v in range(self.vectors)]
+            return [self.b.splat(0.0, self.lanes)] * len(self.sides)
+        return [self.b.vload(parts, self.lanes, self.b.add(slot, i), v * self.lanes) for i, v in self.sides]
 
     def _prepared(self, k: Index, width: int) -> Value:
         """x[k], x[k + 1], ... after the norm."""
@@ -218,71 +231,87 @@ class _Gemv:
                 total = b.extract(lane_sums(b, parts), 0)
                 b.store(b.mulf(total, b.f32(sign)), self.sums, g.index)
 
-    def _block(self, block: Index, first: int, last: int, totals: list[Value]) -> list[Value]:
-        """totals + the products of one block's records from `first` to `last`."""
+    def _products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
+        """totals + the products of the blocks' records from `first` to `last`, one vector for each of `sides`."""
         if not self.codec.quantised:
-            return self._float_block(block, first, last, totals)
+            return self._float_products(blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
             place = self.b.sub(record.index, first)
             add = self._group_record if self.layout.groups == 1 else self._super_record
-            record.give(*add(block, record.index, place, record.values))
+            record.give(*add(blocks, record.index, place, record.values))
         return record.results
 
-    def _group_record(self, block: Index, record: Index, place: Index, totals: list[Value]) -> list[Value]:
+    def _prefetches(self, blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
+        """One for each cache line of what will be read `ahead` records later, in the next set of blocks if need be."""
+        b = self.b
+        then = b.add(record, self.ahead)
+        skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
+        lines = range(0, nbytes, CACHE_LINE)
+        return [
+            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
+            for line in lines
+            for block in blocks
+        ]
+
+    def _group_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Value]) -> list[Value]:
         """A record of one group: total + d * sum(x code) + m * sum(x)."""
         b, records = self.b, self.records
-        self.records.prefetch(block, b.add(record, self.ahead), 0, -(-self.size // CACHE_LINE))
-        products = self._group(block, record, 0, place)
+        products = self._group(blocks, record, 0, place, self._prefetches(blocks, record, 0, self.size))
         done = []
-        for v, total in enumerate(totals):
-            total = b.fma(products[v], records.d(block, record, v), total)
+        for (i, v), product, total in zip(self.sides, products, totals, strict=True):
+            total = b.fma(product, records.d(blocks[i], record, v), total)
             if self.codec.minimum:
-                total = b.fma(records.m(block, record, v), self._sum(place), total)
+                total = b.fma(records.m(blocks[i], record, v), self._sum(place), total)
             done.append(total)
         return done
 
-    def _super_record(self, block: Index, record: Index, place: Index, totals: list[Value]) -> list[Value]:
+    def _super_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Value]) -> list[Value]:
         """A record of many groups: total + d * sum over groups(scale * sum(x code)) + m * sum(minimum * sum(x))."""
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
-        zeros = [b.splat(0.0, self.lanes)] * self.vectors
+        zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
         with b.loop(0, groups, carry=zeros * (1 + minima)) as g:
-            offset = records.codes_at(g.index)
-            records.prefetch(block, b.add(record, self.ahead), offset, -(-self.layout.group_bytes // CACHE_LINE))
+            soon = self._prefetches(blocks, record, records.codes_at(g.index), self.layout.group_bytes)
             at = b.add(b.mul(place, groups), g.index)
-            products = self._group(block, record, g.index, at)
-            given = []
-            for v in range(self.vectors):
-                given.append(b.fma(products[v], records.group_scale(block, record, g.index, v), g.values[v]))
-            for v in range(self.vectors if minima else 0):
-                minimum = records.group_minimum(block, record, g.index, v)
-                given.append(b.fma(minimum, self._sum(at), g.values[self.vectors + v]))
-            g.give(*given)
+            products = self._group(blocks, record, g.index, at, soon)
+            sums, lows = list(g.values[: len(self.sides)]), list(g.values[len(self.sides) :])
+            for n, (i, v) in enumerate(self.sides):
+                sums[n] = b.fma(products[n], records.group_scale(blocks[i], record, g.index, v), sums[n])
+                if minima:
+                    lows[n] = b.fma(records.group_minimum(blocks[i], record, g.index, v), self._sum(at), lows[n])
+            g.give(*sums, *lows)
         done = []
-        for v, total in enumerate(totals):
-            total = b.fma(g.results[v], records.d(block, record, v), total)
+        for n, (i, v) in enumerate(self.sides):
+            total = b.fma(g.results[n], records.d(blocks[i], record, v), totals[n])
             if minima:
-                total = b.fma(g.results[self.vectors + v], records.m(block, record, v), total)
+                total = b.fma(g.results[len(self.sides) + n], records.m(blocks[i], record, v), total)
             done.append(total)
         return done
 
     def _sum(self, group: Index) -> Value:
         return self.b.broadcast(self.b.load(self.sums, group), self.lanes)
 
-    def _group(self, block: Index, record: Index, group: Index, place: Index) -> list[Value]:
-        """sum over a group of x * code, one vector for 16 rows each; `place` is the group's number in the chunk."""
+    def _group(
+        self, blocks: list[Index], record: Index, group: Index, place: Index, soon: list[Callable[[], None]]
+    ) -> list[Value]:
+        """sum over a group of x * code, a vector for each of `sides`; `place` is the group's number in the chunk.
+
+        `soon` are prefetches, spread over the group because one burst of them stalls.
+        """
         b, chains = self.b, self.tiles.chains
-        codes = self.records.group_codes(block, record, group)
+        codes = [self.records.group_codes(block, record, group) for block in blocks]
         start = b.mul(place, self.codec.group)
-        offset = self._sum(place) if self.codec.minimum == 0 and self.needs_sums else None
-        sums: list[list[Value | None]] = [[offset] + [None] * (chains - 1) for _ in range(self.vectors)]
+        offset = self._sum(place) if self.codec.offset else None
+        sums: list[list[Value | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
         for k in range(self.codec.group):
+            if k % 8 == 0:
+                for prefetch in _share(soon, k // 8, self.codec.group // 8):
+                    prefetch()
             x = b.broadcast(b.load(self.x, b.add(start, k)), self.lanes)
-            for v in range(self.vectors):
-                code, chain = codes.code(k, v), k % chains
-                so_far = sums[v][chain]
-                sums[v][chain] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
-        return [self._total(chains_of_v) for chains_of_v in sums]
+            for n, (i, v) in enumerate(self.sides):
+                code, so_far = codes[i].code(k, v), sums[n][k % chains]
+                sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
+        return [self._total(parts) for parts in sums]
 
     def _total(self, parts: list[Value | None]) -> Value:
         parts = [part for part in parts if part is not None]
@@ -290,35 +319,46 @@ class _Gemv:
             parts = [self.b.addf(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
         return parts[0]
 
-    def _float_block(self, block: Index, first: int, last: int, totals: list[Value]) -> list[Value]:
+    def _float_products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
         b, chains, unroll, elements = self.b, self.tiles.chains, self.tiles.unroll, self.layout.elements
-        zeros = [b.splat(0.0, self.lanes)] * self.vectors
+        zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
 
-        def add(record: Index, sums: list[Value], chain: int) -> None:
-            for v in range(self.vectors):
-                for i, weight in enumerate(self.records.elements(block, record, v)):
-                    k = b.add(b.mul(b.sub(record, first), elements), i)
-                    x = b.broadcast(b.load(self.x, k), self.lanes)
-                    slot = (chain * elements + i) % chains * self.vectors + v
-                    sums[slot] = b.fma(weight, x, sums[slot])
+        def add(record: Index, sums: list[Value], number: int) -> None:
+            weights = [self.records.elements(blocks[i], record, v) for i, v in self.sides]
+            for e in range(elements):
+                x = b.broadcast(b.load(self.x, b.add(b.mul(b.sub(record, first), elements), e)), self.lanes)
+                chain = (number * elements + e) % chains * len(self.sides)
+                for n, weight in enumerate(weights):
+                    sums[chain + n] = b.fma(weight[e], x, sums[chain + n])
 
         whole = (last - first) // unroll * unroll
         with b.loop(first, first + whole, unroll, carry=totals + zeros * (chains - 1)) as loop:
-            self.records.prefetch(block, b.add(loop.index, self.ahead), 0, -(-self.size * unroll // CACHE_LINE))
+            soon = self._prefetches(blocks, loop.index, 0, self.size * unroll)
             sums = list(loop.values)
             for i in range(unroll):
+                for prefetch in _share(soon, i, unroll):
+                    prefetch()
                 add(b.add(loop.index, i), sums, i)
             loop.give(*sums)
         sums = list(loop.results)
         for i, record in enumerate(range(first + whole, last)):
             add(record, sums, i)
-        return [self._total(sums[v :: self.vectors]) for v in range(self.vectors)]
+        return [self._total(sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
-    def _finish(self, row: Index, products: list[list[Value]]) -> None:
-        """Store the 16 results of block `row`, of which the last may have fewer."""
+    def _finish(self, blocks: list[Index], totals: list[Value]) -> None:
+        """Store the results of a set of blocks."""
+        vectors = self.records.vectors
+        products = [totals[i : i + vectors] for i in range(0, len(totals), vectors)]
+        if self.epilogue.glu:
+            self._store(self.b.div(blocks[0], 2), self.epilogue.combine(self.b, products))
+            return
+        for block, product in zip(blocks, products, strict=True):
+            self._store(block, product)
+
+    def _store(self, block: Index, results: list[Value]) -> None:
+        """Store 16 results from 16 * block on, of which the last block may have fewer."""
         b, given = self.b, self.given
-        results = self.epilogue.combine(b, products)
-        column = b.mul(row, LANES)
+        column = b.mul(block, LANES)
         ragged = self.out_features % LANES
 
         def store_whole() -> None:
@@ -335,8 +375,13 @@ class _Gemv:
         if not ragged:
             store_whole()
             return
-        end = self.blocks // self.epilogue.blocks - 1
-        with b.when(b.less(row, end)):
+        end = self.out_features // LANES
+        with b.when(b.less(block, end)):
             store_whole()
-        with b.when(b.equal(row, end)):
+        with b.when(b.equal(block, end)):
             store_ragged()
+
+
+def _share(items: list, i: int, parts: int) -> list:
+    """Part i of `parts` equal ones."""
+    return items[len(items) * i // parts : len(items) * (i + 1) // parts]

@@ -50,13 +50,10 @@ class Records:
     def _f16(self, at: tuple[Index, Index, Index], v: int) -> Value:
         return self._widened("extf", self._rows(at, v, "f16", 16), "f32")
 
-    def prefetch(self, block: Index, record: Index, offset: Index, count: int) -> None:
-        """Ask for `count` cache lines from that byte on; it may stand past the end of the weight."""
-        b = self.b
-        for line in range(count):
-            at = b.add(offset, line * CACHE_LINE)
-            place = f"{self.weight}[{b.index(block)}, {b.index(record)}, {b.index(at)}]"
-            b.do(f"memref.prefetch {place}, read, locality<3>, data : {self.weight.type}")
+    def prefetch(self, block: Index, record: Index, offset: Index) -> None:
+        """Ask for the cache line of that byte, which may stand past the end of the weight."""
+        place = ", ".join(self.b.index(i) for i in (block, record, offset))
+        self.b.do(f"memref.prefetch {self.weight}[{place}], read, locality<3>, data : {self.weight.type}")
 
     def d(self, block: Index, record: Index, v: int) -> Value:
         return self._f16((block, record, self.layout.d), v)
