@@ -91,7 +91,9 @@ class ModelModule(Module):
 class Step:
     """One pass over T tokens at positions start .. start + T - 1, of which `length` are real (None: all).
 
-    k and v are the caches `[layers, context, kv_heads, head_dim]`; attention replaces them as it appends.
+    k and v are the caches `[layers, context, kv_heads, head_dim]`; attention replaces them as it appends. A batch is T
+    tokens of as many sequences, `start` [T] their positions, and the caches hold the layers of one sequence after
+    another: `[T * layers, context, kv_heads, head_dim]`. `every`: logits are wanted at each position.
     """
 
     module: ModelModule
@@ -100,10 +102,15 @@ class Step:
     length: Value | None
     k: Value
     v: Value
+    every: bool = False
 
     @property
     def context(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def batched(self) -> bool:
+        return self.start.type.rank == 1
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
         """The checkpoint tensor `<module path>.<name>`; `codec` overrides the stored one."""
@@ -242,6 +249,8 @@ def attention(
     arXiv:2408.00118). Returns [T, heads * head_dim].
     """
     layers, _, kv_heads, head_dim = step.k.shape
+    if step.batched:
+        layers //= q.shape[0]
     ok = q.type.rank == 3 and k.type == v.type and k.shape == (q.shape[0], kv_heads, head_dim)
     if not ok or q.shape[2] != head_dim or q.shape[1] % kv_heads or not 0 <= layer < layers:
         raise fail("attention", f"operands do not fit the cache {step.k.type} at layer {layer}", (q, k, v))
@@ -309,8 +318,17 @@ def softcapped(x: Value, cap: float | None) -> Value:
 
 
 def last_token(step: Step, x: Value) -> Value:
-    """The row of the last real token: [T, features] to [1, features]."""
+    """The rows whose logits are wanted: that of the last real token, or all of a batch or where `every` is set."""
+    if step.batched or step.every:
+        return x
     if step.length is None:
         return ops.slice_(x, (x.shape[0] - 1, 0), x.shape) if x.shape[0] > 1 else x
     last = ops.subtract(step.length, ops.constant(1, I32, ()))
     return ops.dynamic_slice(x, (last, ops.constant(0, I32, ())), (1, x.shape[1]))
+
+
+def argmax(logits: Value) -> Value:
+    """Index of the largest logit, the lowest of equals: [vocab] to a scalar i32, [T, vocab] to [T]."""
+    if logits.type.rank not in (1, 2) or logits.dtype is not F32:
+        raise fail("argmax_rows", "needs logits [vocab] or [T, vocab]", (logits,))
+    return append("argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

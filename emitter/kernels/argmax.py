@@ -11,17 +11,14 @@ from emitter.kernels.vector_math import lane_max
 from emitter.types import F32, I32, TensorType
 
 
-def argmax(vocab: int, *, isa: Isa, rank: int = 1, block: int = 512) -> Kernel:
-    """logits [vocab], or [1, vocab] with rank 2 -> i32, the lowest index of the largest, as HF's greedy search has it.
+def argmax(vocab: int, *, isa: Isa, rows: int | None = None, block: int = 512) -> Kernel:
+    """logits [vocab] -> i32, or [rows, vocab] -> i32 [rows]: the lowest index of the largest, as HF's greedy search has it.
 
     NaN is never chosen; where nothing is larger than -inf, the result is 0. Blocks of `block` logits are compared by their
     maximum alone; the index is looked for once, in the first block that has the largest.
     """
-    if rank not in (1, 2):
-        raise ValueError(f"argmax takes logits of rank 1 or 2, got {rank}")
-    shape = (vocab,) if rank == 1 else (1, vocab)
-    lead = () if rank == 1 else (0,)
-    operands, results = (TensorType(shape, F32),), (TensorType((), I32),)
+    shape = (vocab,) if rows is None else (rows, vocab)
+    operands, results = (TensorType(shape, F32),), (TensorType(shape[:-1], I32),)
     name = f"argmax_{'x'.join(map(str, shape))}_{isa.name}_b{block}"
     if block % (8 * isa.lanes):
         raise ValueError(f"argmax takes blocks of a multiple of {8 * isa.lanes} logits on {isa.name}, got {block}")
@@ -29,6 +26,7 @@ def argmax(vocab: int, *, isa: Isa, rank: int = 1, block: int = 512) -> Kernel:
 
     def write(b: Body, logits: Value, out: Value) -> None:
         least = b.f32(float("-inf"))
+        lead = () if rows is None else (b.workgroup(),)
 
         def block_max(low: Index, high: Index, width: int, ways: int) -> Value:
             with b.loop(low, high, ways * width, carry=[b.splat(float("-inf"), width)] * ways) as loop:
@@ -57,19 +55,18 @@ def argmax(vocab: int, *, isa: Isa, rank: int = 1, block: int = 512) -> Kernel:
             equal = b.compare("oeq", b.load(logits, *lead, at), best)
             loop.give(b.select(equal, at, loop.values[0]))
         found = b.compare("ogt", best, least)
-        b.store(b.to_i32(b.select(found, loop.results[0], b.index(0))), out)
+        b.store(b.to_i32(b.select(found, loop.results[0], b.index(0))), out, *lead)
 
     def reference(logits: np.ndarray) -> tuple[np.ndarray]:
-        flat = np.where(np.isnan(logits), -np.inf, logits).reshape(-1)
-        return (np.array(np.argmax(flat), np.int32),)
+        return (np.array(np.argmax(np.where(np.isnan(logits), -np.inf, logits), -1), np.int32),)
 
     return Kernel(
         name=name,
         operands=operands,
         results=results,
         tied=(None,),
-        text=executable(name, operands, results, (None,), 1, write),
+        text=executable(name, operands, results, (None,), rows or 1, write),
         reference=reference,
-        flops=vocab,
-        bytes=4 * vocab,
+        flops=(rows or 1) * vocab,
+        bytes=4 * (rows or 1) * vocab,
     )

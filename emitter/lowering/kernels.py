@@ -18,6 +18,7 @@ from emitter.lowering import portable
 from emitter.lowering.fusion import Heads, Linear, plan
 from emitter.lowering.projection import NORM_LIMIT, embed, project
 from emitter.lowering.rewrite import Rule, rewrite
+from emitter.types import I32
 
 
 def lower(module: ModelModule, isa: Isa) -> Module:
@@ -44,7 +45,7 @@ class _Lowering:
             "rms_norm": self.rms_norm,
             "layer_norm": self.layer_norm,
             "attention": self.attention,
-            "argmax": self.argmax,
+            "argmax_rows": self.argmax,
         }
 
     def rule(self, op: Op) -> Rule | None:
@@ -118,18 +119,23 @@ class _Lowering:
         qkv = rows[0] if len(rows) == 1 else ops.concatenate(rows, 1)
         options = [self.mapped[v].value() for v in (*(heads.tables or ()), *(heads.norms or ()))]
         layer = (op.attrs["layer"],)
+        if start.type.rank == 1:
+            kernel = attention_decode(layers // tokens, context, *shape, isa=self.isa, batch=tokens, **prepared, **scores)
+            return ops.kernel_call(kernel, (qkv, *options, start, k_cache, v_cache), layer)
         if tokens == 1:
             kernel = attention_decode(layers, context, *shape, isa=self.isa, **prepared, **scores)
             return ops.kernel_call(kernel, (qkv, *options, start, k_cache, v_cache), layer)
+        if length is None:
+            length = ops.constant(tokens, I32, ())
         kernel = rope_append(layers, context, tokens, *shape, isa=self.isa, **prepared)
         q, k_cache, v_cache = ops.kernel_call(kernel, (qkv, *options, start, length, k_cache, v_cache), layer)
         kernel = attention_prefill(layers, context, tokens, *shape, isa=self.isa, **scores)
         (out,) = ops.kernel_call(kernel, (q, start, length, k_cache, v_cache), layer)
         return out, k_cache, v_cache
 
-    def argmax(self, op: Op, x: Value, *operands: Value) -> tuple[Value, Value]:
-        (index,) = ops.kernel_call(argmax(x.shape[0], isa=self.isa), (x,))
-        return index, index
+    def argmax(self, op: Op, logits: Value) -> Value:
+        *rows, vocab = logits.shape
+        return ops.kernel_call(argmax(vocab, isa=self.isa, rows=rows[0] if rows else None), (logits,))[0]
 
 
 def _flat(x: Value) -> Value:

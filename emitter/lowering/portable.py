@@ -131,7 +131,9 @@ def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
     zero = ops.constant(0, I32, ())
 
     def rows(table: Stored) -> Value:
-        rows = ops.dynamic_slice(_numbers(table), (start, zero), (tokens, half))
+        numbers = _numbers(table)
+        at_once = start.type.rank == 0
+        rows = ops.dynamic_slice(numbers, (start, zero), (tokens, half)) if at_once else ops.gather_rows(numbers, start)
         return ops.broadcast_in_dim(rows, (tokens, heads, half), (0, 2))
 
     def features(first: int, last: int) -> Value:
@@ -148,9 +150,23 @@ def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
 
 
 def attention(op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length=None):
+    if start.type.rank == 0:
+        return _attention(op, op.attrs["layer"], q, k, v, k_cache, v_cache, start)
+    sequences = q.shape[0]
+    layers, outs = k_cache.shape[0] // sequences, []
+    for i in range(sequences):
+        rows = (ops.slice_(x, (i, 0, 0), (i + 1, *x.shape[1:])) for x in (q, k, v))
+        position = ops.reshape(ops.slice_(start, (i,), (i + 1,)), ())
+        out, k_cache, v_cache = _attention(op, i * layers + op.attrs["layer"], *rows, k_cache, v_cache, position)
+        outs.append(out)
+    return ops.concatenate(outs, 0), k_cache, v_cache
+
+
+def _attention(op: Op, layer: int, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value):
+    """Attention of one sequence, whose keys and values stand at `layer` of the caches."""
     layers, context, kv_heads, head_dim = k_cache.shape
     tokens, heads, _ = q.shape
-    group, layer = heads // kv_heads, op.attrs["layer"]
+    group = heads // kv_heads
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, zero, zero)
     k_cache = ops.dynamic_update_slice(k_cache, ops.reshape(k, (1, *k.shape)), at)
@@ -272,6 +288,14 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: S
     return total
 
 
+def argmax_rows(op: Op, logits: Value) -> Value:
+    if logits.type.rank == 1:
+        return ops.argmax(logits)
+    rows, vocab = logits.shape
+    found = [ops.argmax(ops.reshape(ops.slice_(logits, (i, 0), (i + 1, vocab)), (vocab,))) for i in range(rows)]
+    return ops.concatenate([ops.reshape(index, (1,)) for index in found], 0)
+
+
 RULES: dict[str, Rule] = {
     "weight": _weight,
     "embedding": embedding,
@@ -282,6 +306,7 @@ RULES: dict[str, Rule] = {
     "rope": rope,
     "attention": attention,
     "activation": activation,
+    "argmax_rows": argmax_rows,
     "route": route,
     "experts": experts,
 }
