@@ -16,9 +16,6 @@ class Text:
         self.chat_template = chat_template
         self.bos = bos
         self.eos = tuple(eos)
-        self.special = frozenset(
-            index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text; with a BOS where the model's tokenizer puts one."""
@@ -83,9 +80,7 @@ class Detokeniser:
         self.start = self.done = 0
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token; empty while a character is incomplete."""
-        if token in self.text.special:
-            return ""
+        """The text that is certain with this token; empty while a character is incomplete and for a special token."""
         self.tokens.append(token)
         told, whole = self._decode(self.done), self._decode(None)
         if len(whole) <= len(told) or whole.endswith(REPLACEMENT):

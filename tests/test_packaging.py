@@ -187,6 +187,11 @@ def test_make_installs_the_lock_once_and_again_when_it_changes(installed_tree):
     assert calls(installed_tree) == [["python", "-m", "pytest"]]
     with open(installed_tree / "requirements.lock", "a") as file:
         file.write("# changed\n")
+    for _ in range(2):
+        make("test", directory=installed_tree)
+    assert len(calls(installed_tree)) == len(first) + 1
+    # Back to the first lock: what is installed is the second's.
+    shutil.copy(ROOT / "requirements.lock", installed_tree)
     make("test", directory=installed_tree)
     assert len(calls(installed_tree)) == len(first)
 

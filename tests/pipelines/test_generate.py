@@ -157,6 +157,22 @@ def test_the_repeat_penalty_pushes_recent_tokens_down_and_nothing_else(logits, h
     assert chosen == int(changed.argmax())
 
 
+def test_the_repeat_penalty_sees_the_last_tokens_of_prompt_and_answer():
+    seen = []
+
+    class Spy(Sampler):
+        def choose(self, logits, history):
+            seen.append(list(history))
+            return super().choose(logits, history)
+
+    tokens = list(Generation(CountingSession(), [7, 8], sampler=Spy(Sampling(repeat_penalty=1.5)), max_tokens=3))
+    assert seen == [[7, 8], [7, 8, *tokens[:1]], [7, 8, *tokens[:2]]]
+    # Token 1 is likelier than 0 unless it is penalised; token 2 never matters.
+    logits, sampler = np.array([1.0, 1.5, -9.0], np.float32), Sampler(Sampling(repeat_penalty=2.0))
+    assert sampler.choose(logits, [2, 1] + [2] * (REPEAT_WINDOW - 1)) == 0
+    assert sampler.choose(logits, [1] + [2] * REPEAT_WINDOW) == 1
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1},
