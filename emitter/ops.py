@@ -34,9 +34,11 @@ def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
     array = np.asarray(value)
     if shape is not None and array.ndim and array.shape != tuple(shape):
         raise fail("constant", f"an array of shape {array.shape} is not of shape {tuple(shape)}")
-    array = from_f32(array.astype(np.float32), dtype) if dtype.kind == "float" else array.astype(dtype.numpy)
-    type_ = TensorType(tuple(shape) if shape is not None else array.shape, dtype)
-    return _one("constant", (), type_, value=array)
+    stored = from_f32(array.astype(np.float32), dtype) if dtype.kind == "float" else array.astype(dtype.numpy)
+    if dtype.kind != "float" and not np.array_equal(stored, array):
+        raise fail("constant", f"a value is no {dtype}")
+    type_ = TensorType(tuple(shape) if shape is not None else stored.shape, dtype)
+    return _one("constant", (), type_, value=stored)
 
 
 def iota(shape: Sequence[int], dim: int, dtype: DType = I32) -> Value:
@@ -225,6 +227,8 @@ def transpose(x: Value, dims: Sequence[int]) -> Value:
 
 def concatenate(parts: Sequence[Value], dim: int) -> Value:
     """Join along `dim`; the other extents are equal."""
+    if not parts:
+        raise fail("concatenate", "there is nothing to join")
     first = parts[0]
     if not 0 <= dim < first.type.rank:
         raise fail("concatenate", f"dimension {dim} does not exist", parts)

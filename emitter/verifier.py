@@ -198,6 +198,8 @@ def _dynamic(op: Op) -> str | None:
         return "one i32 start index a dimension is needed"
     if update and (op.results[0].type != op.operands[0].type or op.operands[1].dtype is not op.results[0].dtype):
         return "the result and the update must have the operand's type"
+    if not update and tuple(op.attrs["sizes"]) != window:
+        return "the result is not of the window's shape"
     return None if len(window) == len(shape) and all(w <= n for w, n in zip(window, shape)) else "the window is larger"
 
 
