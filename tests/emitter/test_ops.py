@@ -11,10 +11,11 @@ import pytest
 from emitter import ops
 from emitter.ir import Module, current_function, scope
 from emitter.printer import _PRINT, print_module
-from emitter.types import F16, F32, I1, I8, I32, DType, EmitError, TensorType, to_f32
+from emitter.types import BF16, F16, F32, I1, I8, I32, DType, EmitError, TensorType, to_f32
 from reference.interpreter import run
 from reference.xla import run_stablehlo
 from tests.emitter.cases import Case, all_cases, joined, module_of
+from tests.emitter.small import append_kernel
 
 BY_KIND: dict[str, list[int]] = defaultdict(list)
 for _index, _case in enumerate(all_cases()):
@@ -31,8 +32,8 @@ def difference(got: np.ndarray, want: np.ndarray, dtype: DType, ulps: float, flo
     if dtype.kind != "float":
         wrong = got != want
     else:
-        got, want = (to_f32(a, dtype).astype(np.float64) for a in (got, want))
         with np.errstate(invalid="ignore"):
+            got, want = (to_f32(a, dtype).astype(np.float64) for a in (got, want))
             near = np.abs(got - want) <= ulps * ULP[dtype.name] * np.maximum(np.abs(want), floor)
         signs = (np.signbit(got) == np.signbit(want)) | (ulps > 0)
         wrong = ~(((got == want) & signs) | near | (np.isnan(got) & np.isnan(want)))
@@ -85,3 +86,101 @@ def test_xla_agrees(kind, wanted):
     got = iter(run_stablehlo(text, "joined", [a for case in cases for _, a in case.inputs]))
     for i, case in zip(BY_KIND[kind], cases):
         check(case, i, [next(got) for _ in wanted[i]], wanted[i], "XLA")
+
+
+F4, F5, I4, M23 = (TensorType(shape, d) for shape, d in (((4,), F32), ((5,), F32), ((4,), I32), ((2, 3), F32)))
+B4, H4, S = TensorType((4,), I1), TensorType((4,), F16), TensorType((), I32)
+
+# What is called, with operands of which types: each is refused.
+REFUSED = [
+    ("add", ops.add, F4, F5),
+    ("subtract", ops.subtract, F4, I4),
+    ("multiply", ops.multiply, F4, H4),
+    ("maximum", ops.maximum, B4, B4),
+    ("divide", ops.divide, M23, F4),
+    ("power", ops.power, TensorType((4, 1), F32), F4),
+    ("negate", ops.negate, I4),
+    ("sqrt", ops.sqrt, I4),
+    ("logistic", ops.logistic, B4),
+    ("and", ops.and_, F4, F4),
+    ("or", ops.or_, B4, I4),
+    ("shift_left", ops.shift_left, B4, B4),
+    ("shift_right_logical", ops.shift_right_logical, I4, TensorType((4,), I8)),
+    ("compare", lambda a, b: ops.compare("LT", a, b), F4, F5),
+    ("compare", lambda a, b: ops.compare("<", a, b), F4, F4),
+    ("select", ops.select, F4, F4, F4),
+    ("select", ops.select, TensorType((5,), I1), F4, F4),
+    ("convert", lambda a: ops.convert(a, BF16), I4),
+    ("bitcast_convert", lambda a: ops.bitcast_convert(a, F32), TensorType((3,), I8)),
+    ("bitcast_convert", lambda a: ops.bitcast_convert(a, I8), B4),
+    ("broadcast_in_dim", lambda a: ops.broadcast_in_dim(a, (5, 4), (0,)), F4),
+    ("broadcast_in_dim", lambda a: ops.broadcast_in_dim(a, (3, 2), (1, 0)), M23),
+    ("broadcast_in_dim", lambda a: ops.broadcast_in_dim(a, (4,), (1,)), F4),
+    ("reshape", lambda a: ops.reshape(a, (7,)), M23),
+    ("transpose", lambda a: ops.transpose(a, (0, 0)), M23),
+    ("transpose", lambda a: ops.transpose(a, (0,)), M23),
+    ("concatenate", lambda a, b: ops.concatenate((a, b), 0), F4, H4),
+    ("concatenate", lambda a, b: ops.concatenate((a, b), 1), M23, TensorType((3, 3), F32)),
+    ("concatenate", lambda a, b: ops.concatenate((a, b), 1), F4, F4),
+    ("slice", lambda a: ops.slice_(a, (0,), (5,)), F4),
+    ("slice", lambda a: ops.slice_(a, (2,), (2,)), F4),
+    ("slice", lambda a: ops.slice_(a, (0, 0), (1, 1)), F4),
+    ("dynamic_slice", lambda a, s: ops.dynamic_slice(a, (s,), (2, 2)), M23, S),
+    ("dynamic_slice", lambda a, s: ops.dynamic_slice(a, (s,), (2,)), F4, F4),
+    ("dynamic_slice", lambda a, s: ops.dynamic_slice(a, (s, s), (2, 4)), M23, S),
+    ("dynamic_update_slice", lambda a, u, s: ops.dynamic_update_slice(a, u, (s,)), F4, F5, S),
+    ("dynamic_update_slice", lambda a, u, s: ops.dynamic_update_slice(a, u, (s,)), F4, I4, S),
+    ("dynamic_update_slice", lambda a, u, s: ops.dynamic_update_slice(a, u, ()), F4, F4, S),
+    ("dot_general", lambda a, b: ops.dot_general(a, b, ((1,), (0,))), M23, F4),
+    ("dot_general", lambda a, b: ops.dot_general(a, b, ((0,), (0,))), F4, I4),
+    ("dot_general", lambda a, b: ops.dot_general(a, b, ((0,), (1,))), F4, F4),
+    ("dot_general", lambda a, b: ops.dot_general(a, b, ((0,), ())), F4, F4),
+    ("dot_general", lambda a, b: ops.dot_general(a, b, ((0,), (0,)), ((0,), (0,))), M23, M23),
+    ("reduce", lambda a: ops.reduce("multiply", a, (0,)), F4),
+    ("reduce", lambda a: ops.reduce("add", a, (1,)), F4),
+    ("reduce", lambda a: ops.reduce("add", a, (0,)), I4),
+    ("argmax", ops.argmax, M23),
+    ("argmax", ops.argmax, H4),
+    ("gather", ops.gather_rows, F4, I4),
+    ("gather", ops.gather_rows, M23, F4),
+    ("gather", ops.gather_rows, M23, S),
+    ("append_row", lambda *a: ops.kernel_call(append_kernel(), a, (0,)), F4, S),
+]
+
+
+@pytest.mark.parametrize("kind, call, types", [(k, c, t) for k, c, *t in REFUSED], ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)])
+def test_wrong_operands_are_refused_with_op_operands_and_path(kind, call, types):
+    module = Module("m")
+    with pytest.raises(EmitError) as error, module.function("f", **{f"x{i}": t for i, t in enumerate(types)}) as inputs:
+        with scope("layers.3"), scope("attn.q"):
+            call(*inputs)
+    message = str(error.value)
+    assert message.startswith(f"{kind}(") and " in layers.3.attn.q: " in message and "\n" not in message
+    named = [str(t) for i, t in enumerate(types) if f"x{i}: {t}" in message]
+    # Start indices are named where they are what is wrong; everything else always is.
+    assert named == [str(t) for t in types if t is not S or str(S) in named]
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: ops.constant([1, 2], F32, (3,)), "constant"),
+        (lambda: ops.iota((2, 3), 2), "iota"),
+        (lambda: ops.iota((2, 3), 0, BF16), "iota"),
+        (lambda: ops.iota((2,), 0, I1), "iota"),
+        (lambda: ops.concatenate((), 0), "concatenate"),
+        (lambda: ops.constant(300, I8), "constant"),
+        (lambda: ops.constant(2**31, I32), "constant"),
+    ],
+)
+def test_operations_without_operands_are_refused_by_name_and_path(call, words):
+    with pytest.raises(EmitError, match=rf"{words}\(\) in layers.1: "), Module("m").function("f"), scope("layers.1"):
+        call()
+
+
+def test_what_changes_nothing_appends_nothing():
+    module = Module("m")
+    with module.function("f", x=F4, s=TensorType((), F32)) as (x, s):
+        assert ops.convert(x, F32) is x and ops.reshape(x, (4,)) is x and ops.dynamic_slice(s, (), ()) is s
+        assert current_function().ops == []
+        current_function().returns(x=x, s=s)
