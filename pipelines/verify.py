@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
+
 from .errors import PipelineError
 from .generate import Generation
 
 DEFAULT_PROMPTS = "verify_prompts.jsonl"
+# Above this margin between its two largest logits, HF chooses the same token whether it reads a text at once or token by
+# token: those two differ by rounding alone, by some 1e-5.
+CERTAIN = 2e-3
 # Prompts for a bundle without tokenizer: lengths around and between the borders of prefill chunks.
 DRAWN_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 300, 1000)
 
@@ -29,7 +34,8 @@ class Prompt:
 class Comparison:
     """One prompt's tokens, and where they first differ (None: nowhere) from those of HF.
 
-    margins are HF's: by how much each token's logit was above the second largest.
+    margins are HF's: by how much each token's logit was above the second largest. What HF expects after the first
+    difference means nothing.
     """
 
     prompt: Prompt
@@ -94,8 +100,6 @@ def _are_ids(value) -> bool:
 
 def drawn_prompts(vocab: int) -> list[Prompt]:
     """Token ids drawn from the whole vocabulary with a fixed seed, for bundles without a tokenizer."""
-    import numpy as np
-
     random = np.random.default_rng(0)
     return [
         Prompt(f"{length} drawn tokens", tokens=tuple(int(token) for token in random.integers(vocab, size=length)))
@@ -169,6 +173,27 @@ def load_reference(path: Path, weights: str, threads: int | None):
     return model
 
 
+def expect(model, prompt: list[int], ours: list[int]):
+    """HF's greedy tokens after `prompt`, as `reference.hf.Greedy`, right up to and at their first difference from `ours`.
+
+    As long as each of our tokens is the one that HF chooses after those before it, they are HF's greedy tokens, and one
+    pass over all of them tells. Where a choice in that pass is too close to call, HF generates token by token instead.
+    """
+    import torch
+
+    from reference import hf
+
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + ours[:-1]])
+        logits = model(ids, use_cache=False, logits_to_keep=len(ours)).logits[0].numpy()
+    tokens = [int(token) for token in logits.argmax(-1)]
+    margins = [float(largest - second) for second, largest in np.sort(np.partition(logits, -2)[:, -2:])]
+    same = next((place for place, pair in enumerate(zip(tokens, ours, strict=True)) if pair[0] != pair[1]), len(ours) - 1)
+    if min(margins[: same + 1]) < CERTAIN:
+        return hf.greedy(model, prompt, len(ours))
+    return hf.Greedy(tokens, margins)
+
+
 def compare(
     session,
     model,
@@ -180,14 +205,12 @@ def compare(
 
     `progress` gets (prompts done, prompts in all).
     """
-    from reference import hf
-
     for done, (prompt, tokens) in enumerate(prompts):
         if progress:
             progress(done, len(prompts))
         session.rewind(0)
         ours = list(Generation(session, tokens, max_tokens=n))
-        theirs = hf.greedy(model, tokens, n)
+        theirs = expect(model, tokens, ours)
         yield Comparison(prompt, len(tokens), ours, theirs.tokens, theirs.margins)
     if progress:
         progress(len(prompts), len(prompts))

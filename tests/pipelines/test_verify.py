@@ -46,18 +46,25 @@ def oracle(monkeypatch, bundle):
 
     session, wrong = Session(open_bundle(bundle), 1), {}
 
-    def greedy(model, tokens, n):
+    def expect(model, tokens, ours):
         session.rewind(0)
         found = [session.prefill(tokens)]
-        while len(found) < n:
+        while len(found) < len(ours):
             found.append(session.step(found[-1]))
         if tuple(tokens) in wrong:
             found[wrong[tuple(tokens)]] ^= 1
-        return hf.Greedy(found, [MARGIN + place for place in range(n)])
+        return hf.Greedy(found, [MARGIN + place for place in range(len(ours))])
 
-    monkeypatch.setattr(hf, "greedy", greedy)
+    monkeypatch.setattr(verify, "expect", expect)
     monkeypatch.setattr(verify, "load_reference", lambda *_: None)
     return wrong
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory):
+    from reference import hf, tiny
+
+    return hf.load(tiny.tiny_model("llama", tmp_path_factory.mktemp("tiny") / "llama"), 1)
 
 
 @pytest.fixture
@@ -93,6 +100,28 @@ def test_one_different_token_is_found_reported_and_exit_status_1(bundle, prompts
     line = next(line for line in out.splitlines() if line.startswith("DIFFERS"))
     assert f"token {place}" in line and str(found["castiron"]) in line and str(found["hf"]) in line and "margin" in line
     assert "2 of 3 prompts exact" in out
+
+
+@pytest.mark.parametrize("certain", [verify.CERTAIN, float("inf")], ids=["at once", "token by token"])
+@pytest.mark.parametrize("wrong", [None, 0, 4, 11])
+def test_what_hf_expects_is_its_greedy_text_up_to_the_first_difference(tiny_llama, monkeypatch, certain, wrong):
+    from reference import hf
+
+    calls = []
+    step_by_step = hf.greedy
+    monkeypatch.setattr(verify, "CERTAIN", certain)
+    monkeypatch.setattr(hf, "greedy", lambda *args: calls.append(args) or step_by_step(*args))
+    for length in (1, 9):
+        prompt = list(range(10, 10 + length))
+        greedy = step_by_step(tiny_llama, prompt, 12)
+        ours = list(greedy.tokens)
+        if wrong is not None:
+            ours[wrong] ^= 1
+        last = 12 if wrong is None else wrong + 1
+        found = verify.expect(tiny_llama, prompt, ours)
+        assert found.tokens[:last] == greedy.tokens[:last]
+        assert found.margins[:last] == pytest.approx(greedy.margins[:last], abs=1e-4)
+    assert bool(calls) == (certain > 1)
 
 
 def test_a_prompt_without_room_is_left_out_and_named(bundle, tmp_path, oracle, capsys):
