@@ -66,11 +66,11 @@ class ConfigReader:
         return self.take(key, default, bool)
 
     def require(self, key: str, *values: Any) -> None:
-        """If present, `key` must be one of `values`: others are other mathematics."""
+        """If present and not null, `key` must be one of `values`: others are other mathematics."""
         self._taken.add(key)
         value = self.config.get(key)
         if value is not None and value not in values:
-            allowed = " or ".join(repr(v) for v in values)
+            allowed = " or ".join(repr(v) for v in values) or "null"
             raise EmitError(f"{key!r} in the {self.model_type} config is {value!r}; only {allowed} is supported")
 
     def choice(self, key: str, choices: Mapping[str, str], default: Any = ...) -> str:

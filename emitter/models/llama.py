@@ -45,6 +45,7 @@ class Config:
         """From a `config.json`; raises EmitError for anything that is not understood."""
         c = ConfigReader(config)
         c.unused("pretraining_tp")
+        c.require("rope_interleaved", False)
         hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
         head_dim = c.take("head_dim", hidden // heads)
         rotary = c.rotary(head_dim, c.take("max_position_embeddings", 2048))

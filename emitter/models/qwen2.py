@@ -43,6 +43,7 @@ class Config:
     def read(cls, config: dict) -> Config:
         """From a `config.json`; raises EmitError for anything that is not understood."""
         c = ConfigReader(config)
+        c.require("use_mrope", False)
         layers = c.take("num_hidden_layers")
         window = c.nullable("sliding_window", 4096)
         first = c.take("max_window_layers", 28, least=0)

@@ -1,0 +1,259 @@
+"""Reading a config.json: strictly, in the words of old and new transformers alike, with HF's defaults and no others."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from transformers import AutoConfig
+
+from emitter.models import FAMILIES, build, family
+from emitter.models.config import ConfigReader
+from emitter.rotary import Rotary
+from emitter.types import EmitError
+from reference.tiny import COMMON
+from reference.tiny import FAMILIES as TINY
+
+# As published before transformers 5, with the keys that those checkpoints carry besides.
+_LISTED = {"short_factor": [1.0 + i / 48 for i in range(48)], "long_factor": [1.5 + i for i in range(48)]}
+PUBLISHED: dict[str, dict] = {
+    "Llama 2 7B": dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
+        hidden_size=4096, initializer_range=0.02, intermediate_size=11008, max_position_embeddings=4096,
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pretraining_tp=1, rms_norm_eps=1e-5,
+        rope_scaling=None, tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.31.0",
+        use_cache=True, vocab_size=32000,
+    ),
+    "Llama 3.2 1B": dict(
+        model_type="llama", attention_bias=False, head_dim=64, hidden_act="silu", hidden_size=2048,
+        intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, num_attention_heads=32,
+        num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=500000.0,
+        rope_scaling={
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        tie_word_embeddings=True, torch_dtype="bfloat16", eos_token_id=[128001, 128008, 128009], vocab_size=128256,
+    ),
+    "SmolLM2": dict(
+        model_type="llama", attention_bias=False, attention_dropout=0.0, hidden_act="silu", hidden_size=576,
+        intermediate_size=1536, is_llama_config=True, max_position_embeddings=8192, mlp_bias=False,
+        num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3, pad_token_id=2, pretraining_tp=1,
+        rms_norm_eps=1e-5, rope_interleaved=False, rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
+        **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}, vocab_size=49152,
+    ),
+    "Mistral 7B 0.1": dict(
+        model_type="mistral", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
+        max_position_embeddings=32768, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
+        rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False, vocab_size=32000,
+    ),
+    "Mistral 7B 0.3": dict(
+        model_type="mistral", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
+        max_position_embeddings=32768, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
+        rms_norm_eps=1e-5, rope_theta=1000000.0, sliding_window=None, tie_word_embeddings=False, vocab_size=32768,
+    ),
+    "Qwen 2.5 0.5B": dict(
+        model_type="qwen2", attention_dropout=0.0, hidden_act="silu", hidden_size=896, intermediate_size=4864,
+        max_position_embeddings=32768, max_window_layers=21, num_attention_heads=14, num_hidden_layers=24,
+        num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768,
+        tie_word_embeddings=True, use_mrope=False, use_sliding_window=False, vocab_size=151936,
+    ),
+    "Qwen 3 0.6B": dict(
+        model_type="qwen3", attention_bias=False, attention_dropout=0.0, head_dim=128, hidden_act="silu",
+        hidden_size=1024, intermediate_size=3072, max_position_embeddings=40960, max_window_layers=28,
+        num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None,
+        rope_theta=1000000, sliding_window=None, tie_word_embeddings=True, use_sliding_window=False, vocab_size=151936,
+    ),
+    "Gemma 2 2B": dict(
+        model_type="gemma2", attention_bias=False, attn_logit_softcapping=50.0, cache_implementation="hybrid",
+        final_logit_softcapping=30.0, head_dim=256, hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh", hidden_size=2304, intermediate_size=9216,
+        max_position_embeddings=8192, num_attention_heads=8, num_hidden_layers=26, num_key_value_heads=4,
+        query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_theta=10000.0, sliding_window=4096, vocab_size=256000,
+    ),
+    "Gemma 3 1B": dict(
+        model_type="gemma3_text", attention_bias=False, attn_logit_softcapping=None, cache_implementation="hybrid",
+        final_logit_softcapping=None, head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=1152,
+        intermediate_size=6912, max_position_embeddings=32768, num_attention_heads=4, num_hidden_layers=26,
+        num_key_value_heads=1, query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_local_base_freq=10000,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"}, rope_theta=1000000, sliding_window=512,
+        sliding_window_pattern=6, vocab_size=262144,
+    ),
+    "Phi 3 mini 4k": dict(
+        model_type="phi3", attention_bias=False, attention_dropout=0.0, auto_map={"AutoConfig": "x"}, embd_pdrop=0.0,
+        hidden_act="silu", hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, original_max_position_embeddings=4096,
+        resid_pdrop=0.0, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000.0, sliding_window=2047,
+        tie_word_embeddings=False, vocab_size=32064,
+    ),
+    "Phi 3.5 mini": dict(
+        model_type="phi3", attention_bias=False, hidden_act="silu", hidden_size=3072, intermediate_size=8192,
+        max_position_embeddings=131072, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+        original_max_position_embeddings=4096, rms_norm_eps=1e-5, rope_scaling={**_LISTED, "type": "longrope"},
+        rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=False, vocab_size=32064,
+    ),
+    "Phi 4 mini": dict(
+        model_type="phi3", attention_bias=False, full_attn_mod=1, hidden_act="silu", hidden_size=3072,
+        intermediate_size=8192, interpolate_factor=1, lm_head_bias=False, max_position_embeddings=131072,
+        mlp_bias=False, num_attention_heads=24, num_hidden_layers=32, num_key_value_heads=8,
+        original_max_position_embeddings=4096, partial_rotary_factor=0.75, rms_norm_eps=1e-5,
+        rope_scaling={**_LISTED, "type": "longrope"}, rope_theta=10000.0, sliding_window=262144,
+        tie_word_embeddings=True, vocab_size=200064,
+    ),
+    "OLMo 2 1B": dict(
+        model_type="olmo2", attention_bias=False, attention_dropout=0.0, hidden_act="silu", hidden_size=2048,
+        intermediate_size=8192, max_position_embeddings=4096, num_attention_heads=16, num_hidden_layers=16,
+        num_key_value_heads=16, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=500000, tie_word_embeddings=False,
+        vocab_size=100352,
+    ),
+    "SmolLM3 3B": dict(
+        model_type="smollm3", attention_bias=False, attention_dropout=0.0, hidden_act="silu", hidden_size=2048,
+        intermediate_size=11008, layer_types=["full_attention"] * 36, max_position_embeddings=65536,
+        max_window_layers=28, mlp_bias=False, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9,
+        num_attention_heads=16, num_hidden_layers=36, num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=1e-6,
+        rope_scaling=None, rope_theta=5000000.0, sliding_window=None, use_sliding_window=False, vocab_size=128256,
+    ),
+    "Granite 3.1 2B": dict(
+        model_type="granite", attention_bias=False, attention_dropout=0.1, attention_multiplier=0.015625,
+        embedding_multiplier=12.0, hidden_act="silu", hidden_size=2048, intermediate_size=8192, logits_scaling=8.0,
+        max_position_embeddings=131072, mlp_bias=False, num_attention_heads=32, num_hidden_layers=40,
+        num_key_value_heads=8, residual_multiplier=0.22, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=5000000.0,
+        tie_word_embeddings=True, vocab_size=49155,
+    ),
+    "StableLM 2 1.6B": dict(
+        model_type="stablelm", hidden_act="silu", hidden_size=2048, intermediate_size=5632, layer_norm_eps=1e-5,
+        max_position_embeddings=4096, num_attention_heads=32, num_hidden_layers=24, num_key_value_heads=32,
+        partial_rotary_factor=0.25, rope_theta=10000, tie_word_embeddings=False, use_qkv_bias=True, vocab_size=100352,
+    ),
+    "StarCoder2 3B": dict(
+        model_type="starcoder2", activation_function="gelu", attention_dropout=0.1, attention_softmax_in_fp32=True,
+        embedding_dropout=0.1, hidden_act="gelu_pytorch_tanh", hidden_size=3072, intermediate_size=12288,
+        layer_norm_epsilon=1e-5, max_position_embeddings=16384, mlp_type="default", norm_epsilon=1e-5,
+        norm_type="layer_norm", num_attention_heads=24, num_hidden_layers=30, num_key_value_heads=2,
+        residual_dropout=0.1, rope_theta=999999.4420358813, scale_attention_softmax_in_fp32=True,
+        scale_attn_weights=True, sliding_window=4096, use_bias=True, vocab_size=49152,
+    ),
+    "Mixtral 8x7B": dict(
+        model_type="mixtral", attention_dropout=0.0, hidden_act="silu", hidden_size=4096, intermediate_size=14336,
+        max_position_embeddings=32768, num_attention_heads=32, num_experts_per_tok=2, num_hidden_layers=32,
+        num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-5,
+        rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False,
+        vocab_size=32000,
+    ),
+    "Qwen 3 30B A3B": dict(
+        model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128, hidden_act="silu",
+        hidden_size=2048, intermediate_size=6144, max_position_embeddings=40960, max_window_layers=48,
+        mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32, num_experts=128,
+        num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4, output_router_logits=False,
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None,
+        tie_word_embeddings=False, use_sliding_window=False, vocab_size=151936,
+    ),
+}  # fmt: skip
+
+
+def read(config: dict) -> dict:
+    """What a family reads out of a config, in a form that compares."""
+    c = family(config).Config.read(config)
+    return {field.name: _comparable(getattr(c, field.name)) for field in fields(c)}
+
+
+def _comparable(value):
+    if isinstance(value, Rotary):
+        return value.inv_freq.tolist(), value.positions, value.attention_factor
+    return value
+
+
+def as_saved_by_transformers(config: dict) -> dict:
+    """The config as transformers 5 understands it and writes it again."""
+    return AutoConfig.for_model(**config).to_dict()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_reads_as_transformers_understands_it(name):
+    assert read(PUBLISHED[name]) == read(as_saved_by_transformers(PUBLISHED[name]))
+
+
+def test_every_family_has_a_published_config():
+    assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
+
+
+def unlike_the_defaults(model_type: str) -> dict:
+    """A config whose values are not HF's defaults, as transformers 5 writes it."""
+    config = {**COMMON, **TINY[model_type], "hidden_act": "gelu", "tie_word_embeddings": model_type not in ("gemma2", "gemma3_text")}
+    if model_type in ("gemma2", "gemma3_text"):
+        config["hidden_activation"] = config.pop("hidden_act")
+    return as_saved_by_transformers({"model_type": model_type, **config})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
+    """Or it is asked for: never another default."""
+    whole = unlike_the_defaults(model_type)
+    read(whole)
+    asked_for = []
+    for key in whole:
+        partial = {k: v for k, v in whole.items() if k != key}
+        try:
+            expected = as_saved_by_transformers(partial) if key != "model_type" else None
+        except Exception:  # whatever transformers raises where it has no default either
+            expected = None
+        try:
+            ours = read(partial)
+        except EmitError:
+            asked_for.append(key)
+            continue
+        assert expected is not None and ours == read(expected), f"without {key}"
+    assert {"model_type", "hidden_size", "vocab_size", "num_hidden_layers"} <= set(asked_for)
+    # What a family asks for is what no checkpoint leaves out: sizes, not flags.
+    assert len(asked_for) <= 9, asked_for
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_key_that_nobody_understands_is_refused(model_type):
+    config = {**unlike_the_defaults(model_type), "sink_multiplier": 2.0}
+    with pytest.raises(EmitError, match=f"the {model_type} config has 'sink_multiplier', which castiron does not understand"):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "words"),
+    [
+        ("llama", {"hidden_size": None}, "lacks 'hidden_size'"),
+        ("llama", {"hidden_size": "64"}, "'hidden_size' in the llama config is '64', not int"),
+        ("llama", {"num_hidden_layers": 0}, "'num_hidden_layers' in the llama config is 0, which is less than 1"),
+        ("llama", {"num_key_value_heads": True}, "is True, not int"),
+        ("llama", {"hidden_act": "mish"}, "'hidden_act' in the llama config is 'mish'; supported are silu"),
+        ("llama", {"partial_rotary_factor": 0.5}, "this family turns whole heads"),
+        ("llama", {"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not supported"),
+        ("qwen2", {"layer_types": ["full_attention"] * 2}, "for each of its 3 layers"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "must say 'full_attention' or 'sliding_attention'"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layers with a sliding window, but no 'sliding_window'"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "'no_rope_layers' in the smollm3 config must hold 0 or 1"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "for each of its 3 layers"),
+        ("gemma2", {"use_bidirectional_attention": True}, "only False is supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' in the gemma3_text config is 50.0; only null is supported"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "'full_attention' and 'sliding_attention' alone"),
+        ("phi3", {"lm_head_bias": True}, "'lm_head_bias' in the phi3 config is True; only False"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "only 'layer_norm' is supported"),
+    ],
+)
+def test_a_value_that_is_not_understood_is_refused(model_type, change, words):
+    with pytest.raises(EmitError, match=words):
+        read({**unlike_the_defaults(model_type), **change})
+
+
+def test_a_null_of_a_key_that_may_be_null_is_no_default():
+    reader = ConfigReader({"model_type": "mistral", "sliding_window": None})
+    assert reader.nullable("sliding_window", 4096) is None
+    assert ConfigReader({"model_type": "mistral"}).nullable("sliding_window", 4096) == 4096
+
+
+def test_longrope_holds_for_the_original_length_and_says_so():
+    config = PUBLISHED["Phi 3.5 mini"]
+    assert read(config)["max_positions"] == 4096
+    with pytest.raises(EmitError, match="1 to 4096 positions, past which its rotary scaling would change"):
+        build(config, lambda name: "f32", 8192, ())
+
+
+def test_a_context_past_the_models_is_refused():
+    with pytest.raises(EmitError, match="a context of 257 is outside what the model allows .1 to 256 positions.$"):
+        build(unlike_the_defaults("llama"), lambda name: "f32", 257, ())

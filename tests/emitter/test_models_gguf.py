@@ -1,0 +1,87 @@
+"""Every family out of a GGUF file with quantised matrices, in both lowerings: HF's logits on what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from emitter.models import FAMILIES
+from pipelines.checkpoints import open_checkpoint
+from reference import hf
+from reference.tiny import tiny_model
+from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
+from tests.pipelines.hf_to_gguf import GGUF_NAMES, metadata_of, tensors_of
+from tests.pipelines.tiny_gguf import write_gguf
+
+Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1"))
+
+# Where reference.tiny's model has what a GGUF file cannot say: what it implies instead.
+GGUF_SHAPES: dict[str, dict] = {
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": None},
+    "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.75},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
+    "starcoder2": {"sliding_window": None},
+    "qwen3_moe": {"moe_intermediate_size": 96, "norm_topk_prob": True},
+}
+# llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window.
+WITHOUT_GGUF = {"mistral"}
+
+
+def test_every_family_that_llama_cpp_defines_is_tried():
+    assert set(FAMILIES) - WITHOUT_GGUF == set(GGUF_NAMES)
+
+
+def kind_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None:
+    """How a tensor is stored: v unlike q and k, what reads the MLP's hidden state otherwise, f32 where rows are no blocks."""
+    if len(shape) < 2 or shape[-1] % 32:
+        return None
+    if ".v_proj." in name or ".attn_v." in name:
+        return Q5_1
+    return Q4_0 if shape[-1] == 96 else Q8_0
+
+
+def round_to_stored(model: torch.nn.Module) -> None:
+    """Every matrix becomes what its quantised form stands for."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            kind = kind_of(name, tuple(weight.shape))
+            if kind is not None:
+                values = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)
+                weight.copy_(torch.from_numpy(values))
+
+
+def quantised_pair(family: str, directory: Path) -> Pair:
+    """HF's model with the values of a quantised GGUF file, and that file."""
+    oracle = hf.load(tiny_model(family, directory / "drawn", **GGUF_SHAPES.get(family, {})))
+    round_to_stored(oracle)
+    oracle.save_pretrained(directory)
+    tensors = {
+        name: values if (kind := kind_of(name, values.shape)) is None else (values, kind)
+        for name, values in tensors_of(directory, oracle.config).items()
+    }
+    path = directory / "model.gguf"
+    write_gguf(path, GGUF_NAMES[family], metadata_of(oracle.config), tensors)
+    return Pair(oracle, open_checkpoint(path))
+
+
+@pytest.fixture(scope="module", params=sorted(set(FAMILIES) - WITHOUT_GGUF))
+def models(request, tmp_path_factory):
+    return quantised_pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("lowering", ["portable", "kernels"])
+def test_logits_are_those_of_hf_on_the_dequantised_weights(models, lowering):
+    assert {"q8_0", "q4_0"} <= {tensor.codec for tensor in models.checkpoint.tensors.values()}
+    tokens = prompt(models.checkpoint.config["vocab_size"], 34)
+    expected = hf.logits(models.oracle, tokens)
+    ours = models.ours(lowering)
+    agreement = Agreement()
+    agreement.add(ours.prefill(tokens[:32], WIDTHS[1])[1], expected[31])
+    for position in (32, 33):
+        agreement.add(ours.step(tokens[position])[1], expected[position])
+    agreement.check()
