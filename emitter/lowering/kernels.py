@@ -18,7 +18,10 @@ from emitter.lowering import portable
 from emitter.lowering.fusion import Heads, Linear, plan
 from emitter.lowering.projection import NORM_LIMIT, embed, project
 from emitter.lowering.rewrite import Rule, rewrite
-from emitter.types import I32
+from emitter.types import I32, TensorType
+
+# Parts that a long context is split into for one token's attention, so that threads have equal shares.
+SPLITS = 8
 
 
 def lower(module: ModelModule, isa: Isa) -> Module:
@@ -37,6 +40,7 @@ class _Lowering:
         self.plan = plan(function, NORM_LIMIT)
         self.isa = isa
         self.mapped: dict = {}
+        self.counters: dict[TensorType, Value] = {}
         named = {v.name: v for v in function.inputs}
         self._length = named.get("length")
         self._kinds: dict[str, Rule] = {
@@ -123,8 +127,11 @@ class _Lowering:
             kernel = attention_decode(layers // tokens, context, *shape, isa=self.isa, batch=tokens, **prepared, **scores)
             return ops.kernel_call(kernel, (qkv, *options, start, k_cache, v_cache), layer)
         if tokens == 1:
-            kernel = attention_decode(layers, context, *shape, isa=self.isa, **prepared, **scores)
-            return ops.kernel_call(kernel, (qkv, *options, start, k_cache, v_cache), layer)
+            kernel = attention_decode(layers, context, *shape, isa=self.isa, splits=SPLITS, **prepared, **scores)
+            counters = self._counters(kernel.operands[-2])
+            results = ops.kernel_call(kernel, (qkv, *options, start, k_cache, v_cache, counters), layer)
+            self.counters[counters.type] = results[3]
+            return results[:3]
         if length is None:
             length = ops.constant(tokens, I32, ())
         kernel = rope_append(layers, context, tokens, *shape, isa=self.isa, **prepared)
@@ -132,6 +139,12 @@ class _Lowering:
         kernel = attention_prefill(layers, context, tokens, *shape, isa=self.isa, **scores)
         (out,) = ops.kernel_call(kernel, (q, start, length, k_cache, v_cache), layer)
         return out, k_cache, v_cache
+
+    def _counters(self, type_: TensorType) -> Value:
+        """Zeros that every layer leaves as zeros."""
+        if type_ not in self.counters:
+            self.counters[type_] = ops.constant(0, I32, type_.shape)
+        return self.counters[type_]
 
     def argmax(self, op: Op, logits: Value) -> Value:
         *rows, vocab = logits.shape
