@@ -21,7 +21,9 @@ from emitter.kernels.text import Body, Index, Value, executable
 from emitter.packing import LANES, packed_shape, unpack
 from emitter.types import F32, I8, I32, TensorType
 
-STACK_BYTES = 28 << 10  # of the 32 KB that IREE allows a kernel; the rest is the compiler's, for spills
+MOST_DEPTH = 288  # 18 KB of panel for 16 columns: more would push x out of the L1 cache
+MOST_TOKENS = 132  # more of them push x out of the L2 cache between blocks of columns
+STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class GemmTiles:
     blocks: int
     depth: int
     tokens: int
-    unroll: int = 4
+    unroll: int = 8
 
     @property
     def name(self) -> str:
@@ -53,22 +55,22 @@ def default_tiles(codec_name: str, T: int, out_features: int, in_features: int, 
     """Tiles that measured well; `blocks` is `Epilogue.blocks`."""
     even = blocks == 2 or -(-out_features // LANES) % 2 == 0
     wide = 2 if isa.lanes == LANES and even else 1
-    rows = {"avx512": 12, "neon": 6}.get(isa.name, 6)
-    share = max(wide, blocks)
-    most = STACK_BYTES // (4 * LANES * share)
+    together = max(wide, blocks)
+    most_rows = 12 if isa.lanes == LANES else 6
+    rows = min(range(most_rows, 3, -1), key=lambda rows: T // rows * rows + max(T % rows, 4 if T % rows else 0))
+    budget = STACK_BYTES // (4 * LANES * together)
+    token_blocks = -(-T // min(MOST_TOKENS, budget * 3 // 5))
+    tokens = -(-T // (token_blocks * rows)) * rows
     size = units(codec_name)
-    total = -(-in_features // size)
-    depth = _even_share(total, max(1, min(256, most // 2) // size)) * size
-    tokens = (most - depth) // rows * rows
-    tokens = min(tokens, -(-T // rows) * rows)
-    tokens = -(-(-(-T // -(-T // tokens))) // rows) * rows
-    return GemmTiles(rows, wide, share, depth, tokens)
+    depth = _even_share(-(-in_features // size), min(MOST_DEPTH, budget - tokens) // size) * size
+    return GemmTiles(rows, wide, together, depth, tokens)
 
 
 def _even_share(total: int, most: int) -> int:
     """The largest part of `total` up to `most` that divides it, if there is one of at least half of `most`."""
-    fits = [n for n in range(min(most, total), 0, -1) if total % n == 0]
-    return fits[0] if 2 * fits[0] >= min(most, total) else min(most, total)
+    most = min(most, total)
+    share = next(n for n in range(most, 0, -1) if total % n == 0)
+    return share if 2 * share >= most else most
 
 
 def _check(tiles: GemmTiles, codec_name: str, weight_blocks: int, together: int) -> None:

@@ -61,7 +61,7 @@ def test_default_tiles_fit_the_stack_and_the_registers(codec, isa):
             for blocks in (1, 2):
                 tiles = default_tiles(codec, T, out, inner, isa, blocks)
                 sums = tiles.rows * tiles.wide * 16 // isa.lanes
-                assert tiles.stack_bytes <= 28 << 10
+                assert tiles.stack_bytes <= 30 << 10
                 assert sums + tiles.wide * 16 // isa.lanes + 1 <= isa.registers
 
 
