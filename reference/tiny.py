@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict] = {
     },
     "gemma3_text": {
         "head_dim": 24,
-        "query_pre_attn_scalar": 20,
+        "query_pre_attn_scalar": 5,
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
@@ -99,7 +99,7 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                     weight += 8.0
             elif id(weight) in embeddings:
                 # Gemma multiplies embeddings by the root of the hidden size.
-                weight.copy_((0.2 if normed_writers else 0.5) * noise)
+                weight.copy_((0.1 if normed_writers else 0.5) * noise)
             else:
                 gain = 4.0 if any(part in name for part in _WRITERS) else 1.5
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
