@@ -176,11 +176,26 @@ def test_every_family_has_a_published_config():
     assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
 
 
+_WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+_GEMMA = {"hidden_activation": "gelu", "tie_word_embeddings": False}
+UNLIKE = {
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "qwen2": _WINDOWED,
+    "qwen3": _WINDOWED,
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 24, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 24},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+    "phi3": {"sliding_window": 24},
+}
+
+
 def unlike_the_defaults(model_type: str) -> dict:
     """A config whose values are not HF's defaults, as transformers 5 writes it."""
-    config = {**COMMON, **TINY[model_type], "hidden_act": "gelu", "tie_word_embeddings": model_type not in ("gemma2", "gemma3_text")}
-    if model_type in ("gemma2", "gemma3_text"):
-        config["hidden_activation"] = config.pop("hidden_act")
+    unlike = {"tie_word_embeddings": True, **UNLIKE.get(model_type, {})}
+    config = {"hidden_act": "gelu", **COMMON, **TINY[model_type], **unlike}
+    if "hidden_activation" in config:
+        del config["hidden_act"]
     return as_saved_by_transformers({"model_type": model_type, **config})
 
 
@@ -226,7 +241,7 @@ def test_a_key_that_nobody_understands_is_refused(model_type):
         ("llama", {"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not supported"),
         ("qwen2", {"layer_types": ["full_attention"] * 2}, "for each of its 3 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "must say 'full_attention' or 'sliding_attention'"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layers with a sliding window, but no 'sliding_window'"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "layers with a sliding window, but no 'sliding_window'"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "'no_rope_layers' in the smollm3 config must hold 0 or 1"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "for each of its 3 layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "only False is supported"),

@@ -1,0 +1,70 @@
+"""Several rows of logits at once, in every family: each position of a chunk, and one token of several sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emitter.lowering import lower
+from emitter.models import FAMILIES, build
+from pipelines.compile import pack
+from reference import hf, interpreter
+from tests.emitter.family_harness import CONTEXT, WIDTHS, Agreement, pair, prompt
+from tests.emitter.test_models import SHAPES
+
+WIDTH, SEQUENCES = 5, 2
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def rows(request, tmp_path_factory):
+    """HF's model, a prompt, and `run(function, *inputs)` of ours."""
+    models = pair(request.param, tmp_path_factory.mktemp(request.param), **SHAPES[request.param][0])
+    checkpoint = models.checkpoint
+    codec = lambda name: checkpoint.tensors[name].codec if name in checkpoint.tensors else "f32"
+    module = lower(build(checkpoint.config, codec, CONTEXT, WIDTHS, verify=(WIDTH,), batches=(SEQUENCES,)), "portable")
+    params = {p.name: pack(checkpoint, p) for p in module.params.values()}
+
+    def run(function: str, *inputs: np.ndarray) -> list[np.ndarray]:
+        return interpreter.run(module, function, inputs, params)
+
+    shape = module.functions["decode_step"].inputs[-1].shape
+    return models.oracle, prompt(checkpoint.config["vocab_size"], 32), run, shape
+
+
+def prefilled(run, shape, tokens: list[int]) -> list[np.ndarray]:
+    """Caches that hold `tokens`, at most 32 of them."""
+    caches = [np.zeros(shape, np.float32)] * 2
+    for start in range(0, len(tokens), 16):
+        chunk = np.zeros(16, np.int32)
+        real = tokens[start : start + 16]
+        chunk[: len(real)] = real
+        _, _, *caches = run("prefill_16", chunk, np.int32(start), np.int32(len(real)), *caches)
+    return caches
+
+
+def test_a_chunk_has_logits_at_every_position(rows):
+    oracle, tokens, run, shape = rows
+    expected, start = hf.logits(oracle, tokens), len(tokens) - WIDTH
+    caches = prefilled(run, shape, tokens[:start])
+    argmax, logits, *_ = run(f"verify_{WIDTH}", np.array(tokens[start:], np.int32), np.int32(start), *caches)
+    agreement = Agreement()
+    for row, wanted in zip(logits, expected[start:], strict=True):
+        agreement.add(row, wanted)
+    agreement.check()
+    np.testing.assert_array_equal(argmax, expected[start:].argmax(1))
+
+
+def test_sequences_of_a_batch_do_not_meet(rows):
+    oracle, tokens, run, shape = rows
+    sequences = [tokens[:27], tokens[9:13]]
+    expected = [hf.logits(oracle, sequence)[-1] for sequence in sequences]
+    alone = [prefilled(run, shape, sequence[:-1]) for sequence in sequences]
+    together = [np.concatenate(caches) for caches in zip(*alone)]
+    last = np.array([sequence[-1] for sequence in sequences], np.int32)
+    positions = np.array([len(sequence) - 1 for sequence in sequences], np.int32)
+    argmax, logits, *_ = run(f"decode_batch_{SEQUENCES}", last, positions, *together)
+    agreement = Agreement()
+    for row, wanted in zip(logits, expected, strict=True):
+        agreement.add(row, wanted)
+    agreement.check()
+    np.testing.assert_array_equal(argmax, [wanted.argmax() for wanted in expected])
