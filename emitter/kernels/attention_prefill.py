@@ -256,12 +256,13 @@ class _Tile:
             start += [b.mulf(b.vload(out, width, token, b.add(offset, e)), rescale) for e in offsets]
         with b.loop(0, count, carry=start) as j:
             row = b.add(first, j.index)
-            values = [b.vload(self.v_cache, width, self.layer, row, self.head, e) for e in offsets]
+            weights = [b.broadcast(b.load(self.scores, j.index, c), width) for c in columns]
             sums = []
-            for c, carried in zip(columns, batches(j.values, len(offsets)), strict=True):
-                weight = b.broadcast(b.load(self.scores, j.index, c), width)
-                sums += [b.fma(weight, v, total) for v, total in zip(values, carried, strict=True)]
-            j.give(*sums)
+            # One value vector at a time: all of them and the sums would not fit the registers.
+            for i, e in enumerate(offsets):
+                v = b.vload(self.v_cache, width, self.layer, row, self.head, e)
+                sums.append([b.fma(w, v, j.values[c * len(offsets) + i]) for c, w in enumerate(weights)])
+            j.give(*[sums[i][c] for c in range(len(columns)) for i in range(len(offsets))])
         for (token, offset), totals in zip(places, batches(j.results, len(offsets)), strict=True):
             for e, total in zip(offsets, totals, strict=True):
                 b.vstore(total, out, token, b.add(offset, e))
