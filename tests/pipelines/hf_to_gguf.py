@@ -104,6 +104,8 @@ def metadata_of(config) -> dict:
         keys["attention.key_length"] = keys["attention.value_length"] = head_dim
     if kind in ("gemma2", "gemma3_text", "phi3"):
         keys["attention.sliding_window"] = config.sliding_window or 0
+    if kind == "phi3":
+        keys["rope.scaling.original_context_length"] = config.original_max_position_embeddings
     if kind == "stablelm":
         keys["use_parallel_residual"] = config.use_parallel_residual
         del keys["rope.freq_base"]
@@ -129,10 +131,7 @@ def _rope_scaling(rope: dict, config) -> dict:
         case "longrope":
             scale = config.max_position_embeddings / config.original_max_position_embeddings
             attention = float(np.sqrt(1 + np.log(scale) / np.log(config.original_max_position_embeddings)))
-            return {
-                "rope.scaling.original_context_length": config.original_max_position_embeddings,
-                "rope.scaling.attn_factor": attention,
-            }
+            return {"rope.scaling.attn_factor": attention}
     return {}
 
 

@@ -21,6 +21,7 @@ SIZES = dict(
     vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
+DEFAULT_ROPE = dict(rope_type="default", rope_theta=5000.0)
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=8192,
@@ -39,8 +40,10 @@ GEMMA3_ROPES = dict(
 PATTERN = ["sliding_attention"] * 5 + ["full_attention"] * 1
 
 MODELS = {
-    "llama": transformers.LlamaConfig(**SIZES),
-    "llama, tied, biased": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama": transformers.LlamaConfig(**SIZES, rms_norm_eps=3e-5, rope_parameters=DEFAULT_ROPE),
+    "llama, tied, biased": transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
     "llama, odd head_dim, one kv head": transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=24),
     "llama 3": transformers.LlamaConfig(**SIZES, head_dim=32, rope_parameters=LLAMA3),
     "llama 3, other numbers": transformers.LlamaConfig(**SIZES, head_dim=32, rope_parameters=ODD_LLAMA3),
@@ -69,9 +72,12 @@ MODELS = {
     "granite": transformers.GraniteConfig(
         **SIZES, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0
     ),
-    "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True),
+    "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True, layer_norm_eps=3e-5),
     "stablelm, parallel": transformers.StableLmConfig(**SIZES, use_parallel_residual=True, qk_layernorm=True),
-    "starcoder2": transformers.Starcoder2Config(**SIZES, tie_word_embeddings=True, sliding_window=None),
+    "starcoder2": transformers.Starcoder2Config(
+        **SIZES, tie_word_embeddings=True, sliding_window=None, norm_epsilon=3e-5,
+        rope_parameters=DEFAULT_ROPE,
+    ),
 }  # fmt: skip
 
 
@@ -115,6 +121,26 @@ def test_config_leads_to_the_same_mathematics(converted):
     # the metadata is f32, so that a factor such as 0.1 is off by one part in 1e8
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     assert checkpoint.config["tie_word_embeddings"] == model.config.tie_word_embeddings
+
+
+# Keys that training or generation read, and the two that say the same of a rotary embedding in other words.
+_NOT_COMPARED = {
+    "_name_or_path", "architectures", "dtype", "transformers_version", "initializer_range", "rope_parameters",
+    "router_aux_loss_coef", "max_window_layers",
+}  # fmt: skip
+
+
+def test_config_says_what_the_models_config_says(converted):
+    """Activations and epsilons too, which are too small a difference for the logits to show."""
+    model, _, checkpoint = converted
+    ours = AutoConfig.for_model(**checkpoint.config).to_dict()
+    for key, value in model.config.to_dict().items():
+        if key in _NOT_COMPARED or (key == "head_dim" and value is None):
+            continue
+        if isinstance(value, float):
+            assert ours[key] == pytest.approx(value, rel=1e-6), key
+        else:
+            assert ours[key] == value, key
 
 
 def test_llama3_scaling_is_named_where_its_numbers_explain_the_factors(tmp_path):

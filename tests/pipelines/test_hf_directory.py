@@ -110,7 +110,9 @@ def _header(content: bytes, data: bytes = b"") -> bytes:
 
 
 def _entry(**tensors) -> bytes:
-    return json.dumps({name: {"dtype": d, "shape": s, "data_offsets": o} for name, (d, s, o) in tensors.items()}).encode()
+    """name = (dtype, shape, offsets)"""
+    keys = ("dtype", "shape", "data_offsets")
+    return json.dumps({name: dict(zip(keys, values)) for name, values in tensors.items()}).encode()
 
 
 BAD_SAFETENSORS = {
@@ -129,7 +131,7 @@ BAD_SAFETENSORS = {
     "negative shape": _header(_entry(x=("F32", [-4], [0, 16])), b"\0" * 16),
     "unknown dtype": _header(_entry(x=("Q9", [4], [0, 16])), b"\0" * 16),
     "name twice": _header(
-        b'{"x":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"x":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
+        b"{%s,%s}" % ((_entry(x=("F32", [4], [0, 16]))[1:-1],) * 2),
         b"\0" * 16,
     ),
     "unread dtype": _header(_entry(x=("I64", [2], [0, 16])), b"\0" * 16),
@@ -151,6 +153,10 @@ def _sharded(directory, weight_map):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def _generation(directory, **content):
+    (directory / "generation_config.json").write_text(json.dumps(content))
+
+
 BAD_DIRECTORIES = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
@@ -170,8 +176,8 @@ BAD_DIRECTORIES = {
         ),
         "which another shard holds as well",
     ),
-    "eos in words": (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "x"}'), "eos_token_id is 'x'"),
-    "bos in words": (lambda d: (d / "generation_config.json").write_text('{"bos_token_id": "x"}'), "bos_token_id is 'x'"),
+    "eos in words": (lambda d: _generation(d, eos_token_id="x"), "eos_token_id is 'x'"),
+    "bos in words": (lambda d: _generation(d, bos_token_id="x"), "bos_token_id is 'x'"),
     "template not UTF-8": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "UTF-8"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from pipelines.checkpoints import CheckpointError, open_checkpoint
 from pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS
@@ -17,13 +18,14 @@ from tests.pipelines.tiny_gguf import write_llama
 
 TEXTS = [
     "", " ", "  ", "\n", "\t\n \r\n", "Hello, world!", " leading", "trailing ", "   three   spaces   ",
-    "don't I'LL we've y'all 'tis", "naïve café e\u0301cole ﬁn Å", "ÀÉÎÕÜ ß ẞ ı İ",
-    "Здравствуй, мир!", "Γειά σου Κόσμε", "こんにちは世界。テスト", "你好，世界！繁體字", "안녕하세요 세계", "مرحبا بالعالم",
-    "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก", "வணக்கம் உலகம்", "ሰላም ዓለም", "Xin chào thế giới", "👋🏽🙂👩‍👩‍👧‍👦🏳️‍🌈 🇩🇪",
-    "def f(x: int) -> str:\n    return f\"{x!r}\"  # comment\n\n\tif x:\n\t\tpass\n", "for (int i=0;i<n;++i){a[i]+=b[i];}",
-    "SELECT * FROM t WHERE a >= 3.14e-10;", "<div class=\"a\">&nbsp;</div>", "C:\\path\\to\\file ~/.bashrc https://a.b/c?d=e#f",
-    "\u200b\u00a0\u2028\ufeff\u0000\x07", "\U0010ffff\U000e0001", "▁ ▁▁ Ġ Ċ", "a" * 500, "ab " * 200,
-    "<0x0A> <0xFF> <unk> <s> </s>", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<|endoftext|>x<|endoftext|>",
+    "don't I'LL we've y'all 'tis", "naïve café e\u0301cole ﬁn Å", "ÀÉÎÕÜ ß ẞ ı İ", "Здравствуй, мир!",
+    "Γειά σου Κόσμε", "こんにちは世界。テスト", "你好，世界！繁體字", "안녕하세요 세계", "مرحبا بالعالم", "שלום עולם", "नमस्ते दुनिया",
+    "สวัสดีชาวโลก", "வணக்கம் உலகம்", "ሰላም ዓለም", "Xin chào thế giới", "👋🏽🙂👩\u200d👩\u200d👧\u200d👦🏳️\u200d🌈 🇩🇪",
+    "def f(x: int) -> str:\n    return f\"{x!r}\"  # comment\n\n\tif x:\n\t\tpass\n",
+    "for (int i=0;i<n;++i){a[i]+=b[i];}", "SELECT * FROM t WHERE a >= 3.14e-10;", "<div class=\"a\">&nbsp;</div>",
+    "C:\\path\\to\\file ~/.bashrc https://a.b/c?d=e#f", "\u200b\u00a0\u2028\ufeff\u0000\u0007",
+    "\U0010ffff\U000e0001", "▁ ▁▁ Ġ Ċ", "a" * 500, "ab " * 200, "<0x0A> <0xFF> <unk> <s> </s>",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<|endoftext|>x<|endoftext|>",
     "<start_of_turn>user\nHi<end_of_turn>\n<bos><eos><unused7>[multimodal]", "x <|im_end|> y", "\n\n\n\n\t\t\t    \n",
 ]  # fmt: skip
 
@@ -88,6 +90,15 @@ def test_smollm2_cuts_digits_first(ours_smollm2, peer_smollm2):
 def test_gemma3_equals_transformers(ours_gemma3, peer_gemma3):
     for text in TEXTS + NUMBERS:
         _agree(ours_gemma3, peer_gemma3, text)
+
+
+@pytest.mark.slow
+def test_gemma3_has_the_merges_of_transformers(gemma3, peer_gemma3):
+    """In their order, 514,906 of them: a merge out of place shows only in rare text."""
+    peer = json.loads(peer_gemma3.backend_tokenizer.to_str())
+    assert gemma3.tokenizer["model"]["vocab"] == peer["model"]["vocab"]
+    assert [list(merge) for merge in gemma3.tokenizer["model"]["merges"]] == peer["model"]["merges"]
+    assert gemma3.tokenizer["added_tokens"] == peer["added_tokens"]
 
 
 @pytest.mark.slow
@@ -167,6 +178,14 @@ def test_control_tokens_are_special_and_user_tokens_are_whole(tmp_path):
 def test_every_row_of_pre_tokenizers_loads(tmp_path):
     for name in PRE_TOKENIZERS:
         assert _tokenizer(tmp_path / "x.gguf", _bpe_metadata(pre=name)).encode("ab 12\n It's  ok").ids
+
+
+def test_expressions_are_those_of_transformers():
+    """For every name that both know; transformers has none for those that it reads as GPT-2's."""
+    both = PRE_TOKENIZERS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()
+    assert len(both) > 8
+    for name in both:
+        assert PRE_TOKENIZERS[name].split == GGUF_PRE_TOKENIZER_SPLITS[name], name
 
 
 REFUSED = {
