@@ -11,6 +11,7 @@ from vmfb.record import Json, RecordError, from_json, to_json
 from vmfb.targets import Target
 
 SCHEMA = 1
+ROLES = ("decode", "prefill", "verify", "batch")
 MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",
 )  # fmt: skip
@@ -57,13 +58,24 @@ class Function:
     ms: float | None = None
 
 
-def functions(cache: Cache, vocab: int, widths: Sequence[int]) -> tuple[Function, ...]:
-    """`decode_step` and one `prefill_T` for each of `widths`, as every castiron module exports them."""
+def functions(
+    cache: Cache, vocab: int, widths: Sequence[int], verify: Sequence[int] = (), batches: Sequence[int] = ()
+) -> tuple[Function, ...]:
+    """What every castiron module exports: `decode_step`, a `prefill_T` for each of `widths`, a `verify_T` for each of
+    `verify` (results at all T positions) and a `decode_batch_B` for each of `batches` (B sequences, whose caches stand
+    one after another)."""
     outputs = ("i32", f"{vocab}xf32", cache.type, cache.type)
     found = [Function("decode", "decode_step", 1, ("i32", "i32", cache.type, cache.type), outputs)]
     for width in widths:
         inputs = (f"{width}xi32", "i32", "i32", cache.type, cache.type)
         found.append(Function("prefill", f"prefill_{width}", width, inputs, outputs))
+    for width in verify:
+        inputs, rows = (f"{width}xi32", "i32", cache.type, cache.type), (f"{width}xi32", f"{width}x{vocab}xf32")
+        found.append(Function("verify", f"verify_{width}", width, inputs, (*rows, cache.type, cache.type)))
+    for size in batches:
+        caches = (replace(cache, layers=size * cache.layers).type,) * 2
+        inputs, rows = (f"{size}xi32", f"{size}xi32", *caches), (f"{size}xi32", f"{size}x{vocab}xf32")
+        found.append(Function("batch", f"decode_batch_{size}", size, inputs, (*rows, *caches)))
     return tuple(found)
 
 
@@ -124,7 +136,11 @@ class Manifest:
     @property
     def prefill_widths(self) -> tuple[int, ...]:
         """Ascending."""
-        return tuple(sorted(function.width for function in self.functions if function.role == "prefill"))
+        return self.widths("prefill")
+
+    def widths(self, role: str) -> tuple[int, ...]:
+        """Tokens that one call of each function of this role takes, ascending."""
+        return tuple(sorted(function.width for function in self.functions if function.role == role))
 
     def function(self, role: str, width: int = 1) -> Function:
         """The function of that role and width; KeyError if there is none."""
@@ -158,18 +174,20 @@ def parse(data: bytes, place: str) -> Manifest:
 
 def check(manifest: Manifest) -> None:
     """RecordError unless the manifest's parts agree with each other."""
-    cache, widths = manifest.cache, [f.width for f in manifest.functions if f.role == "prefill"]
+    cache, widths = manifest.cache, {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
+    chunks = widths["prefill"] + widths["verify"]
     for name, value in (("vocab", manifest.vocab), *((f"cache.{n}", getattr(cache, n)) for n in
                         ("layers", "context", "kv_heads", "head_dim"))):  # fmt: skip
         if value < 1:
             raise RecordError(f"{name} is {value}, not a positive number")
     if cache.dtype not in CACHE_ITEM_BYTES:
         raise RecordError(f"cache.dtype is {cache.dtype!r}, not one of {', '.join(CACHE_ITEM_BYTES)}")
-    if bad := [w for w in widths if not 2 <= w <= cache.context]:
-        raise RecordError(f"a prefill function takes {bad[0]} tokens where the context is {cache.context}")
+    if bad := [w for w in chunks if not 2 <= w <= cache.context]:
+        raise RecordError(f"a prefill or verify function takes {bad[0]} tokens where the context is {cache.context}")
     shapes = tuple(replace(function, ms=None) for function in manifest.functions)
-    if shapes != functions(cache, manifest.vocab, widths) or len(set(widths)) != len(widths):
-        raise RecordError("functions are not decode_step and prefill_T with this vocabulary and cache")
+    known = functions(cache, manifest.vocab, widths["prefill"], widths["verify"], widths["batch"])
+    if shapes != known or any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values()):
+        raise RecordError("functions are not those of a castiron module with this vocabulary and cache")
     for name, file in manifest.files.items():
         if name not in FILES:
             raise RecordError(f"files.{name} is not a file that this version knows")

@@ -72,26 +72,39 @@ class Program:
 
 
 class Buffer:
-    """Memory seen by numpy as `array` and by the program as `view`, of `dtype` i32, f32, f16 or bf16."""
+    """Memory seen by numpy as `array` and by the program as `view`, of `dtype` i32, f32, f16 or bf16.
 
-    def __init__(self, program: Program, shape: tuple[int, ...], dtype: str):
-        numpy_dtype, element = _ELEMENTS[dtype]
-        count = prod(shape)
-        # Straight from the system rather than from malloc: page-aligned, as an import demands, and zero without being
-        # touched. Private, or it would count as a file in shared memory.
-        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        memory = mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags)
+    `memory`: flat elements of another buffer to use instead of memory of its own.
+    """
+
+    def __init__(self, program: Program, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
+        _, element = _ELEMENTS[dtype]
         # Kept here, since a view keeps the device's handle of the memory and not the memory.
-        self._flat = np.frombuffer(memory, numpy_dtype, count)
+        self._flat = _fresh(prod(shape), dtype) if memory is None else memory
         self.array = self._flat.reshape(shape)
         self.view = rt.HalBufferView(
             program.device.allocator.import_host_allocation(self._flat, _MEMORY, _USAGE), shape, element
         )
+        self._program, self._dtype = program, dtype
+
+    def part(self, start: int, stop: int) -> Buffer:
+        """Rows `start` to `stop` of the first dimension, the same memory."""
+        row = self._flat.size // self.array.shape[0]
+        shape = (stop - start, *self.array.shape[1:])
+        return Buffer(self._program, shape, self._dtype, self._flat[start * row : stop * row])
 
     @property
     def words(self) -> memoryview:
         """The elements as plain Python numbers, flat: the cheapest way to write one."""
         return memoryview(self._flat)
+
+
+def _fresh(count: int, dtype: str) -> np.ndarray:
+    """Zeros straight from the system rather than from malloc: page-aligned, and zero without being touched."""
+    numpy_dtype, _ = _ELEMENTS[dtype]
+    # Private, or it would count as a file in shared memory.
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return np.frombuffer(mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags), numpy_dtype, count)
 
 
 class Call:
@@ -111,14 +124,21 @@ class Call:
         self._run(self._function, self._arguments, self._results)
 
     def argmax(self) -> int:
-        """Result 0."""
+        """Result 0 of a function with one."""
         view = self._results.get_as_object(0, rt.HalBufferView)
         return int(view.map().asarray((), _I32))
 
-    def logits(self) -> np.ndarray:
-        """Result 1, f32 `[vocab]`, a copy."""
+    def argmaxes(self, count: int) -> list[int]:
+        """Result 0 of a function with `count` of them."""
+        view = self._results.get_as_object(0, rt.HalBufferView)
+        return view.map().asarray((count,), _I32).tolist()
+
+    def logits(self, row: int | None = None) -> np.ndarray:
+        """Result 1, f32 `[vocab]`, or row `row` of `[rows, vocab]`; a copy."""
         view = self._results.get_as_object(1, rt.HalBufferView)
-        return view.map().asarray((self._vocab,), _F32).copy()
+        if row is None:
+            return view.map().asarray((self._vocab,), _F32).copy()
+        return view.map().asarray(tuple(view.shape), _F32)[row].copy()
 
 
 _calls: weakref.WeakSet[Call] = weakref.WeakSet()

@@ -29,13 +29,13 @@ class Session:
             raise SessionError(f"threads is {threads}, and a session needs at least 1")
         self._start(Program(bundle, threads))
 
-    def _start(self, program: Program) -> None:
+    def _start(self, program: Program, caches: tuple[Buffer, Buffer] | None = None) -> None:
         self.program = program
         self.manifest = program.manifest
         self.context, self.vocab, self.threads = self.manifest.context, self.manifest.vocab, program.threads
         self._position = 0
         cache = self.manifest.cache
-        self._k, self._v = (program.zeros(cache.shape, cache.dtype) for _ in range(2))
+        self._k, self._v = caches or tuple(program.zeros(cache.shape, cache.dtype) for _ in range(2))
         self._pos, self._length = program.zeros((), "i32"), program.zeros((), "i32")
         token = program.zeros((), "i32")
         self._decode = Call(program, "decode_step", (token, self._pos, self._k, self._v))
@@ -46,10 +46,15 @@ class Session:
             tokens = program.zeros((width,), "i32")
             operands = (tokens, self._pos, self._length, self._k, self._v)
             self._prefill[width] = (Call(program, f"prefill_{width}", operands), tokens)
-        measured = {f.width: f.ms for f in self.manifest.functions}
+        self._verify: dict[int, tuple[Call, Buffer]] = {}
+        for width in self.manifest.widths("verify"):
+            tokens = program.zeros((width,), "i32")
+            operands = (tokens, self._pos, self._k, self._v)
+            self._verify[width] = (Call(program, f"verify_{width}", operands), tokens)
+        measured = {f.width: f.ms for f in self.manifest.functions if f.role in ("decode", "prefill")}
         complete = all(ms is not None for ms in measured.values())
         self._costs = measured if complete else default_costs(self.manifest.prefill_widths)
-        self._last: Call | _Kept | None = None
+        self._last: Call | Row | _Kept | None = None
 
     @property
     def position(self) -> int:
@@ -100,6 +105,33 @@ class Session:
         self._last = call
         return call.argmax()
 
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        """Appends `tokens`, as many as a verify function takes, and returns the most probable token after each.
+
+        `rewind` takes back those that were not wanted. SessionError for another number of tokens, an id outside the
+        vocabulary or an end past the context.
+        """
+        if len(tokens) not in self._verify:
+            widths = ", ".join(map(str, self._verify)) or "none: compile the bundle with --speculate"
+            raise SessionError(f"{len(tokens)} tokens cannot be verified at once; the bundle's widths are {widths}")
+        if self._position + len(tokens) > self.context or min(tokens) < 0 or max(tokens) >= self.vocab:
+            self._refuse(tokens)
+        call, buffer = self._verify[len(tokens)]
+        buffer.array[:] = tokens
+        self._pos_word[0] = self._position
+        call.invoke()
+        self._position += len(tokens)
+        self._last = Row(call, len(tokens) - 1)
+        return call.argmaxes(len(tokens))
+
+    def copy_from(self, other: Session, positions: int) -> None:
+        """Takes over the first `positions` positions of a session of the same program and stands after them."""
+        if other.program is not self.program or not 0 <= positions <= other.position:
+            raise SessionError(f"{positions} positions cannot be copied from a session at {other.position}")
+        for mine, theirs in ((self._k, other._k), (self._v, other._v)):
+            mine.array[:, :positions] = theirs.array[:, :positions]
+        self._position, self._last = positions, None
+
     def logits(self) -> np.ndarray:
         """The logits after the last token, f32 `[vocab]`, a copy; SessionError before a token or after a rewind."""
         if self._last is None:
@@ -117,9 +149,7 @@ class Session:
         """A session of its own that goes on from here, with a copy of the caches up to `position`."""
         other = object.__new__(type(self))
         other._start(self.program)
-        for mine, theirs in ((self._k, other._k), (self._v, other._v)):
-            theirs.array[:, : self._position] = mine.array[:, : self._position]
-        other._position = self._position
+        other.copy_from(self, self._position)
         other._last = self._last and _Kept(self._last.logits())
         return other
 
@@ -136,6 +166,20 @@ class Session:
             f"{ids.size} token{'s' * (ids.size > 1)} from position {self._position} would end past the context of "
             f"{self.context}: shorten the prompt or compile with a larger --context"
         )
+
+
+class Row:
+    """Logits at one row of a call's results, until the next call."""
+
+    def __init__(self, call: Call, row: int):
+        self.call, self._row = call, row
+
+    def logits(self) -> np.ndarray:
+        return self.call.logits(self._row)
+
+    def keep(self) -> _Kept:
+        """The same, past the next call."""
+        return _Kept(self.logits())
 
 
 class _Kept:
