@@ -45,7 +45,8 @@ class Options:
     """What `castiron compile` can be told.
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
-    checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable".
+    checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable". batch: numbers of
+    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once.
     """
 
     context: int | None = None
@@ -53,11 +54,17 @@ class Options:
     numerics: str = "exact"
     lowering: str = "kernels"
     target: str = "host"
+    batch: tuple[int, ...] = ()
+    speculate: tuple[int, ...] = (4, 8)
 
     def __post_init__(self) -> None:
         for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
             if getattr(self, field) not in allowed:
                 raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
+        for field, least in (("batch", 2), ("speculate", 2)):
+            sizes = getattr(self, field)
+            if len(set(sizes)) != len(sizes) or min(sizes, default=least) < least or max(sizes, default=0) > 64:
+                raise EmitError(f"{field} takes different sizes from {least} to 64, not {', '.join(map(str, sizes))}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,8 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
 
     context = context_of(checkpoint.config, options.context)
     widths = [width for width in PREFILL_WIDTHS if width <= context]
-    module = build(checkpoint.config, codec, context, widths)
+    verify = [width for width in options.speculate if width <= context]
+    module = build(checkpoint.config, codec, context, widths, verify, options.batch)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:
@@ -200,7 +208,11 @@ def work_of(function: Function) -> dict[str, dict]:
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
     decode = module.functions["decode_step"]
     logits, cache = decode.outputs[1].type, Cache(*decode.outputs[2].shape)
-    widths = [f.inputs[0].shape[0] for name, f in module.functions.items() if name.startswith("prefill_")]
+
+    def widths(role: str) -> list[int]:
+        return [int(name.removeprefix(role)) for name in module.functions if name.startswith(role)]
+
+    sizes = [widths(role) for role in ("prefill_", "verify_", "decode_batch_")]
     source = {"model": str(model), "path": str(checkpoint.path), "format": checkpoint.format}
     if checkpoint.path.is_file():
         source["sha256"] = file_sha256(checkpoint.path)
@@ -209,7 +221,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         config=checkpoint.config,
         vocab=logits.shape[0],
         cache=cache,
-        functions=functions(cache, logits.shape[0], widths),
+        functions=functions(cache, logits.shape[0], *sizes),
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,

@@ -17,12 +17,23 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         help="kernels: castiron's own; portable: StableHLO alone")  # fmt: skip
     parser.add_argument("--target", choices=("host", "x86-64-v3", "x86-64-v4", "aarch64"), default="host",
                         help="the CPU that will run the bundle")  # fmt: skip
+    parser.add_argument("--batch", type=_sizes, default=(), metavar="B[,B]",
+                        help="also decode B sequences at once, for castiron serve: 4,8")  # fmt: skip
+    parser.add_argument("--speculate", type=_sizes, default=(4, 8), metavar="T[,T]",
+                        help="numbers of proposed tokens to check at once, for run --speculate (default: 4,8)")  # fmt: skip
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 4,8") from None
 
 
 def compile_options(args: argparse.Namespace):
     from ..compile import Options
 
-    return Options(args.context, args.weights, args.numerics, args.lowering, args.target)
+    return Options(args.context, args.weights, args.numerics, args.lowering, args.target, args.batch, args.speculate)
 
 
 def default_bundle(model: str) -> Path:

@@ -85,7 +85,7 @@ def test_what_is_written_is_what_is_read(toy_dir):
         (set_at("vocab", "32"), "vocab is '32', not a whole number"),
         (set_at("vocab", True), "vocab is True, not a whole number"),
         (set_at("vocab", 0), "vocab is 0, not a positive number"),
-        (set_at("vocab", 33), "functions are not decode_step and prefill_T with this vocabulary"),
+        (set_at("vocab", 33), "functions are not those of a castiron module with this vocabulary"),
         (set_at("cache", "context", 25), "functions are not"),
         (set_at("cache", "layers", 0), "cache.layers is 0"),
         (set_at("cache", "dtype", "f8"), "cache.dtype is 'f8', not one of f32"),

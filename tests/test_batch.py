@@ -1,0 +1,81 @@
+"""Several sequences decoded at once get the tokens that each gets alone; proposed tokens are checked exactly."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelines.compile import Options, compile_model
+from tests.test_end_to_end import greedy, prompt
+from reference import tiny
+from vmfb.batch import Batch
+from vmfb.bundle import open_bundle
+from vmfb.session import Session, SessionError
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module", params=["kernels", "portable"])
+def bundle(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("batch")
+    checkpoint = tiny.tiny_model("llama", folder / "llama")
+    options = Options(context=CONTEXT, lowering=request.param, batch=(2, 4), speculate=(4,))
+    return open_bundle(compile_model(checkpoint, folder / "bundle", options).bundle)
+
+
+def test_sequences_come_and_go_and_get_what_they_get_alone(bundle):
+    batch = Batch(bundle, 2)
+    assert batch.size == 4
+    prompts = {0: prompt(5), 1: prompt(17), 3: prompt(9)}
+    expected = {slot: greedy(Session(bundle, 1), tokens, 12) for slot, tokens in prompts.items()}
+    found = {slot: [batch.slots[slot].prefill(tokens)] for slot, tokens in prompts.items()}
+    for step in range(11):
+        # Slot 3 joins late, slot 0 pauses in between.
+        active = [s for s in found if not (s == 3 and step < 3) and not (s == 0 and 4 <= step < 6)]
+        for slot, token in batch.step({s: found[s][-1] for s in active}).items():
+            found[slot].append(token)
+    for slot, tokens in found.items():
+        assert tokens == expected[slot][: len(tokens)] and len(tokens) >= 9
+
+
+def test_logits_of_a_slot_stay_while_others_go_on(bundle):
+    batch = Batch(bundle, 1)
+    for slot, session in enumerate(batch.slots[:2]):
+        session.prefill(prompt(6, seed=slot))
+    batch.step({0: 5, 1: 6})
+    kept = batch.slots[0].logits()
+    batch.step({1: 7, 2: 8})
+    assert (batch.slots[0].logits() == kept).all()
+
+
+def test_a_full_slot_is_refused_and_disturbs_nobody(bundle):
+    batch = Batch(bundle, 1)
+    batch.slots[0].prefill(prompt(CONTEXT))
+    for slot in (1, 2):
+        batch.slots[slot].prefill(prompt(8, seed=slot))
+    with pytest.raises(SessionError, match=str(CONTEXT)):
+        batch.step({0: 5, 1: 5})
+    alone = Session(bundle, 1)
+    alone.prefill(prompt(8, seed=1))
+    assert batch.step({1: 5, 2: 5})[1] == alone.step(5)
+    with pytest.raises(SessionError, match="no slot 9"):
+        batch.step({9: 1})
+
+
+def test_a_copied_prefix_goes_on_as_its_origin(bundle):
+    batch = Batch(bundle, 1)
+    batch.slots[0].prefill(prompt(20))
+    batch.slots[1].copy_from(batch.slots[0], 13)
+    assert batch.slots[1].prefill(prompt(20)[13:]) == greedy(Session(bundle, 1), prompt(20), 1)[0]
+
+
+def test_verify_gives_the_token_after_each_position(bundle):
+    session, alone = Session(bundle, 1), Session(bundle, 1)
+    session.prefill(prompt(10))
+    alone.prefill(prompt(10))
+    tokens = prompt(4, seed=5)
+    assert session.verify(tokens) == [alone.step(token) for token in tokens]
+    session.rewind(11)
+    alone.rewind(11)
+    assert session.step(9) == alone.step(9)
+    with pytest.raises(SessionError, match="5 tokens cannot be verified"):
+        session.verify(prompt(5))

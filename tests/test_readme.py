@@ -1,0 +1,43 @@
+"""Every command of the README does what it says, in the order in which a reader would type them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+LINES = [line for block in BLOCKS for line in block.splitlines() if line and not line.startswith("#")]
+COMMANDS = [line for line in LINES if line.startswith("castiron ")]
+
+
+def test_the_first_screen_shows_the_two_commands():
+    assert LINES[:2] == ["make compile-llm", "make test"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_readme_works(line, tmp_path_factory):
+    """Run in one folder for all commands, so that what one builds the next one uses."""
+    folder = tmp_path_factory.getbasetemp() / "readme"
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "pipelines", *shlex.split(line)[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if "--json" in line:
+        assert isinstance(json.loads(done.stdout), dict)
+    elif " -o " not in line:
+        assert done.stdout.strip()
+
+
+def test_every_command_of_the_readme_is_run_here():
+    assert all(line.startswith(("make ", "castiron ")) for line in LINES), "a line that no test runs"
