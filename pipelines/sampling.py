@@ -63,12 +63,18 @@ class Sampler:
             logits = penalise(logits, history[-REPEAT_WINDOW:], sampling.repeat_penalty)
         if self.random is None:
             return int(logits.argmax())
+        if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+            # Nothing is cut, so nothing needs to be sorted.
+            return self._draw((logits - logits.max()) / sampling.temperature)
         order, probability = candidates(logits, sampling)
         # Only now does the temperature bend what the cuts have left.
-        weight = np.exp((np.log(probability) - np.log(probability[0])) / sampling.temperature)
-        cumulative = weight.cumsum()
+        return int(order[self._draw((np.log(probability) - np.log(probability[0])) / sampling.temperature)])
+
+    def _draw(self, logarithms: np.ndarray) -> int:
+        """A place, with probability proportional to the exponential; the largest logarithm is 0."""
+        cumulative = np.exp(logarithms).cumsum()
         place = int(cumulative.searchsorted(self.random.random() * cumulative[-1], side="right"))
-        return int(order[min(place, len(order) - 1)])
+        return min(place, len(cumulative) - 1)
 
 
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
@@ -82,11 +88,15 @@ def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.nd
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """What top-k, top-p and min-p leave of logits f64 [vocab]: ids and probabilities, likeliest first, never none."""
-    order = np.argsort(-logits, kind="stable")
+    weight = np.exp(logits - logits.max())
+    # Sorting a whole vocabulary costs more than a decode step, and nearly all of it would be cut.
+    possible = np.flatnonzero(weight >= _least(weight, sampling))
+    order = possible[np.argsort(-logits[possible], kind="stable")]
+    total = weight.sum()
     if sampling.top_k:
         order = order[: sampling.top_k]
-    probability = np.exp(logits[order] - logits[order[0]])
-    probability /= probability.sum()
+        total = weight[order].sum()
+    probability = weight[order] / total
     # Underflown tails would be log(0) below.
     keep = int(np.count_nonzero(probability))
     if sampling.top_p < 1:
@@ -94,3 +104,13 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
     if sampling.min_p > 0:
         keep = min(keep, int(np.count_nonzero(probability >= sampling.min_p * probability[0])))
     return order[:keep], probability[:keep]
+
+
+def _least(weight: np.ndarray, sampling: Sampling) -> float:
+    """A weight f64, where the likeliest token has 1, below which none of `weight` [vocab] can outlast the cuts."""
+    if 0 < sampling.top_k < len(weight):
+        return np.partition(weight, -sampling.top_k)[-sampling.top_k]
+    # All tokens below the mean of what top-p cuts weigh less than that together.
+    outside = (1 - sampling.top_p) * weight.sum() / len(weight)
+    # Rounding must not decide before the cuts themselves do.
+    return 0.999 * max(sampling.min_p, outside)
