@@ -57,7 +57,9 @@ def default_tiles(codec_name: str, T: int, out_features: int, in_features: int, 
     wide = 2 if isa.lanes == LANES and even else 1
     together = max(wide, blocks)
     most_rows = 12 if isa.lanes == LANES else 6
-    rows = min(range(most_rows, 3, -1), key=lambda rows: T // rows * rows + max(T % rows, 4 if T % rows else 0))
+    # A tile of few rows takes as long as one of 4, by the latency of fma.
+    costs = {rows: T // rows * rows + max(T % rows, 4 if T % rows else 0) for rows in range(4, most_rows + 1)}
+    rows = max(rows for rows, cost in costs.items() if cost <= 1.03 * min(costs.values()))
     budget = STACK_BYTES // (4 * LANES * together)
     token_blocks = -(-T // min(MOST_TOKENS, budget * 3 // 5))
     tokens = -(-T // (token_blocks * rows)) * rows

@@ -54,8 +54,9 @@ def default_tiles(codec_name: str, out_features: int, in_features: int, isa: Isa
     shape = packed_shape(codec_name, blocks * out_features, in_features)
     nbytes = shape[0] * shape[1] * shape[2]
     workgroups = max(1, min(MOST_WORKGROUPS, nbytes // WORKGROUP_BYTES, -(-shape[0] // 2)))
-    # The groups of 16 of q6_k are too short to gain from sharing x.
-    together = 1 if codec_of(codec_name).bits == 6 else 2
+    # The groups of 16 of q6_k are too short to gain from sharing x, and two blocks of quarters overflow NEON's registers.
+    bits = codec_of(codec_name).bits
+    together = 1 if bits == 6 or (bits and isa.lanes < 8) else 2
     return GemvTiles(workgroups, together, chains=4 if isa.lanes == LANES else 2)
 
 

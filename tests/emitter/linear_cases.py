@@ -106,8 +106,8 @@ def allowed_error(case: Case, arguments: Sequence[np.ndarray], reference: np.nda
     errors = [product_error(case.codec, x, raw) for raw in case.weights()]
     if len(errors) == 1:
         return errors[0] + 4 * UNIT * np.abs(reference)
-    gate, up = (np.abs(x) @ np.abs(w).T for w in case.dequantised())
-    return 1.13 * errors[0] * up + errors[1] * gate + 8 * UNIT * (gate * up + np.abs(reference))
+    gate, up = (np.abs(x @ w.T) for w in case.dequantised())
+    return 1.13 * errors[0] * up + errors[1] * (gate + errors[0]) + 8 * UNIT * (gate * up + np.abs(reference))
 
 
 def draw(strategy: st.SearchStrategy[Case], count: int) -> list[Case]:

@@ -37,6 +37,8 @@ WIDE = [
     Case(gemv, "q8_0", (1000, 256), EVERYTHING),
     Case(gemv, "q4_0", (300, 96), {"tiles": GemvTiles(workgroups=7, chains=3, ahead=512)}),
 ]
+# activations away from zero, where their terms tell
+WIDE += [Case(gemv, "f32", (48, 3000), {"glu": activation}) for activation in ACTIVATIONS]
 EACH = [Case(gemv, codec, (33, 512), EVERYTHING) for codec in CODECS]
 
 
