@@ -13,6 +13,8 @@ from .errors import PipelineError
 
 # A short prompt, for the time from starting a process to its first token.
 FIRST_PROMPT = 32
+# Turns that count for it: HF takes many seconds to read a GGUF file.
+FIRST_ROUNDS = 3
 # Lets the threads of the engine before fall asleep.
 PAUSE_SECONDS = 0.05
 
@@ -126,11 +128,20 @@ def measure(
     """
     workers: dict[str, Worker] = {}
     limits = {"read_gb_s": [], "peak_gflop_s": []}
-    following = tokens[settings.depth : settings.depth + settings.gen]
 
-    def take_turns(stage: str, turn: Callable[[str], float], limit: str | None = None) -> Iterator[tuple[str, float]]:
-        for done in range(settings.rounds + 1):
-            progress(stage, done / (settings.rounds + 1))
+    def decode(engine: str) -> float:
+        following = tokens[settings.depth : settings.depth + settings.gen]
+        return workers[engine].ask("decode", depth=settings.depth, tokens=following)["seconds"]
+
+    def prefill(engine: str) -> float:
+        return workers[engine].ask("prefill", tokens=tokens[: settings.prompt])["seconds"]
+
+    def first(engine: str) -> float:
+        return time_to_first_token(first_token_command(engine, models[engine], settings, tokens[:FIRST_PROMPT]))
+
+    def take_turns(stage, turn: Callable[[str], float], rounds: int, limit=None) -> Iterator[tuple[str, float]]:
+        for done in range(rounds + 1):
+            progress(stage, done / (rounds + 1))
             for engine in models:
                 time.sleep(PAUSE_SECONDS)
                 value = turn(engine)
@@ -147,23 +158,23 @@ def measure(
             if settings.depth:
                 progress(f"filling the context of {engine}", 0.0)
                 workers[engine].ask("fill", tokens=tokens[: settings.depth])
-        decode = lambda engine: workers[engine].ask("decode", depth=settings.depth, tokens=following)["seconds"]
-        for engine, seconds in take_turns("decode", decode, "read_gb_s"):
+        for engine, seconds in take_turns("decode", decode, settings.rounds, "read_gb_s"):
             measured[engine].decode.append(settings.gen / seconds)
-        prefill = lambda engine: workers[engine].ask("prefill", tokens=tokens[: settings.prompt])["seconds"]
-        for engine, seconds in take_turns("prefill", prefill, "peak_gflop_s"):
+        for engine, seconds in take_turns("prefill", prefill, settings.rounds, "peak_gflop_s"):
             measured[engine].prefill.append(settings.prompt / seconds)
         for engine, worker in workers.items():
             measured[engine].rss_mb = worker.ask("memory")["rss_mb"]
     finally:
         for worker in workers.values():
             worker.close()
-    first = lambda engine: time_to_first_token(
-        first_token_command(engine, models[engine], settings, tokens[:FIRST_PROMPT])
-    )
-    for engine, seconds in take_turns("time to first token", first):
+    for engine, seconds in take_turns("time to first token", first, min(settings.rounds, FIRST_ROUNDS)):
         measured[engine].first.append(seconds * 1e3)
     return limits
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 thread", "2 threads"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def spread(values: Sequence[float]) -> dict:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from .bench import count
+
 COLOURS = {"castiron": "#c2410c", "llama.cpp": "#64748b", "hf": "#cbd5e1"}
 PANELS = (("decode_tok_s", "decode"), ("prefill_tok_s", "prefill"))
 
@@ -36,7 +38,7 @@ def draw(result: dict, path: str | Path) -> None:
             axis.margins(x=0.15)
             axis.set_title(f"{title}, tok/s ({detail[title]})", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
-        figure.suptitle(f"{settings['model']}, {settings['threads']} threads, {result['machine']['cpu']}", fontsize=10)
+        figure.suptitle(f"{settings['model']}, {count(settings['threads'], 'thread')}, {result['machine']['cpu']}", fontsize=10)
         metadata = {"Date": None} if str(path).endswith(".svg") else None
         figure.savefig(path, metadata=metadata)
         pyplot.close(figure)

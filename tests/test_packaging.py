@@ -126,13 +126,19 @@ def test_a_runtime_environment_is_enough_to_run():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def tree(tmp_path_factory):
+    """A copy of what is packaged."""
     tree = tmp_path_factory.mktemp("tree")
     for name in (*PACKAGES, "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(tree)]
     subprocess.run(command, check=True, timeout=300)
@@ -141,9 +147,9 @@ def wheel(tmp_path_factory):
         yield archive
 
 
-def test_the_wheel_holds_every_source_and_data_file_and_no_test(wheel):
+def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert {str(path.relative_to(ROOT)) for package in PACKAGES for path in sources(package)} <= names
+    assert {str(path.relative_to(tree)) for package in PACKAGES for path in (tree / package).rglob("*.py")} <= names
     assert "pipelines/verify_prompts.jsonl" in names
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
 

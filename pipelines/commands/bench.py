@@ -160,9 +160,11 @@ def publish(result: dict, args: argparse.Namespace) -> None:
 
 def table(result: dict) -> str:
     """The result for a person."""
+    from ..bench import count
+
     settings, machine = result["settings"], result["machine"]
     lines = [
-        f"{settings['model']}, {settings['threads']} threads, decode {settings['gen']} from position {settings['depth']}, "
+        f"{settings['model']}, {count(settings['threads'], 'thread')}, decode {settings['gen']} from position {settings['depth']}, "
         f"prefill {settings['prompt']}",
         f"{machine['cpu']}: reads {machine['read_gb_s']:.1f} GB/s, f32 peak {machine['peak_gflop_s']:.0f} GFLOP/s",
         "",

@@ -61,6 +61,7 @@ def test_the_object_has_what_the_readers_of_it_expect(bundle, fixed_machine, tmp
     assert set(ours) == ENGINE_KEYS and all(ours[key] > 0 for key in ENGINE_KEYS - {"runs"})
     for key in ("decode_tok_s", "prefill_tok_s", "ttft_ms"):
         runs = ours["runs"][key]
+        assert set(runs) == {"median", "min", "max", "values"}
         assert len(runs["values"]) == 2 and runs["min"] <= runs["median"] <= runs["max"]
     assert result["machine"]["read_gb_s"] == 10 and result["machine"]["peak_gflop_s"] == 100
     assert result["peers"] == {} and result["ratios"] == {}
