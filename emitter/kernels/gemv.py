@@ -25,8 +25,9 @@ from emitter.packing import LANES, packed_shape, unpack
 from emitter.types import F32, I8, TensorType
 
 STACK_BYTES = 28 << 10  # of the 32 KB that IREE allows a kernel; the rest is the compiler's, for spills
-WORKGROUP_BYTES = 48 << 10  # of weights: enough to hide a workgroup's start, little enough to balance threads
+WORKGROUP_BYTES = 128 << 10  # of weights: a workgroup normalises and copies x again, which takes as long as 5 KB
 MOST_WORKGROUPS = 64
+FEW = 4  # workgroups that even a small weight is cut into, if each gets a quarter of WORKGROUP_BYTES
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def default_tiles(codec_name: str, out_features: int, in_features: int, isa: Isa
     """Tiles that measured well; `blocks` is `Epilogue.blocks`."""
     shape = packed_shape(codec_name, blocks * out_features, in_features)
     nbytes = shape[0] * shape[1] * shape[2]
-    workgroups = max(1, min(MOST_WORKGROUPS, nbytes // WORKGROUP_BYTES, -(-shape[0] // 2)))
+    workgroups = max(nbytes // WORKGROUP_BYTES, min(FEW, 4 * nbytes // WORKGROUP_BYTES), 1)
+    workgroups = min(workgroups, MOST_WORKGROUPS, -(-shape[0] // 2))
     # The groups of 16 of q6_k are too short to gain from sharing x, and two blocks of quarters overflow NEON's registers.
     bits = codec_of(codec_name).bits
     together = 1 if bits == 6 or (bits and isa.lanes < 8) else 2
