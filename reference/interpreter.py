@@ -158,11 +158,10 @@ def _bitcast(op: Op, x: np.ndarray) -> np.ndarray:
 
 def _broadcast(op: Op, x: np.ndarray) -> np.ndarray:
     shape, dims = op.results[0].shape, op.attrs["dims"]
-    order = sorted(range(len(dims)), key=lambda i: dims[i])
     aligned = [1] * len(shape)
     for extent, dim in zip(x.shape, dims):
         aligned[dim] = extent
-    return np.broadcast_to(x.transpose(order).reshape(aligned), shape)
+    return np.broadcast_to(x.reshape(aligned), shape)
 
 
 def _iota(op: Op) -> np.ndarray:

@@ -145,6 +145,20 @@ def test_two_kernels_of_one_name_are_refused():
         print_module(module)
 
 
+def test_kernels_stand_by_name_and_once():
+    module = small_module(True)
+    first = append_kernel()
+    other = replace(first, name="a_" + first.name, text=first.text.replace("append_row", "a_append_row"))
+    with module.function("other", **{v.name: v.type for v in module.functions["step"].inputs}) as (token, pos, cache):
+        row = ops.constant(0, F32, (8,))
+        for kernel in (first, other):
+            (cache,) = ops.kernel_call(kernel, (row, pos, cache), (0,))
+        current_function().returns(cache=cache, token=token)
+    text = print_module(module)
+    assert text.index("private @a_append_row {") < text.index("private @append_row {")
+    assert text.count("private @append_row {") == 1
+
+
 def test_a_layer_operation_is_not_text_yet():
     module = small_module(False)
     op = module.functions["step"].ops[3]
