@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-# What a call costs beyond its rows, in rows: every call reads all the weights. A decode step does little else.
+# What a call costs beyond its rows, in rows: every call reads and decodes all the weights. A decode step does little else.
 CALL_ROWS = 4.0
 
 
-def default_costs(widths: tuple[int, ...]) -> dict[int, float]:
-    """The cost of a call by its width, in rows, where nothing has been measured; width 1 is a decode step."""
-    return {width: width + CALL_ROWS for width in (1, *widths)}
-
-
-def chunks(total: int, start: int, context: int, costs: Mapping[int, float]) -> list[tuple[int, int]]:
+def chunks(total: int, start: int, context: int, widths: Sequence[int], padding: float) -> list[tuple[int, int]]:
     """Calls (width, tokens) that take `total` tokens from position `start`; tokens < width only in the last.
 
     Chunks of the widest width as long as they fill up, then for the rest whatever costs least in sum, a padded chunk
-    among it. A chunk's whole width stays below `context`, padding included: it writes to the cache. `costs` holds the
-    cost of a call for every width, width 1 (a decode step) among them.
+    among it; width 1, a decode step, is always there. `padding` is what a row of padding costs, in rows: 0 where the
+    kernels leave it out, 1 where it is computed. A chunk's whole width stays below `context`, padding included.
     """
-    widest = max(costs)
+    widths = sorted({1, *widths})
+    widest = widths[-1]
     whole = min(total, context - start) // widest
     rest, space = total - whole * widest, context - start - whole * widest
 
     # best[n]: the cheapest way to take the last n tokens; they start where `space - (rest - n)` positions are left.
-    best: list[tuple[float, int]] = [(0.0, 0)]
+    # Of equal ends, the one that takes most tokens first, in the narrowest call that holds them.
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
     for left in range(1, rest + 1):
         room = space - (rest - left)
-        best.append(min((cost + best[max(0, left - w)][0], w) for w, cost in costs.items() if w <= room))
+        options = []
+        for width in widths:
+            if width <= room:
+                count = min(width, left)
+                cost = count + padding * (width - count) + CALL_ROWS
+                options.append((cost + best[left - count][0], -count, width))
+        best.append(min(options))
     calls = [(widest, widest)] * whole
     while rest:
-        width = best[rest][1]
+        width = best[rest][2]
         calls.append((width, min(width, rest)))
         rest -= min(width, rest)
     return calls

@@ -45,17 +45,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class Function:
-    """An exported function: its role, how many tokens one call takes, and its signature as MLIR spells the types.
-
-    `ms` is how long a call takes, where measured: prompts are then cut into the calls that take least time.
-    """
+    """An exported function: its role, how many tokens one call takes, and its signature as MLIR spells the types."""
 
     role: str
     name: str
     width: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    ms: float | None = None
 
 
 def functions(
@@ -184,9 +180,8 @@ def check(manifest: Manifest) -> None:
         raise RecordError(f"cache.dtype is {cache.dtype!r}, not one of {', '.join(CACHE_ITEM_BYTES)}")
     if bad := [w for w in chunks if not 2 <= w <= cache.context]:
         raise RecordError(f"a prefill or verify function takes {bad[0]} tokens where the context is {cache.context}")
-    shapes = tuple(replace(function, ms=None) for function in manifest.functions)
     known = functions(cache, manifest.vocab, widths["prefill"], widths["verify"], widths["batch"])
-    if shapes != known or any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values()):
+    if manifest.functions != known or any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values()):
         raise RecordError("functions are not those of a castiron module with this vocabulary and cache")
     for name, file in manifest.files.items():
         if name not in FILES:

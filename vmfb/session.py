@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from vmfb.bundle import Bundle
-from vmfb.chunks import chunks, default_costs
+from vmfb.chunks import chunks
 from vmfb.program import Buffer, Call, Program
 
 
@@ -51,9 +51,8 @@ class Session:
             tokens = program.zeros((width,), "i32")
             operands = (tokens, self._pos, self._k, self._v)
             self._verify[width] = (Call(program, f"verify_{width}", operands), tokens)
-        measured = {f.width: f.ms for f in self.manifest.functions if f.role in ("decode", "prefill")}
-        complete = all(ms is not None for ms in measured.values())
-        self._costs = measured if complete else default_costs(self.manifest.prefill_widths)
+        # The kernels skip rows past the length; StableHLO alone computes them.
+        self._padding = 0.0 if self.manifest.lowering == "kernels" else 1.0
         self._last: Call | Row | _Kept | None = None
 
     @property
@@ -86,7 +85,7 @@ class Session:
             self._refuse(tokens)
         done, total = 0, int(ids.size)
         best = 0
-        for width, count in chunks(total, self._position, self.context, self._costs):
+        for width, count in chunks(total, self._position, self.context, self.manifest.prefill_widths, self._padding):
             best = self._chunk(width, ids[done : done + count])
             done += count
             if progress:
