@@ -101,6 +101,16 @@ def test_logits_are_the_callers_own(session):
     logits = session.logits()
     session.step(TOKENS[2])
     np.testing.assert_array_equal(logits, toy.Toy(CONTEXT).run(TOKENS[:2]))
+    session.logits()[:] = 0
+    np.testing.assert_array_equal(session.logits(), toy.Toy(CONTEXT).run(TOKENS[:3]))
+
+
+def test_a_forks_logits_are_not_its_parents_next(session):
+    session.prefill(TOKENS[:8])
+    session.step(TOKENS[8])
+    fork = session.fork()
+    session.step(TOKENS[9])
+    agrees(fork, TOKENS[:9])
 
 
 def test_progress_counts_every_token(session):
