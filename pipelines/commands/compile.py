@@ -42,10 +42,10 @@ def main(args: argparse.Namespace) -> int:
         return 0
     size = megabytes(sum(report.files.values()))
     if report.up_to_date:
-        print(f"{report.bundle}: up to date, {size}")
+        print(f"{out}: up to date, {size}")
     else:
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
-        print(f"{report.bundle}: {size} ({stages})")
+        print(f"{out}: {size} ({stages})")
     if not tokenizer:
         print("the checkpoint has no tokenizer: this bundle takes token ids only (castiron run DIR --tokens 1,2,3)")
     return 0
