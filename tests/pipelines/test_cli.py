@@ -165,7 +165,9 @@ def test_help_names_every_option_and_shows_examples(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and f"  castiron {command} " in text and "--json" in text
+    assert stop.value.code == 0 and f"  castiron {command} " in text
+    # chat and serve talk, the others have a result.
+    assert "--json" in text or command in ("chat", "serve")
 
 
 def test_run_loads_neither_compiler_nor_torch_nor_jinja(bundle):
