@@ -11,11 +11,13 @@ from collections.abc import Sequence
 COMMANDS = {
     "compile": "cast a checkpoint into a bundle",
     "run": "generate text from a bundle",
+    "serve": "serve a bundle over HTTP with OpenAI's API",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "bench": "measure a bundle, against the machine's limits and against peers",
     "explain": "show where the time of a call goes, kernel by kernel",
     "inspect": "describe a checkpoint or a bundle",
     "emit": "print the MLIR of a checkpoint",
+    "diff": "find the first module whose activations differ from HF transformers",
 }
 EPILOG = """\
 MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle.
@@ -101,7 +103,7 @@ def _extra_with(module: str | None) -> str | None:
     extras = {
         "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile", "rich": "compile",
         "torch": "verify", "transformers": "verify", "sentencepiece": "verify",
-        "llama_cpp": "bench", "matplotlib": "bench",
+        "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
     }  # fmt: skip
     return extras.get(module or "")
 

@@ -83,8 +83,10 @@ def context_of(config: dict, asked: int | None) -> int:
     return asked if asked is not None else min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 
-def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
+def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...] = PREFILL_WIDTHS) -> ModelModule:
     """The model as layer operations, after every tensor it calls for was found in the checkpoint with its shape.
+
+    `widths` are those of the prefill functions; wider ones than the context are left out.
 
     Raises EmitError for a config that is not understood and CheckpointError listing every tensor that is missing, of
     another shape, or left over.
@@ -97,7 +99,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
         return tensor.codec if options.weights == "native" or len(tensor.shape) < 2 else options.weights
 
     context = context_of(checkpoint.config, options.context)
-    widths = [width for width in PREFILL_WIDTHS if width <= context]
+    widths = [width for width in widths if width <= context]
     verify = [width for width in options.speculate if width <= context]
     module = build(checkpoint.config, codec, context, widths, verify, options.batch)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}

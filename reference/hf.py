@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Reading a GGUF file, transformers draws a bar that its own switch does not turn off.
+os.environ.setdefault("TQDM_DISABLE", "1")
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,0 +1,61 @@
+"""`castiron diff` agrees with HF where the model is right, and names the place where it is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from emitter import ops
+from emitter.lowering import portable
+from pipelines.checkpoints import open_checkpoint
+from pipelines.cli import main
+from pipelines.diff import compare
+from reference import tiny
+
+TOKENS = [5, 17, 3, 99, 42, 8]
+
+
+@pytest.fixture(scope="module")
+def checkpoint_dir(tmp_path_factory):
+    return tiny.tiny_model("llama", tmp_path_factory.mktemp("diff") / "llama", tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("lowering", ["portable", "kernels"])
+def test_every_module_of_a_right_model_agrees(checkpoint_dir, lowering):
+    found = compare(open_checkpoint(checkpoint_dir), TOKENS, 1e-3, lowering)
+    assert found.first is None and found.operations == []
+    names = [m.module for m in found.modules]
+    assert names[0] == "model.embed_tokens" and names[-1] == "lm_head" and "model.layers.2" in names
+
+
+def test_a_rotation_the_wrong_way_is_found_in_the_first_attention(checkpoint_dir, monkeypatch, capsys):
+    def backwards(op, x, cos, sin, start):
+        return portable.rope(op, x, cos, _Negated(sin), start)
+
+    class _Negated:
+        def __init__(self, stored):
+            self.stored = stored
+
+        def value(self):
+            return ops.negate(self.stored.value())
+
+    monkeypatch.setattr(portable, "_numbers", lambda v: v.value() if hasattr(v, "value") else v)
+    monkeypatch.setitem(portable.RULES, "rope", backwards)
+    assert main(["diff", str(checkpoint_dir), "--tokens", ",".join(map(str, TOKENS)), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["equal"] and found["first"] == "model.layers.0.self_attn.o_proj"
+    assert ["rope", "model.layers.0.self_attn"] in found["operations"]
+
+
+def test_a_forgotten_residual_is_found_in_its_block(checkpoint_dir, monkeypatch):
+    from emitter.models import llama
+
+    monkeypatch.setattr(llama, "add", lambda x, y: y)
+    found = compare(open_checkpoint(checkpoint_dir), TOKENS, 1e-3)
+    assert found.modules[found.first].module == "model.layers.0.post_attention_layernorm"
+
+
+def test_one_token_is_refused(checkpoint_dir, capsys):
+    assert main(["diff", str(checkpoint_dir), "--tokens", "5"]) == 1
+    assert "at least two tokens" in capsys.readouterr().err
