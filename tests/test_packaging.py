@@ -22,7 +22,7 @@ PACKAGES = ("emitter", "pipelines", "vmfb", "reference")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What make test and make compile-llm install; llama.cpp takes minutes to build and is bench's alone.
-LOCKED_EXTRAS = ("compile", "verify", "test")
+LOCKED_EXTRAS = ("compile", "serve", "verify", "test")
 
 
 def lock(name: str) -> dict[str, str]:
@@ -150,7 +150,7 @@ def wheel(tree, tmp_path_factory):
 def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert {str(path.relative_to(tree)) for package in PACKAGES for path in (tree / package).rglob("*.py")} <= names
-    assert "pipelines/verify_prompts.jsonl" in names
+    assert {"pipelines/verify_prompts.jsonl", "pipelines/serve/chat.html"} <= names
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
 
 

@@ -1,0 +1,115 @@
+"""Serves a bundle over HTTP with OpenAI's API, several requests at once, and a chat page at /.
+
+Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logprobs, n, stop, seed, penalties,
+logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty and ignore_eos), /tokenize, /detokenize, /health, and
+/metrics for Prometheus.
+
+A bundle compiled with --batch 4,8 decodes up to 8 sequences at once and reads the weights once for all of them; one
+compiled without serves one after another. What two prompts begin with is computed once, as long as it is in the cache.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from ..errors import PipelineError
+from ..progress import say
+
+EXAMPLES = """\
+examples:
+  castiron compile smollm2-135m-instruct --batch 4,8
+  castiron serve build/smollm2-135m-instruct
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
+  python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
+
+Requests beyond --queue get status 503, larger ones than --max-body 413, prompts past the context 400 with the numbers.
+SIGTERM or Ctrl-C takes no more requests, lets those under way finish for --grace seconds and ends with status 0.
+"""
+KEY_VARIABLE = "CASTIRON_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="DIR", help="the bundle")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen; 0.0.0.0 is everywhere "
+                        "(default: 127.0.0.1, this machine alone)")  # fmt: skip
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes any that is free")
+    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the bundle's own; its "
+                        "directory's name is taken for it too)")  # fmt: skip
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for this key on every path "
+                        f"but / and /health; may be repeated; {KEY_VARIABLE} in the environment, commas between keys, "
+                        "keeps it out of the process list")  # fmt: skip
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for requests that give none "
+                        "(default: 1, as OpenAI's; 0 is greedy)")  # fmt: skip
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one a core)")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait (default: 64)")
+    limits.add_argument("--max-body", type=float, default=4.0, metavar="MB", help="size of a request (default: 4)")
+    limits.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds that a request may take, the "
+                        "wait included (default: 600)")  # fmt: skip
+    limits.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds that requests have to finish "
+                        "after SIGTERM (default: 10)")  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="no line on stderr for every request")
+
+
+def main(args: argparse.Namespace) -> int:
+    # Before the model is loaded, which takes longer than to say that a package is missing.
+    from ..serve.app import create_app
+    from ..serve.server import listen, serve, url
+
+    check(args)
+    with listen(args.host, args.port) as listening:
+        api, metrics = load(args)
+        app = create_app(api, metrics, api_keys=api_keys(args), quiet=args.quiet)
+        slots = api.engine.slots
+        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context})")
+        if slots == 1:
+            say("this bundle decodes one sequence at a time; castiron compile --batch 4,8 makes one that decodes 8")
+        serve(app, api.engine, listening, args.grace)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """PipelineError, before anything is loaded, for numbers out of their ranges."""
+    ranges = (
+        ("port", 0 <= args.port < 65536, "between 0 and 65535"),
+        ("temperature", 0 <= args.temperature <= 2, "between 0 and 2"),
+        ("queue", args.queue >= 0, "0 or more"),
+        ("max-body", 0 < args.max_body < float("inf"), "above 0"),
+        ("timeout", 0 < args.timeout < float("inf"), "above 0"),
+        ("grace", 0 <= args.grace < float("inf"), "0 or more"),
+    )
+    for name, holds, wanted in ranges:
+        if not holds:
+            raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")
+
+
+def api_keys(args: argparse.Namespace) -> list[str]:
+    """Of the command line and of the environment; PipelineError for an empty one."""
+    keys = [*args.api_key, *(key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip())]
+    if not all(keys):
+        raise PipelineError("--api-key is empty; give a key, or leave the option out to ask for none")
+    return keys
+
+
+def load(args: argparse.Namespace):
+    """The bundle at `args.bundle` behind an API, and its metrics."""
+    from vmfb.batch import Batch
+    from vmfb.bundle import open_bundle
+
+    from ..serve.api import Api, Limits
+    from ..serve.engine import Engine
+    from ..serve.scheduler import Scheduler
+    from ..text import load_text
+
+    bundle = open_bundle(args.bundle)
+    if bundle.tokenizer is None:
+        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
+    text = load_text(bundle)
+    scheduler = Scheduler(Batch(bundle, args.threads))
+    engine = Engine(scheduler, args.queue)
+    manifest = bundle.manifest
+    own = [manifest.name, Path(args.bundle).resolve().name]
+    names = [args.name] if args.name else list(dict.fromkeys(own))
+    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
+    return Api(engine, text, names, manifest.context, manifest.vocab, limits), scheduler.metrics

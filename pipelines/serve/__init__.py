@@ -1,0 +1,5 @@
+"""A bundle behind OpenAI's HTTP API.
+
+From the outside in: server (process, signals), app (routes, limits), api (requests into sequences, events into
+replies), engine (the thread that owns the model), scheduler (which sequence runs next), prefix_cache (which slot).
+"""

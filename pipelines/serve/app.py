@@ -1,0 +1,285 @@
+"""The HTTP side: routes, who may ask, how much and how long, and answers to requests that go wrong."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import Coroutine, Mapping
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..errors import PipelineError
+from ..progress import say
+from .api import Api, Job
+from .errors import ApiError
+from .metrics import Metrics
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+
+# For the log alone: the client is no longer there to read it. nginx's number.
+LEFT = 499
+# A body of a few megabytes takes no longer on any network.
+BODY_SECONDS = 30.0
+OPEN_PATHS = ("/", "/health")
+# The page runs its own script and talks to this server, and nothing else.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def create_app(api: Api, metrics: Metrics, *, api_keys: list[str] = (), quiet: bool = False) -> ASGIApp:
+    """The application; its lifespan starts and stops the engine of `api`. Without `quiet` each request is a line on
+    stderr."""
+    started = int(time.time())
+    page = files("pipelines.serve").joinpath("chat.html").read_text("utf-8")
+
+    async def chat(request: Request) -> Response:
+        body = read(ChatRequest, await _body(request, api.limits.body_bytes))
+        api.check_model(body.model)
+        return await _answer(request, api, body, await api.chat(body))
+
+    async def complete(request: Request) -> Response:
+        body = read(CompletionRequest, await _body(request, api.limits.body_bytes))
+        api.check_model(body.model)
+        return await _answer(request, api, body, await api.complete(body))
+
+    async def tokenize(request: Request) -> Response:
+        body = read(TokenizeRequest, await _body(request, api.limits.body_bytes))
+        api.check_model(body.model)
+        tokens = await api.tokenize(body)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "context_length": api.context})
+
+    async def detokenize(request: Request) -> Response:
+        body = read(DetokenizeRequest, await _body(request, api.limits.body_bytes))
+        api.check_model(body.model)
+        return JSONResponse({"content": await api.detokenize(body.tokens)})
+
+    def described(name: str) -> dict:
+        return {"id": name, "object": "model", "created": started, "owned_by": "castiron", "context_length": api.context}
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [described(api.names[0])]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        api.check_model(name)
+        return JSONResponse(described(name))
+
+    async def health(_: Request) -> Response:
+        healthy = api.engine.healthy
+        return JSONResponse({"status": "ok" if healthy else "stopping"}, 200 if healthy else 503)
+
+    async def show_metrics(_: Request) -> Response:
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def home(_: Request) -> Response:
+        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        return HTMLResponse(page, headers=headers)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette):
+        api.engine.start(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            api.engine.stop()
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/metrics", show_metrics),
+        Route("/", home),
+    ]
+    handlers = {
+        ApiError: lambda _, error: _refusal(error),
+        PipelineError: lambda _, error: _refusal(ApiError(400, str(error))),
+        HTTPException: lambda _, error: _refusal(_plain(error), error.headers),
+        ClientLeft: lambda *_: Response(status_code=LEFT),
+        ClientDisconnect: lambda *_: Response(status_code=LEFT),
+        # Starlette raises it again for the log once this is sent.
+        Exception: lambda *_: _refusal(ApiError(500, "the server failed on this request; other requests are not affected")),
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    return Front(app, metrics, {route.path for route in routes}, api_keys, quiet)
+
+
+class Front:
+    """What happens to every request, whatever its route: the key is asked for, the answer counted and logged."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str], api_keys: list[str], quiet: bool):
+        self.app, self.metrics, self.paths, self.quiet = app, metrics, paths, quiet
+        self.api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["status"] = LEFT
+
+        async def sent(message):
+            if message["type"] == "http.response.start":
+                state["status"] = message["status"]
+            await send(message)
+
+        try:
+            if self._may(scope):
+                await self.app(scope, receive, sent)
+            else:
+                message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+                await _refusal(ApiError(401, message, code="invalid_api_key"))(scope, receive, sent)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.requests_total.add(1, path, str(state["status"]))
+            if not self.quiet and path not in ("/health", "/metrics"):
+                job: Job | None = state.get("job")
+                words = f"{scope['method']} {scope['path']!a} {state['status']}"
+                say(f"{words}: {job.summary}" if job else words)
+
+    def _may(self, scope: Scope) -> bool:
+        if not self.api_keys or scope["path"] in OPEN_PATHS:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        # Every key is compared, so that the time tells nothing.
+        found = [hmac.compare_digest(key.strip(), known) for known in self.api_keys]
+        return scheme.lower() == b"bearer" and any(found)
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """The body of a request; ApiError if it is no JSON by its own word, too large or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Also what keeps other sites' pages from asking in the name of whoever looks at them.
+        raise ApiError(415, "send JSON with the header 'Content-Type: application/json'")
+    length = request.headers.get("content-length", "0")
+    too_large = ApiError(413, f"the body of this request is larger than {limit} bytes", code="body_too_large")
+    if length.isdigit() and int(length[:20]) > limit:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body of this request did not arrive within {BODY_SECONDS:.0f} s") from None
+    return bytes(data)
+
+
+async def _answer(request: Request, api: Api, body, job: Job) -> Response:
+    """The response to a request whose sequences are queued."""
+    request.state.job = job
+    if body.stream:
+        options = body.stream_options
+        return EventStream(api, job, bool(options and options.include_usage))
+    try:
+        answer = await _while_connected(request.receive, _in_time(api, api.whole(job)))
+    finally:
+        api.close(job)
+    return JSONResponse(answer)
+
+
+class EventStream(Response):
+    """Chunks as server-sent events. The first one decides about the status, so that a request that fails before it
+    has said anything is an ordinary error."""
+
+    def __init__(self, api: Api, job: Job, include_usage: bool):
+        self.api, self.job, self.include_usage = api, job, include_usage
+        self.status_code, self.background = 200, None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _while_connected(receive, self._stream(send))
+        except ClientLeft:
+            scope["state"]["status"] = LEFT
+        except ApiError as error:
+            await _refusal(error)(scope, receive, send)
+        finally:
+            self.api.close(self.job)
+
+    async def _stream(self, send: Send) -> None:
+        started = False
+
+        async def event(data: str) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                # For nginx, which would collect the events otherwise.
+                headers.append((b"x-accel-buffering", b"no"))
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+        async def all_chunks() -> None:
+            async for chunk in self.api.chunks(self.job, self.include_usage):
+                await event(_json(chunk))
+
+        try:
+            await _in_time(self.api, all_chunks())
+        except ApiError as error:
+            if not started:
+                raise
+            await event(_json(error.body))
+        await event("[DONE]")
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _in_time(api: Api, work: Coroutine):
+    """The result of `work`; ApiError if it takes longer than a request may."""
+    try:
+        async with asyncio.timeout(api.limits.seconds):
+            return await work
+    except TimeoutError:
+        message = f"the request took longer than the {api.limits.seconds:g} s that this server allows"
+        raise ApiError(504, message, code="timeout") from None
+
+
+async def _while_connected(receive: Receive, work: Coroutine):
+    """The result of `work`, which is cancelled, with ClientLeft, when the client leaves."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientLeft
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _refusal(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error.body, error.status, {**error.headers, **(headers or {})})
+
+
+def _plain(error: HTTPException) -> ApiError:
+    """An unknown path or a method that it does not have."""
+    words = {404: "there is no such path on this server", 405: "this path does not take that method"}
+    return ApiError(error.status_code, words.get(error.status_code, error.detail))
+
+
+def _json(value: dict) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

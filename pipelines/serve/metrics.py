@@ -1,0 +1,97 @@
+"""Counters, gauges and histograms in Prometheus' text format (exposition format 0.0.4)."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SMALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+
+
+class Counter:
+    """Numbers that only grow, one for each set of label values."""
+
+    kind = "counter"
+
+    def __init__(self, help: str, *labels: str):
+        self.help, self.labels = help, labels
+        self.values: dict[tuple, float] = {} if labels else {(): 0}
+
+    def add(self, amount: float = 1, *values: str) -> None:
+        self.values[values] = self.values.get(values, 0) + amount
+
+    def lines(self, name: str) -> list[str]:
+        return [f"{name}{_labels(zip(self.labels, v))} {_number(n)}" for v, n in sorted(self.values.items())]
+
+
+class Gauge:
+    """A number that is asked for when it is shown."""
+
+    kind = "gauge"
+
+    def __init__(self, help: str, read: Callable[[], float] = lambda: 0):
+        self.help, self.read = help, read
+
+    def lines(self, name: str) -> list[str]:
+        return [f"{name} {_number(self.read())}"]
+
+
+class Histogram:
+    """How many observations were at most each of `bounds`, their sum and their number."""
+
+    kind = "histogram"
+
+    def __init__(self, help: str, bounds: tuple[float, ...]):
+        self.help, self.bounds = help, bounds
+        self.counts, self.sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def lines(self, name: str) -> list[str]:
+        found, below = [], 0
+        for bound, count in zip((*self.bounds, "+Inf"), list(self.counts)):
+            below += count
+            found.append(f"{name}_bucket{_labels([('le', bound)])} {below}")
+        return [*found, f"{name}_sum {_number(self.sum)}", f"{name}_count {below}"]
+
+
+class Metrics:
+    """Everything that is measured while serving; the name on the wire is the attribute's with castiron_ before it."""
+
+    def __init__(self) -> None:
+        self.requests_total = Counter("HTTP requests answered.", "path", "status")
+        self.sequences_total = Counter("Sequences ended, by how.", "reason")
+        self.requests_running = Gauge("Sequences that have a slot.")
+        self.requests_waiting = Gauge("Sequences that wait for a slot.")
+        self.slots = Gauge("Sequences that can run at once.")
+        self.prompt_tokens_total = Counter("Tokens of prompts, cached ones included.")
+        self.prefix_cache_tokens_total = Counter("Tokens of prompts that were in the cache.")
+        self.prefix_cache_hits_total = Counter("Prompts of which a part was in the cache.")
+        self.prefix_cache_queries_total = Counter("Prompts that were looked up in the cache.")
+        self.generated_tokens_total = Counter("Tokens generated.")
+        self.decode_steps_total = Counter("Decode steps; each serves all running sequences.")
+        self.queue_seconds = Histogram("From a request's arrival to its first chunk of prefill.", SECONDS)
+        self.time_to_first_token_seconds = Histogram("From a request's arrival to its first token.", SECONDS)
+        self.time_per_token_seconds = Histogram("From one token of a sequence to its next.", SMALL_SECONDS)
+        self.request_seconds = Histogram("From a sequence's arrival to its end.", SECONDS)
+        self.request_prompt_tokens = Histogram("Length of prompts.", TOKENS)
+        self.request_generated_tokens = Histogram("Length of answers.", TOKENS)
+
+    def text(self) -> str:
+        """The page that Prometheus reads."""
+        lines = []
+        for attribute, metric in vars(self).items():
+            name = f"castiron_{attribute}"
+            lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *metric.lines(name)]
+        return "\n".join(lines) + "\n"
+
+
+def _labels(pairs) -> str:
+    escaped = [(n, str(v).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for n, v in pairs]
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}" if escaped else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(float(value))

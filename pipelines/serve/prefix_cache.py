@@ -1,0 +1,63 @@
+"""Which tokens each slot's caches hold, and the slot where a prompt costs least."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+
+class PrefixCache:
+    """The tokens behind the caches of `sessions`, one a slot, up to each session's position.
+
+    Caches outlive the sequence that filled them. A prompt that begins as one of them, at rest or in use, takes that
+    beginning over: in place where it goes on from there, as a copy where something else hangs on it.
+    """
+
+    def __init__(self, sessions: Sequence):
+        self.sessions = sessions
+        self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
+        self.used = [0] * len(sessions)
+        self.clock = 0
+
+    def common(self, prompt: np.ndarray, slot: int) -> int:
+        """How many tokens at the beginning of `prompt` i32 [n] the slot holds."""
+        return shared(self.tokens[slot, : self.sessions[slot].position], prompt)
+
+    def longest(self, prompt: np.ndarray) -> int:
+        """What `take` would find in the cache."""
+        return max(self.common(prompt, slot) for slot in range(len(self.sessions)))
+
+    def take(self, prompt: np.ndarray, free: Collection[int]) -> tuple[int, int]:
+        """A slot of `free`, which is not empty, prepared for `prompt`, and how many of its tokens it holds already."""
+        common = [self.common(prompt, slot) for slot in range(len(self.sessions))]
+        best = max(common)
+        slot = max(free, key=lambda s: (common[s], -s))
+        goes_on = common[slot] == best and 2 * best >= self.sessions[slot].position
+        if not goes_on:
+            # The oldest goes; the text that shares only a beginning with this one keeps its slot.
+            slot = min(free, key=lambda s: (self.used[s], s))
+        if common[slot] == best:
+            self.sessions[slot].rewind(best)
+        else:
+            source = common.index(best)
+            self.sessions[slot].copy_from(self.sessions[source], best)
+            self.tokens[slot, :best] = self.tokens[source, :best]
+        self.touch(slot)
+        return slot, best
+
+    def fed(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
+        """The slot's session has just appended `tokens`."""
+        end = self.sessions[slot].position
+        self.tokens[slot, end - len(tokens) : end] = tokens
+
+    def touch(self, slot: int) -> None:
+        """The slot is in use now: of those free it will be the last to be given away."""
+        self.clock += 1
+        self.used[slot] = self.clock
+
+
+def shared(held: np.ndarray, prompt: np.ndarray) -> int:
+    """How many tokens at the beginning of `prompt` are those of `held`, both i32 [n]; never the prompt's last, whose
+    logits are needed."""
+    length = min(len(held), len(prompt) - 1)
+    differs = held[:length] != prompt[:length]
+    return int(differs.argmax()) if differs.any() else length

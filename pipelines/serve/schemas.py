@@ -1,0 +1,181 @@
+"""The bodies of requests, as OpenAI's API reference has them, and what castiron takes besides.
+
+Fields of OpenAI's that change nothing here are taken and ignored; those that would change the answer in a way that a
+bundle cannot are refused unless they ask for nothing; any other field is refused by its name.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from .errors import ApiError
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
+TokenId = Annotated[int, Field(ge=0)]
+# A request may ask for several answers; each is a sequence that queues.
+MAX_CHOICES = 128
+Model = TypeVar("Model", bound="Body")
+
+
+class Body(BaseModel):
+    """The body of a request: JSON of exactly these fields, where null is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Generating(Body):
+    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty) and ignore_eos are
+    castiron's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stops | None = None
+    seed: int | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, gt=0)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+
+
+class ContentPart(Body):
+    """A part of a message; a bundle reads text alone."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message; what a template may want to know besides role and content goes along."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+
+    def plain(self) -> dict:
+        """As chat templates want it: content is one string, and the developer's role has its older name."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(Generating):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    # What only names the request or the customer.
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    # What would need another kind of model.
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    audio: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(Generating):
+    """POST /v1/completions; a prompt is text or token ids, or a list of such."""
+
+    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | Annotated[
+        list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)
+    ]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
+    best_of: int | None = Field(None, ge=1)
+    suffix: str | None = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: text (`content`, or `prompt` as others call it) or messages."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# Fields that a bundle cannot honour, and the values of them that ask for nothing.
+REFUSED: dict[str, tuple] = {
+    "tools": (None, []), "functions": (None, []), "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"), "response_format": (None, {"type": "text"}), "audio": (None,),
+    "modalities": (None, ["text"]), "moderation": (None,), "web_search_options": (None,), "suffix": (None, ""),
+}  # fmt: skip
+
+# What a field that may be one of several things may be.
+WANTED = {
+    "stop": "a string of 1 to 256 characters or a list of at most 16 such strings",
+    "prompt": "a string, a list of token ids, or a list of at most 128 of either, none of them without ids",
+    "content": "a string or a list of parts of type text",
+}
+
+
+def read(kind: type[Model], data: bytes) -> Model:
+    """The body of a request; ApiError 400, naming the field, for one that is not of this kind."""
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _bad(error.errors(include_url=False, include_context=False)) from None
+    for name, nothing in REFUSED.items():
+        if getattr(body, name, None) not in nothing:
+            raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+    return body
+
+
+def _bad(errors: list[dict]) -> ApiError:
+    """OpenAI's words for the first thing that is wrong."""
+    error = errors[0]
+    if error["type"] == "json_invalid":
+        return ApiError(400, f"the body of this request is not valid JSON: {error['msg'].split(': ', 1)[-1]}")
+    place = [str(part) for part in error["loc"]]
+    for depth, part in enumerate(place):
+        if part in WANTED and error["type"] != "missing":
+            param = ".".join(place[: depth + 1])
+            return ApiError(400, f"{param} must be {WANTED[part]}", param, "invalid_value")
+    param = ".".join(place) or None
+    if error["type"] == "extra_forbidden":
+        return ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+    if error["type"] == "missing":
+        return ApiError(400, f"you must provide {param}", param, "missing_required_parameter")
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return ApiError(400, f"{param or 'the body'}: {message}", param, "invalid_value")

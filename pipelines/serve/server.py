@@ -1,0 +1,72 @@
+"""The process that serves: its socket, and its end on a signal."""
+
+import asyncio
+import signal
+import socket
+
+import uvicorn
+
+from ..errors import PipelineError
+from ..progress import say
+from .engine import Engine
+
+# After the requests have been told to end, how long their last bytes may take.
+LAST_BYTES_SECONDS = 5
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; PipelineError if the address cannot be had. Port 0 takes any that is free."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PipelineError(f"cannot listen on {host}, port {port} ({reason}): choose another --host or --port") from None
+
+
+def url(listening: socket.socket) -> str:
+    """Where a browser on this machine finds the server."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(app, engine: Engine, listening: socket.socket, grace: float) -> None:
+    """Serves until SIGTERM or SIGINT. Then no request is taken any more, those under way have `grace` seconds, and
+    what is left is told that the server stops. A second signal ends those at once."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, lifespan="on",
+        timeout_graceful_shutdown=int(grace) + LAST_BYTES_SECONDS,
+    )  # fmt: skip
+    # uvicorn raises the signals again when it is done; a server that was asked to end has done so, and well.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        _Server(config, engine, grace).run(sockets=[listening])
+    finally:
+        engine.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
+        super().__init__(config)
+        self.engine, self.grace = engine, grace
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets=None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets=sockets)
+
+    def handle_exit(self, sig: int, frame) -> None:
+        # In a signal handler: the loop may be anywhere.
+        self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if self.should_exit:
+            self.engine.abort()
+            return
+        self.should_exit = True
+        self.engine.drain()
+        if self.engine.unfinished:
+            say(f"stopping; what runs has {self.grace:g} s to finish (a second signal ends it now)")
+        self.loop.call_later(self.grace, self.engine.abort)
