@@ -6,6 +6,8 @@ dequantises them where they are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from emitter import ops
@@ -38,10 +40,9 @@ class Stored:
         type_ = TensorType((weight.shape[0], width), dtype)
         return parameter(Param(weight.name + suffix, type_, source([weight], lambda raw: take(raw).reshape(type_.shape))))
 
-    def value(self, rows: Value | None = None) -> Value:
-        """The f32 values `weight.shape`, or of the given rows ([T] i32) only."""
+    def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
+        """The f32 values `weight.shape`, or of the rows only that `pick` takes out of each stored part [rows, ...]."""
         weight, codec = self.weight, self.codec
-        pick = (lambda v: ops.gather_rows(v, rows)) if rows is not None else (lambda v: v)
         if not codec.quantised:
             return ops.convert(pick(parameter(float_param(weight, _FLOATS[weight.codec]))), F32)
         inner = weight.shape[1]
@@ -92,7 +93,7 @@ def _weight(op: Op) -> Stored:
 
 
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
-    return weight.value(tokens)
+    return weight.value(lambda part: ops.gather_rows(part, tokens))
 
 
 def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None = None) -> Value:
@@ -268,24 +269,49 @@ def route(op: Op, logits: Value) -> tuple[Value, Value]:
 
 
 def experts(op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: Stored, down: Stored) -> Value:
-    """One chosen expert of every token at a time: only its rows of the stacked weights are read and widened."""
-    tokens = x.shape[0]
+    """Only the chosen experts' rows of the stacked weights are read and widened, for every token its own."""
+    take = _experts_of_token if x.shape[0] == 1 else _experts_of_pairs
+    function, count = op.attrs["function"], op.attrs["experts"]
+    return take(x, chosen, weights, function, [(part, part.weight.shape[0] // count) for part in (gate, up, down)])
 
-    def project(x: Value, stacked: Stored, expert: Value) -> Value:
-        """x [T, in] through rows expert * out .. of stacked [experts * out, in]: [T, out]."""
-        out = stacked.weight.shape[0] // op.attrs["experts"]
-        first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
-        rows = ops.add(ops.broadcast_in_dim(first, (tokens, out), (0,)), ops.iota((tokens, out), 1))
-        own = ops.reshape(stacked.value(ops.reshape(rows, (tokens * out,))), (tokens, out, x.shape[1]))
-        return ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
 
-    total = None
+def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str, parts: list[tuple[Stored, int]]) -> Value:
+    """One token: each chosen expert is a slice of the stacked weights."""
+    zero, total = ops.constant(0, I32, ()), None
     for slot in range(chosen.shape[1]):
-        expert, weight = (ops.reshape(ops.slice_(v, (0, slot), (tokens, slot + 1)), (tokens,)) for v in (chosen, weights))
-        glu = ops.multiply(_activated(project(x, gate, expert), op.attrs["function"]), project(x, up, expert))
-        y = ops.multiply(project(glu, down, expert), ops.broadcast_in_dim(weight, x.shape, (0,)))
+        expert, weight = (ops.reshape(ops.slice_(v, (0, slot), (1, slot + 1)), ()) for v in (chosen, weights))
+
+        def project(x: Value, stacked: Stored, out: int) -> Value:
+            first = ops.multiply(expert, ops.constant(out, I32, ()))
+            own = stacked.value(lambda part: ops.dynamic_slice(part, (first, zero), (out, part.shape[1])))
+            return ops.dot_general(x, own, ((1,), (1,)))
+
+        gate, up, down = parts
+        y = project(ops.multiply(_activated(project(x, *gate), function), project(x, *up)), *down)
+        y = ops.multiply(y, ops.broadcast_in_dim(weight, y.shape, ()))
         total = y if total is None else ops.add(total, y)
     return total
+
+
+def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str, parts: list[tuple[Stored, int]]) -> Value:
+    """All pairs of a token and an expert at once: a loop over them would be as many programs to compile."""
+    (tokens, hidden), per_token = x.shape, chosen.shape[1]
+    pairs = tokens * per_token
+    expert = ops.reshape(chosen, (pairs,))
+
+    def project(x: Value, stacked: Stored, out: int) -> Value:
+        """x [pairs, in] through each pair's rows expert * out .. of stacked [experts * out, in]: [pairs, out]."""
+        first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
+        rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
+        rows = ops.reshape(rows, (pairs * out,))
+        own = ops.reshape(stacked.value(lambda part: ops.gather_rows(part, rows)), (pairs, out, x.shape[1]))
+        return ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
+
+    x = ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, hidden), (0, 2)), (pairs, hidden))
+    gate, up, down = parts
+    y = project(ops.multiply(_activated(project(x, *gate), function), project(x, *up)), *down)
+    y = ops.reshape(y, (tokens, per_token, hidden))
+    return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 
 
 def argmax_rows(op: Op, logits: Value) -> Value:
