@@ -25,9 +25,10 @@ from emitter.packing import LANES, packed_shape, unpack
 from emitter.types import F32, I8, TensorType
 
 STACK_BYTES = 28 << 10  # of the 32 KB that IREE allows a kernel; the rest is the compiler's, for spills
-WORKGROUP_BYTES = 128 << 10  # of weights: a workgroup normalises and copies x again, which takes as long as 5 KB
-MOST_WORKGROUPS = 64
-FEW = 4  # workgroups that even a small weight is cut into, if each gets a quarter of WORKGROUP_BYTES
+# Weights of a workgroup. Every workgroup prepares x again and starts without prefetched weights, so that a small weight is
+# cut into one part a thread. Larger ones are cut finer, against threads that start late, but into fewer than 8 parts a
+# thread, from where on IREE hands out 8 at a time.
+LEAST_BYTES, ENOUGH_BYTES, MOST_PARTS = 16 << 10, 1 << 20, 6
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ class GemvTiles:
         return f"w{self.workgroups}b{self.together}c{self.chains}a{self.ahead}u{self.unroll}"
 
 
-def default_tiles(codec_name: str, out_features: int, in_features: int, isa: Isa, blocks: int = 1) -> GemvTiles:
-    """Tiles that measured well; `blocks` is `Epilogue.blocks`."""
+def default_tiles(
+    codec_name: str, out_features: int, in_features: int, isa: Isa, blocks: int = 1, threads: int = 2
+) -> GemvTiles:
+    """Tiles that measured well; `blocks` is `Epilogue.blocks`, `threads` what the kernel is expected to run on."""
     shape = packed_shape(codec_name, blocks * out_features, in_features)
     nbytes = shape[0] * shape[1] * shape[2]
-    workgroups = max(nbytes // WORKGROUP_BYTES, min(FEW, 4 * nbytes // WORKGROUP_BYTES), 1)
-    workgroups = min(workgroups, MOST_WORKGROUPS, -(-shape[0] // 2))
+    workgroups = threads * max(1, min(MOST_PARTS, nbytes // (threads * ENOUGH_BYTES)))
+    workgroups = min(workgroups, max(1, nbytes // LEAST_BYTES), -(-shape[0] // 2))
     # The groups of 16 of q6_k are too short to gain from sharing x, and two blocks of quarters overflow NEON's registers.
     bits = codec_of(codec_name).bits
     together = 1 if bits == 6 or (bits and isa.lanes < 8) else 2
@@ -72,19 +75,20 @@ def gemv(
     bias: bool = False,
     residual: bool = False,
     glu: str | None = None,
+    threads: int = 2,
     tiles: GemvTiles | None = None,
 ) -> Kernel:
     """x [1, in], (norm [in]), weight (`packed_shape`, i8), (bias [out]), (residual [1, out]) -> y [1, out], f32.
 
     `rms_eps` asks for RMS norm of x with the weight `norm` before, `glu` for act(gate) * up after (then the packed
-    weight has `Epilogue.weight_rows(out)` rows, interleaved), `bias` and `residual` are added last. ValueError for an
-    unknown codec or activation, or rows that are not whole blocks.
+    weight has `Epilogue.weight_rows(out)` rows, interleaved), `bias` and `residual` are added last. `threads` is how many
+    it is cut for; it runs on any number. ValueError for an unknown codec or activation, or rows that are not whole blocks.
     """
     codec = codec_of(codec_name)
     epilogue = Epilogue(bias, residual, glu)
     rows = epilogue.weight_rows(out_features)
     shape = packed_shape(codec_name, rows, in_features)
-    tiles = tiles or default_tiles(codec_name, out_features, in_features, isa, epilogue.blocks)
+    tiles = tiles or default_tiles(codec_name, out_features, in_features, isa, epilogue.blocks, threads)
     norm = rms_eps is not None
     x_type, y_type = TensorType((1, in_features), F32), TensorType((1, out_features), F32)
     weight_type = TensorType(shape, I8)
