@@ -35,6 +35,14 @@ def test_an_error_leaves_no_scope_and_no_function_open():
         current_function().returns(x=x)
 
 
+def test_a_scope_ends_with_an_error_that_is_survived():
+    with Module("m").function("f", x=ROW) as (x,):
+        with pytest.raises(EmitError), scope("layers.0"):
+            ops.add(x, ops.constant(1, F32))
+        assert current_path() == ""
+        current_function().returns(x=x)
+
+
 def test_operations_are_made_inside_a_function():
     with pytest.raises(EmitError, match="no function is being built"):
         ops.constant(1, F32)

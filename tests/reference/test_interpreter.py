@@ -10,7 +10,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emitter import ops
@@ -121,6 +121,7 @@ def test_unsigned_integers_compare_as_unsigned():
 
 @pytest.mark.parametrize("dtype, numpy", [(F16, np.float16), (BF16, ml_dtypes.bfloat16)], ids=["f16", "bf16"])
 @given(words=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+@example(words=[0x7F800001, 0xFF800001, 0x7FFFFFFF, 0x7F7FFFFF, 0x80000001, 0x3F808000, 0x3F818000])
 def test_narrowing_rounds_to_nearest_even(dtype, numpy, words):
     """As NumPy and ml_dtypes do, over all of f32."""
     x = np.array(words, np.uint32).view(np.float32)
@@ -177,6 +178,16 @@ def test_dot_general_is_einsum(data):
     out = [*used["b"], *(n for n in side_a if n in used["x"]), *(n for n in side_b if n in used["y"])]
     want = np.einsum(f"{''.join(side_a)},{''.join(side_b)}->{''.join(out)}", a, b)
     assert np.array_equal(call(lambda p, q: ops.dot_general(p, q, contract, batch), (F32, a), (F32, b)), want)
+
+
+@given(data=st.data())
+def test_sums_and_maxima_are_of_the_elements_alone(data):
+    """Whatever a reduction starts from must leave no trace: not in a maximum of negative numbers, not in a sum."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    dims = tuple(data.draw(st.permutations(range(len(shape))))[: data.draw(st.integers(0, len(shape)))])
+    x = np.random.default_rng(data.draw(st.integers(0, 99))).integers(-9, 0, shape).astype(np.float32)
+    assert np.array_equal(call(lambda v: ops.reduce("maximum", v, dims), (F32, x)), x.max(dims))
+    assert np.array_equal(call(lambda v: ops.reduce("add", v, dims), (F32, x)), x.sum(dims))
 
 
 def test_i8_products_keep_their_width():
