@@ -13,7 +13,7 @@ from tests.vmfb import toy_bundle
 from tests.vmfb.conftest import CONTEXT, WIDTHS
 from vmfb import bundle as bundles
 from vmfb.bundle import BundleWriter, open_bundle
-from vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, parse
+from vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, functions, parse
 from vmfb.record import to_json
 from vmfb.session import Session
 
@@ -105,6 +105,24 @@ def test_a_manifest_that_does_not_hold_is_refused(copy, change, message):
     rewrite(copy, change)
     said = refusal(copy)
     assert message in said and str(copy) in said and "again" in said
+
+
+@pytest.mark.parametrize(
+    ("prefill", "verify", "batches", "message"),
+    [
+        ((25,), (), (), "takes 25 tokens where the context is 24"),
+        ((1,), (), (), "takes 1 tokens"),
+        ((4,), (25,), (), "takes 25 tokens"),
+        ((4, 4), (), (), "functions are not"),
+        ((4,), (), (0,), "functions are not"),
+        ((4,), (), (2, 2), "functions are not"),
+    ],
+)
+def test_functions_that_no_module_has_are_refused(copy, prefill, verify, batches, message):
+    manifest = open_bundle(copy).manifest
+    wrong = functions(manifest.cache, manifest.vocab, prefill, verify, batches)
+    (copy / "manifest.json").write_bytes(dump(dataclasses.replace(manifest, functions=wrong)))
+    assert message in refusal(copy)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
@@ -207,6 +225,22 @@ def test_a_failure_leaves_nothing_and_the_old_bundle(tmp_path):
             raise error
     with BundleWriter(tmp_path / "b") as writer:
         writer.write(MODEL, b"never committed")
+    assert os.listdir(tmp_path) == ["b"]
+    assert open_bundle(tmp_path / "b").tokenizer.read_text() == "old"
+
+
+def test_the_old_bundle_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    write(tmp_path / "b", **{TOKENIZER: "old"})
+    rename = os.rename
+
+    def fail(source, target):
+        if "partial" in str(source):
+            raise OSError("no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no"):
+        write(tmp_path / "b")
     assert os.listdir(tmp_path) == ["b"]
     assert open_bundle(tmp_path / "b").tokenizer.read_text() == "old"
 

@@ -135,12 +135,16 @@ def test_without_the_compiler_package_a_sentence_says_what_to_install(tmp_path, 
 
 
 def test_results_longest_unused_are_forgotten(tmp_path, monkeypatch):
-    for n, op in enumerate(("stablehlo.add", "stablehlo.multiply")):
-        compile_mlir(SMALL.format(op=op), HOST, tmp_path / "m", cache_dir=tmp_path / "c")
-        for path in (tmp_path / "c").glob("*.vmfb"):
-            os.utime(path, (n, n))
-    newest = max((tmp_path / "c").glob("*.vmfb"), key=lambda p: p.stat().st_mtime)
-    monkeypatch.setattr(compiler, "KEPT_BYTES", 2 * newest.stat().st_size + 100)
-    compile_mlir(SMALL.format(op="stablehlo.subtract"), HOST, tmp_path / "m", cache_dir=tmp_path / "c")
-    assert len(list((tmp_path / "c").glob("*.vmfb"))) == len(list((tmp_path / "c").glob("*.json"))) == 2
-    assert compile_mlir(SMALL.format(op="stablehlo.subtract"), HOST, tmp_path / "m", cache_dir=tmp_path / "c").cached
+    store = tmp_path / "c"
+
+    def cached(op) -> bool:
+        return compile_mlir(SMALL.format(op=f"stablehlo.{op}"), HOST, tmp_path / "m", cache_dir=store).cached
+
+    assert not cached("add") and not cached("multiply")
+    for path in store.glob("*.vmfb"):
+        os.utime(path, (1, 1))
+    assert cached("add")
+    monkeypatch.setattr(compiler, "KEPT_BYTES", sum(path.stat().st_size for path in store.glob("*.vmfb")) + 100)
+    assert not cached("subtract")
+    assert len(list(store.glob("*.vmfb"))) == len(list(store.glob("*.json"))) == 2
+    assert cached("add") and cached("subtract") and not cached("multiply")
