@@ -1,0 +1,139 @@
+"""A headless Chromium, driven by its DevTools protocol over a pair of pipes."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def find() -> str | None:
+    """The program; CHROMIUM in the environment goes first."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    """One page. Every method raises AssertionError for what the browser or the page calls an error."""
+
+    def __init__(self, program: str, profile: Path, size: tuple[int, int] = (900, 700)):
+        ours, theirs = os.pipe(), os.pipe()
+        flags = [
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions",
+            "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}",
+            f"--window-size={size[0]},{size[1]}", "about:blank",
+        ]  # fmt: skip
+        # Chromium reads commands from descriptor 3 and writes to 4.
+        script = f'exec 3<&{ours[0]} 4>&{theirs[1]}; exec "$0" "$@"'
+        log = open(profile.parent / "chromium.log", "wb")
+        with log:
+            self.process = subprocess.Popen(
+                ["sh", "-c", script, program, *flags], pass_fds=(ours[0], theirs[1]), stdout=log, stderr=log
+            )
+        os.close(ours[0])
+        os.close(theirs[1])
+        self._in, self._out, self._held = ours[1], theirs[0], b""
+        self._ids = itertools.count(1)
+        self._session = None
+        target = self.call("Target.getTargets")["targetInfos"]
+        page = next(info for info in target if info["type"] == "page")
+        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        self.errors: list[str] = []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params) -> dict:
+        """The result of one DevTools command."""
+        number = next(self._ids)
+        message = {"id": number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._in, json.dumps(message).encode() + b"\0")
+        while True:
+            found = self._read()
+            if found.get("id") == number:
+                assert "error" not in found, f"{method}: {found['error']}"
+                return found["result"]
+            self._note(found)
+
+    def _read(self, seconds: float = 60) -> dict:
+        while b"\0" not in self._held:
+            assert select.select([self._out], [], [], seconds)[0], "Chromium says nothing"
+            data = os.read(self._out, 1 << 20)
+            assert data, "Chromium has ended"
+            self._held += data
+        message, self._held = self._held.split(b"\0", 1)
+        return json.loads(message)
+
+    def _note(self, event: dict) -> None:
+        """Keeps what the console or the network complains about."""
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"].get("exception", {}).get("description")))
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(params["entry"]["text"])
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+
+    requests: list[str]
+
+    def open(self, url: str, *, dark: bool = False) -> None:
+        self.requests = []
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=url)
+        self.wait("document.readyState === 'complete'")
+
+    def run(self, script: str):
+        """The value of a JavaScript expression in the page."""
+        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait(self, condition: str, seconds: float = 30) -> None:
+        """Until a JavaScript expression is true."""
+        end = time.monotonic() + seconds
+        while not self.run(condition):
+            assert time.monotonic() < end, f"this never came true: {condition}"
+            time.sleep(0.02)
+
+    def type(self, text: str) -> None:
+        """As the keyboard would, into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def press_enter(self) -> None:
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def click(self, selector: str) -> None:
+        """In the middle of the first element that the selector finds."""
+        x, y = self.run(
+            f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect();"
+            " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def screenshot(self, path: Path) -> bytes:
+        """Writes a PNG and returns it."""
+        data = base64.b64decode(self.call("Page.captureScreenshot")["data"])
+        path.write_bytes(data)
+        return data
+
+    def close(self) -> None:
+        os.close(self._in)
+        os.close(self._out)
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
