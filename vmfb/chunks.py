@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What a call costs beyond its rows, in rows: every call reads and decodes all the weights. A decode step does little else.
+# What a call costs beyond its rows, in rows: every call reads and decodes all the weights. A decode step does little
+# else.
 CALL_ROWS = 4.0
 
 
