@@ -23,6 +23,7 @@ from emitter.types import F32, I8, I32, TensorType
 
 MOST_DEPTH = 288  # 18 KB of panel for 16 columns: more would push x out of the L1 cache
 MOST_TOKENS = 132  # more of them push x out of the L2 cache between blocks of columns
+PARTS = 6  # workgroups a thread: fewer than 8, from where on IREE hands out 8 at a time
 STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
 
 
@@ -32,7 +33,8 @@ class GemmTiles:
 
     rows x (16 * wide) sums stand in registers. `blocks` of 16 columns, a multiple of `wide` that divides the weight's,
     share a panel `depth` k deep, whole groups. `tokens`, a multiple of `rows`, are multiplied with a panel before it is
-    decoded again. `unroll` k stand in one iteration. Panel and sums fit the stack.
+    decoded again. `unroll` k stand in one iteration. Panel and sums fit the stack. `workgroups` share the products of
+    `blocks` with `tokens`.
     """
 
     rows: int
@@ -41,18 +43,22 @@ class GemmTiles:
     depth: int
     tokens: int
     unroll: int = 8
+    workgroups: int = 12
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}w{self.wide}b{self.blocks}d{self.depth}t{self.tokens}u{self.unroll}"
+        sizes = f"r{self.rows}w{self.wide}b{self.blocks}d{self.depth}t{self.tokens}"
+        return f"{sizes}u{self.unroll}g{self.workgroups}"
 
     @property
     def stack_bytes(self) -> int:
         return 4 * LANES * self.blocks * (self.depth + self.tokens)
 
 
-def default_tiles(codec_name: str, T: int, out_features: int, in_features: int, isa: Isa, blocks: int = 1) -> GemmTiles:
-    """Tiles that measured well; `blocks` is `Epilogue.blocks`."""
+def default_tiles(
+    codec_name: str, T: int, out_features: int, in_features: int, isa: Isa, blocks: int = 1, threads: int = 2
+) -> GemmTiles:
+    """Tiles that measured well; `blocks` is `Epilogue.blocks`, `threads` what the kernel is expected to run on."""
     even = blocks == 2 or -(-out_features // LANES) % 2 == 0
     wide = 2 if isa.lanes == LANES and even else 1
     together = max(wide, blocks)
@@ -65,7 +71,8 @@ def default_tiles(codec_name: str, T: int, out_features: int, in_features: int, 
     tokens = -(-T // (token_blocks * rows)) * rows
     size = units(codec_name)
     depth = _even_share(-(-in_features // size), min(MOST_DEPTH, budget - tokens) // size) * size
-    return GemmTiles(rows, wide, together, depth, tokens)
+    items = -(-out_features // LANES) * blocks // together * -(-T // tokens)
+    return GemmTiles(rows, wide, together, depth, tokens, workgroups=min(items, PARTS * threads))
 
 
 def _even_share(total: int, most: int) -> int:
@@ -99,6 +106,7 @@ def gemm(
     residual: bool = False,
     glu: str | None = None,
     length: bool = False,
+    threads: int = 2,
     tiles: GemmTiles | None = None,
 ) -> Kernel:
     """x [T, in], weight (`packed_shape`, i8), (bias [out]), (residual [T, out]), (length i32) -> y [T, out], f32.
@@ -110,7 +118,7 @@ def gemm(
     epilogue = Epilogue(bias, residual, glu)
     rows = epilogue.weight_rows(out_features)
     shape = packed_shape(codec_name, rows, in_features)
-    tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks)
+    tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks, threads)
     _check(tiles, codec_name, shape[0], epilogue.blocks)
     y_type = TensorType((T, out_features), F32)
     operands = (
@@ -120,7 +128,6 @@ def gemm(
         *[y_type] * residual,
         *[TensorType((), I32)] * length,
     )
-    workgroups = shape[0] // tiles.blocks * -(-T // tiles.tokens)
 
     def write(b: Body, *arguments: Value) -> None:
         given = Arguments(arguments, False, epilogue, length)
@@ -141,7 +148,7 @@ def gemm(
         operands=operands,
         results=(y_type,),
         tied=(None,),
-        text=executable(name, operands, (y_type,), (None,), workgroups, write),
+        text=executable(name, operands, (y_type,), (None,), tiles.workgroups, write),
         reference=reference,
         flops=2 * T * rows * in_features,
         bytes=sum(t.nbytes for t in (*operands, y_type)),
@@ -173,9 +180,16 @@ class _Gemm:
     def write(self) -> None:
         b, tiles = self.b, self.tiles
         groups = self.panel.weight_blocks // tiles.blocks
+        items = groups * -(-self.T // tiles.tokens)
         workgroup = b.workgroup()
-        first_block = b.mul(b.rem(workgroup, groups), tiles.blocks)
-        first = b.mul(b.div(workgroup, groups), tiles.tokens)
+        low = b.div(b.mul(workgroup, items), tiles.workgroups)
+        high = b.div(b.mul(b.add(workgroup, 1), items), tiles.workgroups)
+        with b.loop(low, high) as item:
+            self._item(b.mul(b.rem(item.index, groups), tiles.blocks), b.mul(b.div(item.index, groups), tiles.tokens))
+
+    def _item(self, first_block: Index, first: Index) -> None:
+        """All results of `tiles.blocks` blocks of columns and `tiles.tokens` tokens."""
+        b, tiles = self.b, self.tiles
         last = b.min(b.add(first, tiles.tokens), self.T)
         end = last
         if self.given.length is not None:
