@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from emitter.kernels.decode_workgroup import Workgroup
+from emitter.kernels.decode_workgroup import Shape, Workgroup
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import INDEX, Kernel
 from emitter.kernels.rope_append import Heads, number, prepared_heads
@@ -19,7 +19,6 @@ from emitter.kernels.vector_math import exp, lane_max, lane_sums
 from emitter.types import F32, I32, TensorType
 
 STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
-TILE_BYTES = 24 * 1024  # of keys and values, so that a tile stays in the first level of cache
 
 
 def attention_decode(
@@ -57,8 +56,8 @@ def attention_decode(
     layout = Heads(heads, kv_heads, head_dim, rope, interleaved, qk_norm, qk_norm_row)
     if splits & (splits - 1) or splits < 1:
         raise ValueError(f"attention_decode takes a power of two as splits, got {splits}")
-    per = _heads_together(layout, isa) if splits > 1 else 1
-    tile = tile or _tile(per * hd, isa)
+    shape = _shape(layout, isa, tile, splits)
+    per, tile = shape.per, shape.tile
     split_from = split_from or max(2 * tile, SPLIT_BYTES // (8 * per * hd))
     groups = kv_heads // per
     slots = max(per, splits) if splits > 1 else 1
@@ -83,49 +82,51 @@ def attention_decode(
     def write(b: Body, qkv: Value, *arguments: Value) -> None:
         given, rest = arguments[: place - 2], arguments[place - 2 :]
         pos, k_cache, v_cache, *counters, layer, out = rest[: 5 + (splits > 1)]
-        work = Workgroup(b, layout, isa, context, tile, per, softcap, scale)
+        work = Workgroup(b, layout, isa, context, shape, softcap, scale)
         position = b.to_index(b.load(pos))
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
 
-        def attention(first: Index, end: Index, bounds: tuple[Index, Index], own: Value | None) -> None:
+        def prepare(first: Index, end: Index) -> None:
             work.begin(qkv, layout.split(given), position, (k_cache, v_cache, layer), (first, end))
-            if own is None:
-                work.own()
-            else:
-                with b.when(own):
-                    work.own()
-            with b.loop(*bounds, tile) as j:
-                work.tile(j.index, bounds[1])
+
+        def tiles(start: Index, stop: Index) -> None:
+            with b.loop(start, stop, tile) as j:
+                work.tile(j.index, stop)
 
         unit = b.workgroup()
         if splits == 1:
-            attention(unit, b.add(unit, 1), (low, position), None)
+            prepare(unit, b.add(unit, 1))
+            work.own()
+            tiles(low, position)
             work.finish(out)
             return
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
         seen = b.sub(position, low)
-        split = b.less(split_from, seen)
         share = b.mul(b.ceildiv(seen, splits * tile), tile)
-        start = b.choose(split, b.add(low, b.mul(slot, share)), low)
-        stop = b.choose(split, b.min(b.add(start, share), position), position)
-        has_part = b.both(split, b.less(start, position))
+        start = b.add(low, b.mul(slot, share))
+        split = b.less(split_from, seen)
         has_head = b.both(b.negate(split), b.less(slot, per))
-        first = b.choose(split, base, b.add(base, slot))
-        end = b.choose(split, b.add(base, per), b.add(first, 1))
-        with b.when(b.either(has_part, has_head)):
-            attention(first, end, (start, stop), b.either(has_head, b.equal(slot, 0)))
+        has_part = b.both(split, b.less(start, position))
+        with b.when(b.either(has_head, has_part)):
+            first = b.choose(split, base, b.add(base, slot))
+            prepare(first, b.choose(split, b.add(base, per), b.add(first, 1)))
+            with b.when(b.either(has_head, b.equal(slot, 0))):
+                work.own()
             with b.when(has_head):
+                tiles(low, position)
                 work.finish(out)
             with b.when(has_part):
+                # The same heads as before, in a form whose number the compiler sees.
+                work.first, work.end = base, b.add(base, per)
+                (work.stream if shape.stream else tiles)(start, b.min(b.add(start, share), position))
                 parts = _Parts(b, rest[-1], heads, splits, hd)
                 parts.put(work, slot)
                 count = b.ceildiv(seen, share)
                 before = b.atomic_add(b.constant("1", "i32"), counters[0], group)
                 with b.when(b.equal(b.to_index(before), b.sub(count, 1))):
                     b.store(b.constant("0", "i32"), counters[0], group)
-                    low_head = b.mul(base, layout.group)
-                    with b.loop(low_head, b.add(low_head, per * layout.group)) as head:
+                    with b.loop(b.mul(base, layout.group), b.mul(b.add(base, per), layout.group)) as head:
                         parts.join(head.index, count, out, work.width)
 
     def reference(qkv: np.ndarray, *arguments: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -155,25 +156,26 @@ def attention_decode(
     )
 
 
-SPLIT_BYTES = 192 * 1024  # of keys and values, below which the heads are shared out whole
+SPLIT_BYTES = 384 * 1024  # of keys and values, below which the heads are shared out whole
 
 
-def _tile(row: int, isa: Isa) -> int:
-    """Positions of a tile, for rows of so many elements of a workgroup's heads: a power of two, at most 32."""
-    tile = 32
-    while tile > isa.lanes and tile * row * 8 > TILE_BYTES:
-        tile //= 2
-    return tile
+def _shape(layout: Heads, isa: Isa, tile: int | None, splits: int) -> Shape:
+    """The first shape whose state fits the stack of one workgroup.
 
-
-def _heads_together(layout: Heads, isa: Isa) -> int:
-    """The most kv heads whose state fits the stack of one workgroup."""
-    for per in range(layout.kv_heads, 0, -1):
-        tile = _tile(per * layout.head_dim, isa)
-        state = 4 * (per * layout.group * (2 * layout.head_dim + tile + isa.lanes + 1) + layout.head_dim)
-        if layout.kv_heads % per == 0 and state <= STACK:
-            return per
-    return 1
+    With splits it holds as many kv heads as it can and streams; then fewer rows at once, then no streaming.
+    """
+    wanted = [(1, False, 16)]
+    if splits > 1:
+        divisors = [n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0]
+        wanted = [*((n, True, 16) for n in divisors), (1, True, 2), (1, True, 1), *wanted]
+    for per, stream, most_rows in wanted:
+        shape = Shape(layout, isa, per, tile, stream, most_rows)
+        if shape.stack_bytes <= STACK:
+            return shape
+    raise ValueError(
+        f"attention_decode keeps {layout.group} heads of {layout.head_dim} in {shape.stack_bytes} bytes of a workgroup's"
+        f" stack, which has {STACK}; use fewer query heads a kv head or smaller ones"
+    )
 
 
 class _Parts:

@@ -107,15 +107,13 @@ class _Shape:
         accumulators = isa.registers * 3 // 4
         self.hd, self.keys = hd, keys
         self.width = largest_width(isa.lanes, columns)
-        fits = [
-            n
-            for n in (4, 3, 2, 1)
-            if columns % (n * self.width) == 0 and n * self.width * 4 * (hd + keys + 4) <= STACK
-        ]
+        while self.width > 1 and self.width * 4 * (hd + keys + 6) > STACK:
+            self.width //= 2
         # Three vectors by four keys load the least for each fma on 16 registers.
-        wanted = 3 if isa.registers == 16 else 4
-        self.vectors = next((n for n in fits if n <= wanted), 1)
-        self.columns = self.vectors * self.width
+        wanted = (3, 2, 1) if isa.registers == 16 else (4, 3, 2, 1)
+        sizes = [n * self.width for n in wanted]
+        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + keys + 6) <= STACK), self.width)
+        self.vectors = self.columns // self.width
         self.rows = max(n for n in (1, 2, 3, 4, 6, 8, 12) if n * self.vectors <= accumulators)
         self.square = largest_width(self.width, hd)
         self.out_width = largest_width(isa.lanes, hd)

@@ -3,9 +3,15 @@
 Flash attention's recurrence (Dao et al. 2022) over tiles of positions, with one change: weights are relative to a reference
 that need not be the maximum and rises only when a score is far above it. Scaling by a power of e costs no precision, and so
 almost every tile goes without the maximum and without touching what was summed before.
+
+A long range is streamed: rows of keys and values are copied to the stack in the order in which they lie in memory, between
+the arithmetic on those copied before. Several query heads share a key, rows are taken in blocks and values after keys, and
+hardware prefetchers lose such a pattern: reading in order is half as fast again, and prefetch instructions make up less.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from emitter.kernels.isa import Isa
 from emitter.kernels.rope_append import Heads, prepare_head
@@ -13,8 +19,42 @@ from emitter.kernels.scores import NEVER, capped
 from emitter.kernels.text import Body, Index, Value, batches, largest_width
 from emitter.kernels.vector_math import exp, lane_max, lane_sums
 
+TILE = 32  # positions, at most
+TILE_BYTES = 24 * 1024  # of keys and values, so that a tile stays in the first level of cache
 SLACK = 30.0  # how far a score may rise above its head's reference: e^30 is far from overflow
-LINE = 16  # f32 elements of a cache line
+
+
+class Shape:
+    """Sizes of the tiles of a workgroup that holds `per` kv heads.
+
+    `tile` positions, of which `rows` are scored at once, against `heads` query heads of a group; values of `heads` heads
+    are added up in `columns` vectors of `width` elements. `segment` is what a cache row has of the workgroup's kv heads.
+    With `stream` rows can be copied to the stack.
+    """
+
+    def __init__(self, layout: Heads, isa: Isa, per: int, tile: int | None, stream: bool, most_rows: int = 16):
+        hd = layout.head_dim
+        self.per, self.segment, self.stream = per, per * hd, stream
+        self.width = largest_width(isa.lanes, hd)
+        accumulators = isa.registers * 3 // 4
+        chunks = hd // self.width
+        self.heads = min(layout.group, accumulators)
+        self.tile = tile or TILE
+        if tile is None:
+            while self.tile > isa.lanes and 8 * self.tile * self.segment > TILE_BYTES:
+                self.tile //= 2
+        if self.tile % isa.lanes:
+            raise ValueError(f"attention_decode takes tiles of a multiple of {isa.lanes} positions, got {self.tile}")
+        self.rows = 1
+        # Two blocks of rows are on the stack in turn, and a tile ends where it began.
+        while self.rows * 2 * self.heads <= accumulators and self.rows * 2 <= min(self.width, self.tile // 2, most_rows):
+            self.rows *= 2
+        fitting = [n for n in range(1, chunks + 1) if chunks % n == 0 and n * self.heads <= accumulators]
+        self.columns = max(fitting, default=1)
+        self.unroll = max(n for n in range(1, min(chunks, 8) + 1) if chunks % n == 0)
+        heads = per * layout.group
+        copies = stream * (2 * self.rows + self.tile) * self.segment
+        self.stack_bytes = 4 * (heads * (2 * hd + self.tile + isa.lanes + 1) + hd + copies)
 
 
 class Workgroup:
@@ -26,29 +66,23 @@ class Workgroup:
     """
 
     def __init__(
-        self, b: Body, layout: Heads, isa: Isa, context: int, tile: int, per: int, softcap: float | None, scale: float
+        self, b: Body, layout: Heads, isa: Isa, context: int, shape: Shape, softcap: float | None, scale: float
     ):
-        self.b, self.layout, self.softcap, self.scale = b, layout, softcap, scale
-        self.context, self.tile_size = context, tile
-        self.lanes = isa.lanes
-        self.hd, self.group, self.per = layout.head_dim, layout.group, per
-        self.width = largest_width(isa.lanes, self.hd)
-        accumulators = isa.registers * 3 // 4
-        chunks = self.hd // self.width
-        heads = min(self.group, accumulators)
+        self.b, self.layout, self.context, self.softcap, self.scale = b, layout, context, softcap, scale
+        self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
+        self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
+        heads = shape.heads
         self.head_chunks = [range(g, min(g + heads, self.group)) for g in range(0, self.group, heads)]
-        self.rows = 1
-        while self.rows * 2 * heads <= accumulators and self.rows * 2 <= self.width:
-            self.rows *= 2
-        self.columns = max(n for n in range(1, chunks + 1) if chunks % n == 0 and (n == 1 or n * heads <= accumulators))
-        self.unroll = max(n for n in range(1, min(chunks, 8) + 1) if chunks % n == 0)
-        held = per * self.group
+        held = shape.per * self.group
         self.q = b.stack(held, self.hd)
         self.k = b.stack(self.hd)
-        self.scores = b.stack(held, tile)
+        self.scores = b.stack(held, shape.tile)
         self.references = b.stack(held)
         self.sums = b.stack(held, self.lanes)
         self.values = b.stack(held, self.hd)
+        if shape.stream:
+            self.key_rows = b.stack(2 * self.rows * shape.segment)
+            self.value_rows = b.stack(shape.tile * shape.segment)
 
     def begin(self, qkv: Value, options: tuple, position: Value, cache: tuple, heads: tuple[Index, Index]) -> None:
         """Prepare the queries of the kv heads heads[0] .. heads[1] - 1; the recurrence is empty.
@@ -98,73 +132,134 @@ class Workgroup:
                 b.vstore(one, self.sums, g.index, 0)
 
     def tile(self, first: Value, end: Value) -> None:
-        """Add the positions first .. min(first + tile, end) - 1 to the recurrence."""
+        """Add the positions first .. min(first + tile, end) - 1 to the recurrence, straight out of the cache."""
         b = self.b
-        count = b.min(b.sub(end, first), self.tile_size)
-        # The key rows of the next tile, kept within the cache.
-        self.next = b.min(b.add(first, self.tile_size), self.context - self.tile_size)
-        blocks = b.ceildiv(count, self.lanes)
-        with b.when(b.less(count, self.tile_size)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
-            last = b.mul(b.sub(blocks, 1), self.lanes)
+        count = self.start_tile(first, end)
+
+        def key(head: Value, row: Index, d: Index) -> Value:
+            return b.vload(self.k_cache, self.width, self.layer, b.add(first, row), head, d)
+
+        def value(head: Value, row: Index, d: Index) -> Value:
+            return b.vload(self.v_cache, self.width, self.layer, b.add(first, row), head, d)
+
+        whole = self.whole_blocks(count)
+        with b.loop(0, whole, self.rows) as j, b.loop(self.first, self.end) as head:
+            self.score_rows(head.index, j.index, self.rows, key)
+        if self.rows > 1:
+            with b.loop(whole, count) as j, b.loop(self.first, self.end) as head:
+                self.score_rows(head.index, j.index, 1, key)
+        self.add_tile(count, value)
+
+    def stream(self, start: Value, end: Value) -> None:
+        """Add the positions start .. end - 1 to the recurrence, their rows copied to the stack on the way."""
+        b, segment, block = self.b, self.shape.segment, self.rows * self.shape.segment
+
+        def copy(source: Value, row: Index, target: Value, place: Index, at: Index, count: int) -> None:
+            """`count` elements, from element `at` of the segments of the rows from `row` on.
+
+            The cache's last index runs on over heads, and over rows where a workgroup holds all heads of a row.
+            """
+            unit = count if segment % count == 0 else self.width
+            for part in range(0, count, unit):
+                element = b.add(at, part)
+                come = row, element
+                if self.shape.per < self.layout.kv_heads:
+                    come = b.add(row, b.div(element, segment)), b.rem(element, segment)
+                for i in range(0, unit, self.width):
+                    x = b.vload(source, self.width, self.layer, come[0], self.first, b.add(come[1], i))
+                    b.vstore(x, target, b.add(b.add(place, element), i))
+
+        with b.loop(0, block, self.width) as e:
+            copy(self.k_cache, b.min(start, self.context - self.rows), self.key_rows, 0, e.index, self.width)
+        with b.loop(start, end, self.shape.tile) as tile:
+            first = tile.index
+            count = self.start_tile(first, end)
+            whole = self.whole_blocks(count)
+
+            with b.loop(0, whole, self.rows) as j, b.loop(self.first, self.end) as head:
+                odd = b.rem(b.div(j.index, self.rows), 2)
+                here, there = b.mul(odd, block), b.mul(b.sub(1, odd), block)
+                row = b.add(first, j.index)
+                following = b.min(b.add(row, self.rows), self.context - self.rows)
+                slot = b.sub(head.index, self.first)
+
+                def key(head: Value, row: Index, d: Index) -> Value:
+                    i = b.add(b.mul(b.sub(row, j.index), segment), b.add(b.mul(slot, self.hd), d))
+                    return b.vload(self.key_rows, self.width, b.add(here, i))
+
+                def move(d: Index) -> None:
+                    at = b.add(b.mul(slot, self.rows * self.hd), b.mul(d, self.rows))
+                    copy(self.k_cache, following, self.key_rows, there, at, self.rows * self.width)
+                    copy(self.v_cache, row, self.value_rows, b.mul(j.index, segment), at, self.rows * self.width)
+
+                self.score_rows(head.index, j.index, self.rows, key, move)
+            if self.rows > 1:
+                with b.loop(whole, count) as j:
+                    with b.loop(0, segment, self.width) as e:
+                        copy(self.v_cache, b.add(first, j.index), self.value_rows, b.mul(j.index, segment), e.index, self.width)
+                    with b.loop(self.first, self.end) as head:
+                        at = lambda h, row, d: b.vload(self.k_cache, self.width, self.layer, b.add(first, row), h, d)
+                        self.score_rows(head.index, j.index, 1, at)
+
+            def value(head: Value, row: Index, d: Index) -> Value:
+                i = b.add(b.mul(row, segment), b.add(b.mul(b.sub(head, self.first), self.hd), d))
+                return b.vload(self.value_rows, self.width, i)
+
+            self.add_tile(count, value)
+
+    def start_tile(self, first: Value, end: Value) -> Value:
+        """The positions of a tile; the rest of the scores' last vector is set to nothing."""
+        b = self.b
+        count = b.min(b.sub(end, first), self.shape.tile)
+        with b.when(b.less(count, self.shape.tile)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
+            last = b.mul(b.div(b.sub(count, 1), self.lanes), self.lanes)
             b.vstore(b.splat(NEVER, self.lanes), self.scores, g.index, last)
-        whole = b.mul(b.div(count, self.rows), self.rows)
-        # Rows outside, heads inside: the cache is walked as it lies, which is what hardware prefetchers follow.
-        parts = [(0, whole, self.rows)] + [(whole, count, 1)] * (self.rows > 1)
-        for low, high, rows in parts:
-            with b.loop(low, high, rows) as j, b.loop(self.first, self.end) as head:
-                for heads in self.head_chunks:
-                    self.score_rows(head.index, heads, b.add(first, j.index), rows, j.index)
+        return count
+
+    def whole_blocks(self, count: Value) -> Index:
+        return self.b.mul(self.b.div(count, self.rows), self.rows)
+
+    def add_tile(self, count: Value, value: Callable[..., Value]) -> None:
+        """Weights out of a tile's scores, and its value rows with them; value(head, row, d) gives a vector of a row."""
+        b = self.b
         with b.loop(self.first, self.end) as head:
             for heads in self.head_chunks:
-                self.softmax(head.index, heads, blocks)
+                self.softmax(head.index, heads, b.ceildiv(count, self.lanes))
                 with b.loop(0, self.hd, self.columns * self.width) as d:
-                    self.add_values(head.index, heads, d.index, first, count)
-
-    def ahead(self, cache: Value, row: Index, at: Index, count: int) -> None:
-        """Prefetch `count` elements that come `at` elements after `row` where the workgroup's heads are read row by row.
-
-        Spread evenly through the arithmetic: CPUs drop prefetches that come in bursts.
-        """
-        b, heads = self.b, self.per * self.hd
-        for line in range(0, count, LINE):
-            element = b.add(at, line)
-            if self.per == self.layout.kv_heads:
-                b.prefetch(cache, self.layer, row, self.first, element)
-            else:
-                b.prefetch(cache, self.layer, b.add(row, b.div(element, heads)), self.first, b.rem(element, heads))
+                    self.add_values(head.index, heads, d.index, count, value)
 
     def held(self, head: Value, heads: range) -> list[Index]:
         """Where query heads of a kv head's group stand on the stack."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
-    def score_rows(self, head: Value, heads: range, row: Index, rows: int, j: Value) -> None:
-        """Scores of `rows` positions from `row` on, as the tile's from j on."""
-        b = self.b
-        held = self.held(head, heads)
-        count = len(held)
+    def score_rows(
+        self, head: Value, j: Index, rows: int, key: Callable[..., Value], move: Callable[[Index], None] | None = None
+    ) -> None:
+        """Scores of `rows` positions of the tile from j on; key(head, row, d) gives a vector of a row.
 
-        def chunk(d: Index, sums: list[Value]) -> list[Value]:
-            queries = [b.vload(self.q, self.width, g, d) for g in held]
-            fresh = []
-            for i, carried in enumerate(batches(sums, count)):
-                k = b.vload(self.k_cache, self.width, self.layer, b.add(row, i), head, d)
-                fresh += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
-            return fresh
-
-        step = self.unroll * self.width
-        with b.loop(0, self.hd, step, carry=[b.splat(0.0, self.width)] * (count * rows)) as loop:
-            sums = loop.values
-            for i in range(self.unroll):
-                if heads[0] == 0 and rows == self.rows:
-                    # The value rows of the same positions are read after the scores of the tile.
-                    done = b.mul(b.sub(head, self.first), rows * self.hd)
-                    done = b.add(done, b.mul(b.add(loop.index, i * self.width), rows))
-                    self.ahead(self.v_cache, row, done, rows * self.width)
-                sums = chunk(b.add(loop.index, i * self.width), sums)
-            loop.give(*sums)
-        for i, g in enumerate(held):
-            b.vstore(capped(b, lane_sums(b, loop.results[i::count]), self.softcap), self.scores, g, j)
+        move(d) writes what else is to be done at each step along head_dim.
+        """
+        b, shape = self.b, self.shape
+        for heads in self.head_chunks:
+            held = self.held(head, heads)
+            count = len(held)
+            first = heads is self.head_chunks[0]
+            with b.loop(0, self.hd, shape.unroll * self.width, carry=[b.splat(0.0, self.width)] * (count * rows)) as loop:
+                sums = loop.values
+                for i in range(shape.unroll):
+                    d = b.add(loop.index, i * self.width)
+                    if move is not None and first:
+                        move(d)
+                    queries = [b.vload(self.q, self.width, g, d) for g in held]
+                    fresh = []
+                    for r, carried in enumerate(batches(sums, count)):
+                        k = key(head, b.add(j, r), d)
+                        fresh += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
+                    sums = fresh
+                loop.give(*sums)
+            for i, g in enumerate(held):
+                b.vstore(capped(b, lane_sums(b, loop.results[i::count]), self.softcap), self.scores, g, j)
 
     def softmax(self, head: Value, heads: range, blocks: Index) -> None:
         """Turn scores into weights relative to the references, which rise where a score is far above them; add up the sums."""
@@ -198,23 +293,18 @@ class Workgroup:
             value = b.vload(self.values, self.width, g, d.index)
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
-    def add_values(self, head: Value, heads: range, d: Index, first: Value, count: Index) -> None:
-        """values[heads, d:d+columns*width] += weights @ v rows."""
+    def add_values(self, head: Value, heads: range, d: Index, count: Index, value: Callable[..., Value]) -> None:
+        """values[heads, d:d+columns*width] += weights @ value rows."""
         b, width = self.b, self.width
         held = self.held(head, heads)
         columns = [b.add(d, c * width) for c in range(self.columns)]
         start = [b.vload(self.values, width, g, c) for g in held for c in columns]
         with b.loop(0, count, carry=start) as j:
-            row = b.add(first, j.index)
-            if heads[0] == 0 and self.context >= self.tile_size:
-                run = self.columns * width
-                done = b.mul(b.add(b.mul(b.sub(head, self.first), self.hd), d), self.tile_size)
-                self.ahead(self.k_cache, self.next, b.add(done, b.mul(j.index, run)), run)
             weights = [b.broadcast(b.load(self.scores, g, j.index), width) for g in held]
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
             for i, c in enumerate(columns):
-                v = b.vload(self.v_cache, width, self.layer, row, head, c)
+                v = value(head, j.index, c)
                 sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(weights)])
             j.give(*[sums[i][g] for g in range(len(held)) for i in range(len(columns))])
         for g, results in zip(held, batches(j.results, len(columns)), strict=True):

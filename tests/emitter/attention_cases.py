@@ -1,0 +1,172 @@
+"""Generated calls of the attention kernels: caches whose unused rows are NaN, positions at every border, error bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from emitter.kernels.attention_decode import attention_decode
+from emitter.kernels.attention_prefill import attention_prefill
+from emitter.kernels.isa import ISAS, Isa
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.rope_append import Heads, prepared_heads, rope_append
+from emitter.types import I32, TensorType
+from tests.emitter.kernel_runner import Runner, compile_kernels
+from vmfb.targets import missing_features, resolve
+
+UNIT = 2.0**-24  # half a last place of f32 at 1
+LAYERS, CONTEXT, LAYER = 3, 200, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's attention: heads and options, a chunk of `tokens`, and decode split into `splits` parts or not."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int | None
+    options: dict = field(default_factory=dict, hash=False)  # interleaved, qk_norm, qk_norm_row
+    scores: dict = field(default_factory=dict, hash=False)  # window, softcap
+    tokens: int = 16
+    splits: int = 1
+    seed: int = 0
+
+    @property
+    def layout(self) -> Heads:
+        return Heads(self.heads, self.kv_heads, self.head_dim, self.rope, **self.options)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.heads, self.kv_heads, self.head_dim
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def decode(self, isa: Isa) -> Kernel:
+        split = {"splits": self.splits, "split_from": 24} if self.splits > 1 else {}
+        options = {"rope": self.rope, "scale": self.scale, **self.options, **self.scores, **split}
+        return attention_decode(LAYERS, CONTEXT, *self.shape, isa=isa, **options)
+
+    def append(self, isa: Isa) -> Kernel:
+        return rope_append(LAYERS, CONTEXT, self.tokens, *self.shape, isa=isa, rope=self.rope, **self.options)
+
+    def prefill(self, isa: Isa) -> Kernel:
+        return attention_prefill(LAYERS, CONTEXT, self.tokens, *self.shape, isa=isa, scale=self.scale, **self.scores)
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Groups of 1 to 8 heads, head_dims that vectors divide and that they do not, every option."""
+
+    @st.composite
+    def one(draw) -> Case:
+        head_dim = draw(st.sampled_from([8, 20, 32, 48, 64, 80, 96, 128]))
+        kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
+        rope = draw(st.sampled_from([None, head_dim, head_dim, head_dim // 4 * 2]))
+        flag = st.just(True)
+        options = draw(st.fixed_dictionaries({}, optional={"interleaved": flag, "qk_norm": st.just(1e-6), "qk_norm_row": flag}))
+        scores = draw(st.fixed_dictionaries({}, optional={"window": st.sampled_from([1, 40]), "softcap": st.just(30.0)}))
+        tokens, splits = draw(st.sampled_from([5, 16, 48])), draw(st.sampled_from([1, 2, 4, 8]))
+        return Case(kv_heads * group, kv_heads, head_dim, rope, options, scores, tokens, splits, draw(st.integers(0, 99)))
+
+    return one()
+
+
+def drawn(count: int) -> list[Case]:
+    """`count` cases, the same ones every time, so that one compilation serves all of them."""
+    found: list[Case] = []
+
+    @settings(max_examples=count, phases=[Phase.generate])
+    @given(cases())
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+# SmolLM2, Qwen 2.5 0.5B, Gemma 3 270M, a kv head for each head, more heads than registers, heads too long to stream,
+# and whole-row norms.
+REAL = [
+    Case(9, 3, 64, 64, splits=4),
+    Case(14, 2, 64, 64),
+    Case(4, 1, 256, 256, {"qk_norm": 1e-6}, {"window": 64}, splits=2),
+    Case(4, 4, 80, 20, splits=8),
+    Case(16, 1, 32, 32, {"interleaved": True}, splits=2),
+    Case(4, 1, 512, 128, splits=2),
+    Case(16, 8, 128, 128, {"qk_norm": 1e-5, "qk_norm_row": True}, {"softcap": 50.0}, splits=4),
+]
+
+
+def caches(rng: np.random.Generator, kernel: Kernel, real: int) -> list[np.ndarray]:
+    """k and v of random numbers, NaN from row `real` on in every layer."""
+    shape = next(t.shape for t in kernel.operands if isinstance(t, TensorType) and t.rank == 4)
+    pair = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
+    for rows in pair:
+        rows[:, real:] = np.nan
+    return pair
+
+
+def fill(rng: np.random.Generator, kernel: Kernel, scalars: Sequence[int], real: int) -> list:
+    """Arguments in order: `scalars` are the i32 tensors of rank 0, `real` the cache rows that are not garbage."""
+    pair, numbers, arguments = caches(rng, kernel, real), iter(scalars), []
+    for operand in kernel.operands:
+        if not isinstance(operand, TensorType):
+            arguments.append(LAYER)
+        elif operand.rank == 4:
+            arguments.append(pair.pop(0))
+        elif operand.dtype is I32:
+            arguments.append(np.zeros(operand.shape, np.int32) if operand.rank else np.int32(next(numbers)))
+        else:
+            arguments.append(rng.standard_normal(operand.shape).astype(np.float32))
+    return arguments
+
+
+def score_error(case: Case, q: np.ndarray, k: np.ndarray) -> float:
+    """How far a score may be from the exact one: rounding of the products and their sum, and of the soft cap."""
+    group = case.heads // case.kv_heads
+    sizes = np.einsum("thgd,shd->thgs", *(np.abs(x) for x in (q.reshape(len(q), -1, group, case.head_dim), k)))
+    return UNIT * (4 * float(sizes.max()) * case.scale + 4 * (case.scores.get("softcap") or 0.0) + 8)
+
+
+def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> float:
+    """Bound of a weighted mean's error: weights are off by twice a score's error, relatively."""
+    return float(np.abs(v).max()) * (2 * score_error(case, q, k) + 8 * UNIT)
+
+
+def prepared(case: Case, qkv: np.ndarray, positions: np.ndarray, given: list) -> tuple[np.ndarray, ...]:
+    """q, k and v of `prepared_heads`, where a kernel's operands have tables and norms as `given`."""
+    return prepared_heads(case.layout, qkv, positions, *case.layout.split(given))
+
+
+def close(name: str, got: np.ndarray, want: np.ndarray, limit: float) -> None:
+    """Everywhere within the limit; garbage stays where it was and nowhere else."""
+    assert np.array_equal(np.isnan(got), np.isnan(want)), f"{name}: NaN where there should be none, or the reverse"
+    error = np.nanmax(np.abs(got.astype(np.float64) - want), initial=0.0)
+    assert error <= limit, f"{name}: off by {error:.2e}, allowed are {limit:.2e}"
+
+
+@cache
+def kernels_of(found: tuple[Case, ...], target: str, directory) -> dict[Case, tuple[Kernel, Kernel, Kernel]]:
+    """Decode, append and prefill of every case, compiled as one module."""
+    isa = ISAS[resolve(target).isa]
+    kernels = {case: (case.decode(isa), case.append(isa), case.prefill(isa)) for case in found}
+    unique = {kernel.name: kernel for three in kernels.values() for kernel in three}
+    compile_kernels(list(unique.values()), directory / f"{target}.vmfb", target)
+    return kernels
+
+
+def running(found: Sequence[Case], target: str, threads: int, directory) -> tuple[Runner, Iterator[tuple[Case, tuple]]]:
+    """A runner and (case, kernels) for each case; skips on other CPUs once everything has compiled."""
+    kernels = kernels_of(tuple(found), target, directory)
+    missing = missing_features(resolve(target))
+    if missing:
+        pytest.skip(f"compiled, but this CPU lacks {', '.join(missing)}")
+    return Runner(directory / f"{target}.vmfb", threads), kernels.items()
