@@ -139,11 +139,12 @@ class Step:
         return self.module.weight(Weight(name, tuple(shape), values=values))
 
 
-def embedding(step: Step, name: str, vocab: int, hidden: int) -> Value:
-    """Rows of `<name>.weight` [vocab, hidden] for the step's tokens: [T, hidden]."""
+def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Value:
+    """Rows of `<name>.weight` [vocab, hidden] for the step's tokens, times `scale`: [T, hidden]."""
     with scope(name):
         weight = step.weight("weight", (vocab, hidden))
-        return append("embedding", (step.tokens, weight), (TensorType((step.tokens.shape[0], hidden), F32),))[0]
+        rows = TensorType((step.tokens.shape[0], hidden), F32)
+        return scaled(append("embedding", (step.tokens, weight), (rows,))[0], scale)
 
 
 def project(x: Value, weight: Value, bias: Value | None = None) -> Value:

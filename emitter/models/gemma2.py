@@ -18,7 +18,6 @@ from emitter.layers import (
     rms_norm,
     rope,
     rotary_tables,
-    scaled,
     softcapped,
     split_heads,
 )
@@ -117,7 +116,7 @@ def forward(step: Step, c: Config) -> Value:
     """Logits [1, vocab] of the step's last real token."""
     tables = rotary_tables(step, c.rotary)
     with scope("model"):
-        x = scaled(embedding(step, "embed_tokens", c.vocab, c.hidden), c.hidden**0.5)
+        x = embedding(step, "embed_tokens", c.vocab, c.hidden, scale=c.hidden**0.5)
         for layer in range(c.layers):
             with scope(f"layers.{layer}"):
                 x = block(step, c, layer, x, tables)
