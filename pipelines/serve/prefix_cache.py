@@ -4,6 +4,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+# A prompt goes on from a slot where at most so many tokens at its end are others: an answer's last ones may come back
+# from a client in another tokenisation.
+REWRITTEN = 16
+
 
 class PrefixCache:
     """The tokens behind the caches of `sessions`, one a slot, up to each session's position.
@@ -31,9 +35,9 @@ class PrefixCache:
         common = [self.common(prompt, slot) for slot in range(len(self.sessions))]
         best = max(common)
         slot = max(free, key=lambda s: (common[s], -s))
-        goes_on = common[slot] == best and 2 * best >= self.sessions[slot].position
+        goes_on = common[slot] == best and self.sessions[slot].position - best <= REWRITTEN
         if not goes_on:
-            # The oldest goes; the text that shares only a beginning with this one keeps its slot.
+            # What shares only a beginning with this prompt keeps its slot; what was in use longest ago goes.
             slot = min(free, key=lambda s: (self.used[s], s))
         if common[slot] == best:
             self.sessions[slot].rewind(best)

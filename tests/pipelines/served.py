@@ -1,0 +1,108 @@
+"""A small random model with a tokenizer and batch functions, and `castiron serve` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from pipelines.compile import Options, compile_model
+from pipelines.text import Text, load_text
+from reference import tiny
+from vmfb.bundle import open_bundle
+from vmfb.session import Session
+
+CONTEXT, SLOTS = 192, 4
+SPECIAL = ("<unk>", "<s>", "</s>")
+# One token a character, so that every text is a prompt and every answer is text.
+LETTERS = [" ", *map(chr, range(0x21, 0x7F)), *map(chr, range(0xC0, 0xC0 + 211 - 95 - len(SPECIAL)))]
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+# TEMPLATE of MESSAGES.
+RENDERED = "u:Hello there;a:"
+
+
+def tokenizer() -> Tokenizer:
+    """Special tokens 0 to 2, then the letters."""
+    found = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *LETTERS])}, unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    found.decoder = decoders.Fuse()
+    found.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return found
+
+
+@functools.cache
+def bundle(directory: Path) -> Path:
+    """Compiles it below `directory`, once a process."""
+    checkpoint = tiny.tiny_model("llama", directory / "checkpoint")
+    tokenizer().save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
+    options = Options(context=CONTEXT, batch=(2, SLOTS), speculate=())
+    return compile_model(checkpoint, directory / "tiny", options).bundle
+
+
+class Alone:
+    """What the model says when nobody else asks: the library's own session, one token after another."""
+
+    def __init__(self, path: Path):
+        self.bundle = open_bundle(path)
+        self.text: Text = load_text(self.bundle)
+
+    def tokens(self, prompt: str | list[int], count: int) -> list[int]:
+        """Greedy, past any end-of-text token."""
+        session = Session(self.bundle, 1)
+        found = [session.prefill(self.text.encode(prompt) if isinstance(prompt, str) else prompt)]
+        while len(found) < count:
+            found.append(session.step(found[-1]))
+        return found
+
+    def says(self, prompt: str | list[int], count: int) -> str:
+        return self.text.decode(self.tokens(prompt, count))
+
+    def logits(self, prompt: str):
+        session = Session(self.bundle, 1)
+        session.prefill(self.text.encode(prompt))
+        return session.logits()
+
+
+class Served:
+    """A running server: its address, its process, and what it has written to stderr so far."""
+
+    def __init__(self, process: subprocess.Popen, url: str, log: Path):
+        self.process, self.url, self.log = process, url, log
+
+    @property
+    def errors(self) -> str:
+        return self.log.read_text()
+
+
+@contextlib.contextmanager
+def served(path: Path, log: Path, *options: str, **environment: str):
+    """`castiron serve` on a free port; killed at the end if it has not ended by itself."""
+    command = [sys.executable, "-m", "pipelines", "serve", str(path), "--port", "0", "--threads", "1", *options]
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=file, env={**os.environ, **environment},
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    try:
+        while not (found := re.search(r"http://\S+", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        yield Served(process, found[0], log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
