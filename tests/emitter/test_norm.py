@@ -1,0 +1,84 @@
+"""Norms against their definition and torch's: odd sizes, residuals, padding, threads, targets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from emitter.kernels.isa import ISAS
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.norm import layer_norm, rms_norm
+from emitter.types import I32
+from tests.emitter.kernel_runner import Runner, compile_kernels
+from vmfb.targets import missing_features, resolve
+
+UNIT = 2.0**-24
+SIZES = [(1, 576), (1, 97), (13, 640), (13, 20), (4, 2048)]
+EPS = 1e-5
+
+
+def kernels(target: str) -> list[Kernel]:
+    isa = ISAS[resolve(target).isa]
+    makers = [rms_norm, layer_norm, lambda *a, **k: layer_norm(*a, bias=False, **k)]
+    return [
+        maker(T, hidden, EPS, isa=isa, residual=residual, length=T > 1 and residual)
+        for T, hidden in SIZES
+        for maker in makers
+        for residual in (False, True)
+    ]
+
+
+def arguments(kernel: Kernel, seed: int, length: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [
+        np.int32(length) if t.dtype is I32 else rng.standard_normal(t.shape).astype(np.float32) for t in kernel.operands
+    ]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("norm")
+
+
+def check(target: str, threads: int, directory) -> None:
+    found = kernels(target)
+    compile_kernels(found, directory / f"{target}.vmfb", target)
+    if missing := missing_features(resolve(target)):
+        pytest.skip(f"compiled, but this CPU lacks {', '.join(missing)}")
+    runner = Runner(directory / f"{target}.vmfb", threads)
+    for kernel in found:
+        for length in {1, 3, kernel.operands[0].shape[0]}:
+            given = arguments(kernel, length, length)
+            for got, want in zip(runner(kernel, *given), kernel.reference(*given), strict=True):
+                assert np.array_equal(got == 0, want == 0), f"{kernel.name}: padding is not zero"
+                limit = UNIT * (8 * np.abs(want) + 8)
+                assert (np.abs(got.astype(np.float64) - want) <= limit).all(), kernel.name
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_host_matches_the_definition(directory, threads):
+    check("host", threads, directory)
+
+
+@pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
+def test_other_targets_compile_and_run_where_they_can(directory, target):
+    check(target, 2, directory)
+
+
+def test_definitions_are_those_of_torch():
+    isa = ISAS["avx2"]
+    x, w, b = arguments(layer_norm(5, 48, EPS, isa=isa), 0, 0)
+    tensors = [torch.from_numpy(a) for a in (x, w, b)]
+    want = torch.nn.functional.layer_norm(tensors[0], (48,), *tensors[1:], eps=EPS).numpy()
+    np.testing.assert_allclose(layer_norm(5, 48, EPS, isa=isa).reference(x, w, b)[0], want, atol=2e-6)
+    want = torch.nn.functional.rms_norm(tensors[0], (48,), tensors[1], eps=EPS).numpy()
+    np.testing.assert_allclose(rms_norm(5, 48, EPS, isa=isa).reference(x, w)[0], want, atol=2e-6)
+
+
+def test_large_means_do_not_cancel():
+    """The variance is that of the centred row: a mean of 1000 over a spread of 1 costs no more than the input's rounding."""
+    kernel = layer_norm(1, 64, EPS, False, isa=ISAS["avx2"])
+    x = (np.random.default_rng(0).standard_normal((1, 64)) + 1000).astype(np.float32)
+    (got,) = kernel.reference(x, np.ones(64, np.float32))
+    assert abs(float(got.std()) - 1) < 1e-4

@@ -1,0 +1,111 @@
+"""exp, tanh and lane operations as kernels run them: error in units in the last place, limits, every width."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emitter.kernels.isa import ISAS
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.text import Body, Value, executable, f32_literal
+from emitter.kernels.vector_math import exp, lane_max, lane_sums, tanh, transpose
+from emitter.types import F32, TensorType
+from tests.emitter.kernel_runner import Runner, compile_kernels
+from vmfb.targets import resolve
+
+COUNT = 1 << 16
+EXP_ULP, TANH_ULP = 1.1, 4.5
+
+
+def elementwise(name: str, function, lanes: int) -> Kernel:
+    types = (TensorType((COUNT,), F32),) * 2
+
+    def write(b: Body, x: Value, out: Value) -> None:
+        with b.loop(0, COUNT, lanes) as i:
+            b.vstore(function(b, b.vload(x, lanes, i.index)), out, i.index)
+
+    text = executable(name, types[:1], types[1:], (None,), 1, write)
+    return Kernel(name, types[:1], types[1:], (None,), text, None, 0, 0)
+
+
+def lanewise(name: str, rows: int, lanes: int, function) -> Kernel:
+    """`function(body, vectors)` gives the vectors that are stored."""
+    probe = function(Body(), [Value("%x", f"vector<{lanes}xf32>")] * rows)
+    width = int(probe[0].type.split("<")[1].split("x")[0])
+    types = (TensorType((rows, lanes), F32), TensorType((len(probe), width), F32))
+
+    def write(b: Body, x: Value, out: Value) -> None:
+        for i, vector in enumerate(function(b, [b.vload(x, lanes, r, 0) for r in range(rows)])):
+            b.vstore(vector, out, i, 0)
+
+    text = executable(name, types[:1], types[1:], (None,), 1, write)
+    return Kernel(name, types[:1], types[1:], (None,), text, None, 0, 0)
+
+
+def sums(rows: int, lanes: int) -> Kernel:
+    return lanewise(f"sums{rows}x{lanes}", rows, lanes, lambda b, v: [lane_sums(b, v)])
+
+
+def maximum(lanes: int) -> Kernel:
+    return lanewise(f"max{lanes}", 1, lanes, lambda b, v: [b.broadcast(lane_max(b, v[0]), 1)])
+
+
+def turned(lanes: int) -> Kernel:
+    return lanewise(f"transpose{lanes}", lanes, lanes, transpose)
+
+
+SHAPES = [(1 << r, 1 << w) for w in range(5) for r in range(w + 1)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    lanes = ISAS[resolve("host").isa].lanes
+    kernels = {"exp": elementwise("exp", exp, lanes), "tanh": elementwise("tanh", tanh, lanes)}
+    kernels |= {(r, w): sums(r, w) for r, w in SHAPES}
+    kernels |= {("max", w): maximum(w) for w in (1, 2, 4, 8, 16)} | {("turn", w): turned(w) for w in (1, 2, 4, 8, 16)}
+    path = compile_kernels(list(kernels.values()), tmp_path_factory.mktemp("vector_math") / "host.vmfb")
+    runner = Runner(path)
+    return lambda which, x: runner(kernels[which], x)[0]
+
+
+def worst_ulp(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.max(np.abs(got - want) / np.spacing(np.abs(want).astype(np.float32))))
+
+
+def test_exp_is_within_its_error(run):
+    for low, high in (-87.3, 88.0), (-1.0, 1.0), (-20.0, 0.0), (-1e-3, 1e-3):
+        x = np.linspace(low, high, COUNT, dtype=np.float32)
+        assert worst_ulp(run("exp", x), np.exp(x.astype(np.float64))) <= EXP_ULP
+
+
+def test_exp_has_limits(run):
+    x = np.zeros(COUNT, np.float32)
+    x[:8] = [-np.inf, -1e30, -88.0, -87.0, 0.0, -0.0, 1e30, np.inf]
+    got = run("exp", x)[:8]
+    assert got[0] == got[1] == got[2] == 0 and got[3] > 0
+    assert got[4] == got[5] == 1
+    assert np.isfinite(got[6]) and got[6] == got[7] > 1e38
+
+
+def test_tanh_is_within_its_error(run):
+    for low, high in (-9.0, 9.0), (-0.01, 0.01), (-1.0, 1.0):
+        x = np.linspace(low, high, COUNT, dtype=np.float32)
+        assert worst_ulp(run("tanh", x), np.tanh(x.astype(np.float64))) <= TANH_ULP
+
+
+@pytest.mark.parametrize("rows, lanes", SHAPES)
+def test_lane_sums_keep_their_order(run, rows, lanes):
+    x = np.random.default_rng(rows * lanes).integers(-1000, 1000, (rows, lanes)).astype(np.float32)
+    assert np.array_equal(run((rows, lanes), x)[0], x.sum(axis=1))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16])
+def test_lane_max_and_transpose(run, lanes):
+    x = np.random.default_rng(lanes).standard_normal((lanes, lanes)).astype(np.float32)
+    assert run(("max", lanes), x[:1]) == x[0].max()
+    assert np.array_equal(run(("turn", lanes), x), x.T)
+
+
+def test_literals_hold_every_bit():
+    for x in (1e-5, np.float32(1) / 3, float("inf"), float("-inf"), -0.0, 1.1754944e-38):
+        assert np.uint32(int(f32_literal(x), 16)).view(np.float32) == np.float32(x)
