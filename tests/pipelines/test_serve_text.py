@@ -1,0 +1,188 @@
+"""What the server does to text and tokens: stop strings, penalties, log-probabilities, bytes, request bodies."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.sampling import Sampling
+from pipelines.serve.choosing import Chooser, Choosing, log_probabilities
+from pipelines.serve.errors import ApiError
+from pipelines.serve.metrics import Metrics
+from pipelines.serve.schemas import ChatRequest, CompletionRequest, TokenizeRequest, read
+from pipelines.serve.sequence import Finished, Piece, Sequence
+from pipelines.serve.stops import StopStrings
+from pipelines.serve.token_bytes import TokenBytes
+from pipelines.text import Text
+from tests.pipelines.test_generate_text import TEXTS, byte_level
+
+VOCAB = 40
+LOGITS = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB).map(lambda v: np.array(v, np.float32) / 4)
+PIECES = st.lists(st.text("ab", max_size=3), max_size=12)
+STRINGS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+
+
+@given(PIECES, STRINGS)
+def test_text_ends_before_the_first_stop_string_however_it_comes(pieces, strings):
+    stops, said = StopStrings(strings), ""
+    for piece in pieces:
+        said += stops.add(piece)
+        assert not stops.stopped or stops.add("more") == ""
+    said += stops.finish()
+    text = "".join(pieces)
+    places = [place for string in strings if (place := text.find(string)) >= 0]
+    assert said == text[: min(places, default=len(text))]
+    assert stops.stopped == bool(places)
+
+
+@given(PIECES, STRINGS)
+def test_no_more_is_held_back_than_may_become_a_stop_string(pieces, strings):
+    stops, said, fed = StopStrings(strings), "", ""
+    for piece in pieces:
+        said, fed = said + stops.add(piece), fed + piece
+        if stops.stopped:
+            return
+        held = fed[len(said) :]
+        assert not held or any(string.startswith(held) for string in strings)
+
+
+def test_tokens_behind_a_stop_string_are_not_told():
+    """Text and tokens of one sequence agree, whatever is cut off or held back."""
+    text = TEXTS["byte-level"]
+    tokens = text.tokenizer.encode("he said: he你 then left", add_special_tokens=False).ids
+    for stop in ("then", "said", "你", "nothing", "t"):
+        events = []
+        sequence = Sequence(text, [1], events.append, max_tokens=len(tokens), stop_strings=[stop])
+        for token in tokens:
+            events += sequence.advance(token, None)
+            if isinstance(events[-1], Finished):
+                break
+        told = "".join(e.text for e in events if isinstance(e, Piece))
+        whole = "he said: he你 then left"
+        assert told == (whole[: whole.find(stop)] if stop in whole else whole)
+        assert events[-1].reason == ("stop" if stop in whole else "length")
+        said = [s for e in events if isinstance(e, Piece) for s in e.said]
+        assert text.decode(s.chosen.token for s in said).startswith(told)
+        assert all(s.offset < len(told) for s in said) and [s.offset for s in said] == sorted(s.offset for s in said)
+
+
+@given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=8), st.floats(-2, 2), st.floats(-2, 2),
+       st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=4))  # fmt: skip
+def test_penalties_and_biases_are_openais(logits, said, frequency, presence, bias):
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, as the API reference says; greedily."""
+    chooser = Chooser(Choosing(Sampling(), frequency, presence, bias, top_logprobs=0), [5, 6])
+    chooser.counts.update(said)
+    changed = logits.astype(np.float64)
+    for token in range(VOCAB):
+        count = said.count(token)
+        changed[token] += -count * frequency - (count > 0) * presence + bias.get(token, 0.0)
+    chosen = chooser.choose(int(logits.argmax()), lambda: logits)
+    assert changed[chosen.token] == changed.max()
+    assert chooser.counts[chosen.token] == said.count(chosen.token) + 1
+
+
+def test_a_greedy_token_needs_no_logits():
+    assert Chooser(Choosing(), [1]).choose(7, None).token == 7
+
+
+@given(LOGITS, st.integers(0, VOCAB - 1), st.integers(0, VOCAB + 3))
+def test_log_probabilities_are_of_the_models_own_distribution(logits, token, count):
+    expected = logits - np.log(np.exp(logits.astype(np.float64)).sum())
+    logprob, top = log_probabilities(logits, token, count)
+    assert logprob == pytest.approx(expected[token], abs=1e-6)
+    order = sorted(range(VOCAB), key=lambda t: (-logits[t], t))[:count]
+    assert [t for t, _ in top] == order
+    assert [p for _, p in top] == pytest.approx(list(expected[order]), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@given(words=st.text(alphabet=st.one_of(st.sampled_from(" abhet\n"), st.characters(exclude_characters="▁", exclude_categories=["Cs"]))))
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(kind, words):
+    text = TEXTS[kind]
+    token_bytes = TokenBytes(text)
+    joined = b"".join(map(token_bytes, text.tokenizer.encode(words, add_special_tokens=False).ids))
+    # Sentencepiece puts a space before a text.
+    assert joined in (words.encode(), b" " + words.encode())
+
+
+def test_every_id_has_bytes():
+    token_bytes = TokenBytes(Text(byte_level()))
+    assert token_bytes(byte_level().token_to_id("<|end|>")) == b"<|end|>"
+    assert token_bytes(10**6) == b""
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "says"),
+    [
+        (ChatRequest, {}, "messages", "you must provide messages"),
+        (ChatRequest, {"messages": []}, "messages", "at least 1"),
+        (ChatRequest, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'user'"),
+        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string or a list of parts"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "type text"),
+        (ChatRequest, {"messages": MESSAGES, "temperature": 2.5}, "temperature", "less than or equal to 2"),
+        (ChatRequest, {"messages": MESSAGES, "temperature": "hot"}, "temperature", "number"),
+        (ChatRequest, {"messages": MESSAGES, "top_p": 0}, "top_p", "greater than 0"),
+        (ChatRequest, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (ChatRequest, {"messages": MESSAGES, "n": 1000}, "n", "128"),
+        (ChatRequest, {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "20"),
+        (ChatRequest, {"messages": MESSAGES, "stop": ["a", ""]}, "stop", "1 to 256 characters"),
+        (ChatRequest, {"messages": MESSAGES, "logit_bias": {"5": 101}}, "logit_bias.5", "100"),
+        (ChatRequest, {"messages": MESSAGES, "frobnicate": 1}, "frobnicate", "Unrecognized request argument supplied: frobnicate"),
+        (ChatRequest, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+        (ChatRequest, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (CompletionRequest, {"prompt": []}, "prompt", "token ids"),
+        (CompletionRequest, {"prompt": [1, "a"]}, "prompt", "token ids"),
+        (CompletionRequest, {"prompt": [-1]}, "prompt", "token ids"),
+        (CompletionRequest, {"prompt": "a", "logprobs": 6}, "logprobs", "5"),
+        (CompletionRequest, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        (TokenizeRequest, {"content": 5}, "content", "string"),
+    ],
+)
+def test_a_bad_field_is_named(kind, body, param, says):
+    with pytest.raises(ApiError) as error:
+        read(kind, json.dumps(body).encode())
+    assert error.value.status == 400 and error.value.param == param and says in error.value.message
+    assert set(error.value.body["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"messages": "\\ud800"}', b"[" * 100_000,
+                                  b'{"temperature": NaN, "messages": []}'])  # fmt: skip
+def test_a_body_that_is_no_request_is_one_sentence(data):
+    with pytest.raises(ApiError) as error:
+        read(ChatRequest, data)
+    assert error.value.status == 400 and "\n" not in error.value.message
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_are_more_than_a_400(data):
+    for kind in (ChatRequest, CompletionRequest, TokenizeRequest):
+        try:
+            read(kind, data)
+        except ApiError as error:
+            assert error.status == 400
+
+
+def test_what_asks_for_nothing_is_taken_and_null_is_absence():
+    fields = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1},
+              "service_tier": "auto", "store": False, "stop": None, "seed": None, "n": None, "temperature": None}  # fmt: skip
+    assert read(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode()).stop is None
+
+
+def test_metrics_are_prometheus_text():
+    metrics = Metrics()
+    metrics.requests_total.add(2, '/a"b\\', "200")
+    for seconds in (0.004, 0.005, 0.3, 100.0):
+        metrics.time_to_first_token_seconds.observe(seconds)
+    lines = metrics.text().splitlines()
+    assert r'castiron_requests_total{path="/a\"b\\",status="200"} 2' in lines
+    name = "castiron_time_to_first_token_seconds"
+    assert f"# TYPE {name} histogram" in lines
+    assert f'{name}_bucket{{le="0.005"}} 2' in lines and f'{name}_bucket{{le="0.5"}} 3' in lines
+    assert f'{name}_bucket{{le="+Inf"}} 4' in lines and f"{name}_count 4" in lines
