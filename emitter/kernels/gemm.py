@@ -136,7 +136,8 @@ def gemm(
     def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
         given = Arguments(arguments, False, epilogue, length)
         weight = unpack(codec_name, given.weight, rows, in_features)
-        y = epilogue.define(given.x.astype(np.float64) @ weight.astype(np.float64).T, out_features, given.bias, given.residual)
+        products = given.x.astype(np.float64) @ weight.astype(np.float64).T
+        y = epilogue.define(products, out_features, given.bias, given.residual)
         if length:
             y[int(given.length) :] = 0
         return (y,)

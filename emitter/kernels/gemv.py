@@ -1,8 +1,7 @@
 """y = W x for one token: packed weights are decoded in registers, sums are f32.
 
-Sixteen rows run side by side, one a lane, so nothing is ever summed across lanes. x stands on the stack, already
-normalised and multiplied by the powers of two with which the codes come (`emitter.kernels.records`); the sums of its
-groups, which minima and offsets need, stand beside it. Both are made once per workgroup.
+Sixteen rows run side by side, one a lane, so nothing is ever summed across lanes. x is prepared once per workgroup
+(`emitter.kernels.prepared_x`); of a code there remain a mask, a conversion and an fma.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from emitter.codecs import Codec, codec_of
 from emitter.kernels.fusions import Arguments, Epilogue, norm_name, norm_of
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
-from emitter.kernels.records import CACHE_LINE, Records, code_factors
-from emitter.kernels.rope_append import inverse_rms
-from emitter.kernels.text import Body, Index, Value, executable, vector_type
-from emitter.kernels.vector_math import lane_sums
+from emitter.kernels.prepared_x import PreparedX, bytes_per_element, tree_sum
+from emitter.kernels.records import CACHE_LINE, Records
+from emitter.kernels.text import Body, Index, Value, executable
 from emitter.packing import LANES, packed_shape, unpack
 from emitter.types import F32, I8, TensorType
 
-STACK_BYTES = 28 << 10  # of the 32 KB that IREE allows a kernel; the rest is the compiler's, for spills
+STACK_BYTES = 26 << 10  # for x, of the 32 KB that IREE allows the buffers of a kernel
+BATCH = 32  # sets of blocks whose sums wait on the stack, 4 KB, where x does not fit at once
 # Weights of a workgroup. Every workgroup prepares x again and starts without prefetched weights, so that a small weight is
 # cut into one part a thread. Larger ones are cut finer, against threads that start late, but into fewer than 8 parts a
 # thread, from where on IREE hands out 8 at a time.
@@ -149,94 +148,54 @@ class _Gemv:
         self.set = max(self.together, epilogue.blocks)  # of blocks that give results together
         self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
         self.ahead = -(-tiles.ahead // self.size)
-        self.needs_sums = bool(codec.offset or codec.minimum)
 
     def write(self) -> None:
-        b, tiles = self.b, self.tiles
-        per_k = 4 + (4 / self.codec.group if self.needs_sums else 0)
-        chunks = -(-int(self.in_features * per_k) // STACK_BYTES)
+        b, tiles, elements = self.b, self.tiles, self.layout.elements
+        chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // STACK_BYTES)
         chunk = -(-self.count // chunks)  # records
-        elements = self.layout.elements
-        self.x = b.stack(chunk * elements)
-        self.sums = b.stack(chunk * elements // self.codec.group) if self.needs_sums else None
-        self.inverse = None
-        if self.rms_eps is not None:
-            inverse = inverse_rms(b, self._read_x, self.in_features, self.rms_eps, self.lanes)
-            self.inverse = inverse
+        given = self.given
+        self.x = PreparedX(
+            b, self.codec, self.lanes, given.x, given.norm, self.rms_eps, self.in_features, chunk * elements
+        )
         sets = -(-self.blocks // self.set)
         workgroup = b.workgroup()
         low = b.div(b.mul(workgroup, sets), tiles.workgroups)
         high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
-        most = -(-sets // tiles.workgroups)
-        parts = b.stack(most * self.set, LANES) if chunks > 1 else None
-        for first in range(0, self.count, chunk):
-            last = min(first + chunk, self.count)
-            self._fill(first * elements, last * elements)
-            with b.loop(low, high) as row:
-                blocks, products = self._blocks(row.index), []
-                for at in range(0, self.set, self.together):
-                    slot = b.add(b.mul(b.sub(row.index, low), self.set), at)
-                    totals = self._start(parts, slot, first == 0)
-                    totals = self._products(blocks[at : at + self.together], first, last, totals)
-                    if last < self.count:
-                        for (i, v), total in zip(self.sides, totals, strict=True):
-                            b.vstore(total, parts, b.add(slot, i), v * self.lanes)
-                    products += totals
-                if last == self.count:
-                    self._finish(blocks, products)
+        if chunks == 1:
+            self._sets(low, high, 0, self.count, None)
+            return
+        parts = b.stack(BATCH * self.set, LANES)
+        with b.loop(low, high, BATCH) as batch:
+            end = b.min(b.add(batch.index, BATCH), high)
+            for first in range(0, self.count, chunk):
+                self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
+
+    def _sets(self, low: Index, high: Index, first: int, last: int, parts: Value | None) -> None:
+        """Sets `low` to `high` of blocks times elements of records `first` to `last`; unfinished sums stay in `parts`."""
+        b = self.b
+        self.x.fill(first * self.layout.elements, last * self.layout.elements)
+        with b.loop(low, high) as row:
+            blocks, products = self._blocks(row.index), []
+            for at in range(0, self.set, self.together):
+                slot = b.add(b.mul(b.sub(row.index, low), self.set), at)
+                places = [(b.add(slot, i), v * self.lanes) for i, v in self.sides]
+                if first == 0:
+                    totals = [b.splat(0.0, self.lanes)] * len(self.sides)
+                else:
+                    totals = [b.vload(parts, self.lanes, *place) for place in places]
+                totals = self._products(blocks[at : at + self.together], first, last, totals)
+                if last < self.count:
+                    for total, place in zip(totals, places, strict=True):
+                        b.vstore(total, parts, *place)
+                products += totals
+            if last == self.count:
+                self._finish(blocks, products)
 
     def _blocks(self, row: Index) -> list[Index]:
         """Set `row` of blocks; where the last set is short its last block is taken again."""
         b = self.b
         blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
         return [b.min(block, self.blocks - 1) for block in blocks] if self.blocks % self.set else blocks
-
-    def _read_x(self, k: Index, width: int) -> Value:
-        return self.b.vload(self.given.x, width, 0, k)
-
-    def _start(self, parts: Value | None, slot: Index, first: bool) -> list[Value]:
-        if first:
-            return [self.b.splat(0.0, self.lanes)] * len(self.sides)
-        return [self.b.vload(parts, self.lanes, self.b.add(slot, i), v * self.lanes) for i, v in self.sides]
-
-    def _prepared(self, k: Index, width: int) -> Value:
-        """x[k], x[k + 1], ... after the norm."""
-        b = self.b
-        x = self._read_x(k, width)
-        if self.inverse is None:
-            return x
-        return b.mulf(b.mulf(x, b.broadcast(self.inverse, width)), b.vload(self.given.norm, width, k))
-
-    def _fill(self, first: int, last: int) -> None:
-        """The stack's copy of x from element `first` to `last`, and the sums of its groups."""
-        b, lanes = self.b, self.lanes
-        if not self.codec.quantised:
-            end = min(last, self.in_features)
-            whole = (end - first) // lanes * lanes
-            with b.loop(0, whole, lanes) as k:
-                b.vstore(self._prepared(b.add(k.index, first), lanes), self.x, k.index)
-            for k in range(whole, end - first):
-                b.vstore(self._prepared(first + k, 1), self.x, k)
-            for k in range(end - first, last - first):
-                b.vstore(b.splat(0.0, 1), self.x, k)
-            return
-        group, factors = self.codec.group, code_factors(self.codec)
-        sign = self.codec.minimum or -self.codec.offset
-        with b.loop(0, (last - first) // group) as g:
-            start = b.mul(g.index, group)
-            parts = []
-            for k in range(0, group, lanes):
-                x = self._prepared(b.add(b.add(start, first), k), lanes)
-                parts.append(x)
-                listed = ", ".join(f"{f:.9e}" for f in factors[k : k + lanes])
-                if (factors[k : k + lanes] != 1).any():
-                    x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
-                b.vstore(x, self.x, b.add(start, k))
-            if self.needs_sums:
-                while len(parts) > 1:
-                    parts = [b.addf(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
-                total = b.extract(lane_sums(b, parts), 0)
-                b.store(b.mulf(total, b.f32(sign)), self.sums, g.index)
 
     def _products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
         """totals + the products of the blocks' records from `first` to `last`, one vector for each of `sides`."""
@@ -268,7 +227,7 @@ class _Gemv:
         for (i, v), product, total in zip(self.sides, products, totals, strict=True):
             total = b.fma(product, records.d(blocks[i], record, v), total)
             if self.codec.minimum:
-                total = b.fma(records.m(blocks[i], record, v), self._sum(place), total)
+                total = b.fma(records.m(blocks[i], record, v), self.x.sum_of(place), total)
             done.append(total)
         return done
 
@@ -285,7 +244,7 @@ class _Gemv:
             for n, (i, v) in enumerate(self.sides):
                 sums[n] = b.fma(products[n], records.group_scale(blocks[i], record, g.index, v), sums[n])
                 if minima:
-                    lows[n] = b.fma(records.group_minimum(blocks[i], record, g.index, v), self._sum(at), lows[n])
+                    lows[n] = b.fma(records.group_minimum(blocks[i], record, g.index, v), self.x.sum_of(at), lows[n])
             g.give(*sums, *lows)
         done = []
         for n, (i, v) in enumerate(self.sides):
@@ -294,9 +253,6 @@ class _Gemv:
                 total = b.fma(g.results[len(self.sides) + n], records.m(blocks[i], record, v), total)
             done.append(total)
         return done
-
-    def _sum(self, group: Index) -> Value:
-        return self.b.broadcast(self.b.load(self.sums, group), self.lanes)
 
     def _group(
         self, blocks: list[Index], record: Index, group: Index, place: Index, soon: list[Callable[[], None]]
@@ -308,23 +264,17 @@ class _Gemv:
         b, chains = self.b, self.tiles.chains
         codes = [self.records.group_codes(block, record, group) for block in blocks]
         start = b.mul(place, self.codec.group)
-        offset = self._sum(place) if self.codec.offset else None
+        offset = self.x.sum_of(place) if self.codec.offset else None
         sums: list[list[Value | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
         for k in range(self.codec.group):
             if k % 8 == 0:
                 for prefetch in _share(soon, k // 8, self.codec.group // 8):
                     prefetch()
-            x = b.broadcast(b.load(self.x, b.add(start, k)), self.lanes)
+            x = self.x.at(b.add(start, k))
             for n, (i, v) in enumerate(self.sides):
                 code, so_far = codes[i].code(k, v), sums[n][k % chains]
                 sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
-        return [self._total(parts) for parts in sums]
-
-    def _total(self, parts: list[Value | None]) -> Value:
-        parts = [part for part in parts if part is not None]
-        while len(parts) > 1:
-            parts = [self.b.addf(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
-        return parts[0]
+        return [tree_sum(b, [part for part in parts if part is not None]) for parts in sums]
 
     def _float_products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
         b, chains, unroll, elements = self.b, self.tiles.chains, self.tiles.unroll, self.layout.elements
@@ -333,7 +283,7 @@ class _Gemv:
         def add(record: Index, sums: list[Value], number: int) -> None:
             weights = [self.records.elements(blocks[i], record, v) for i, v in self.sides]
             for e in range(elements):
-                x = b.broadcast(b.load(self.x, b.add(b.mul(b.sub(record, first), elements), e)), self.lanes)
+                x = self.x.at(b.add(b.mul(b.sub(record, first), elements), e))
                 chain = (number * elements + e) % chains * len(self.sides)
                 for n, weight in enumerate(weights):
                     sums[chain + n] = b.fma(weight[e], x, sums[chain + n])
@@ -350,7 +300,7 @@ class _Gemv:
         sums = list(loop.results)
         for i, record in enumerate(range(first + whole, last)):
             add(record, sums, i)
-        return [self._total(sums[n :: len(self.sides)]) for n in range(len(self.sides))]
+        return [tree_sum(b, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
     def _finish(self, blocks: list[Index], totals: list[Value]) -> None:
         """Store the results of a set of blocks."""

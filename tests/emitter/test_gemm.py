@@ -32,7 +32,7 @@ LARGE = [
     # several panels and a shallower last one, several blocks of tokens and a smaller last tile
     Case(gemm, "q4_1", (200, 80, 608), {"length": True}),
     Case(gemm, "bf16", (130, 33, 777), {"glu": "gelu"}),
-    Case(gemm, "q8_0", (50, 96, 320), {"tiles": GemmTiles(rows=4, wide=1, blocks=2, depth=96, tokens=20, unroll=3, workgroups=5)}),
+    Case(gemm, "q8_0", (50, 96, 320), {"tiles": GemmTiles(4, 1, blocks=2, depth=96, tokens=20, unroll=3, workgroups=5)}),
     Case(gemm, "q6_k", (13, 64, 512), {"tiles": GemmTiles(rows=3, wide=2, blocks=2, depth=48, tokens=6, unroll=8)}),
 ]
 EACH = [Case(gemm, codec, (19, 40, 512), EVERYTHING) for codec in CODECS]

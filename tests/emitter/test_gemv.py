@@ -33,6 +33,8 @@ WIDE = [
     Case(gemv, "q4_1", (40, 8192), {"rms_eps": 1e-5}),
     Case(gemv, "q5_k", (17, 7168), {"glu": "gelu"}),
     Case(gemv, "f16", (20, 9001), {"residual": True}),
+    # and of more rows than may wait at once
+    Case(gemv, "q8_0", (1100, 7168), {"tiles": GemvTiles(workgroups=1)}),
     # more workgroups than one, unequal shares
     Case(gemv, "q8_0", (1000, 256), EVERYTHING),
     Case(gemv, "q4_0", (300, 96), {"tiles": GemvTiles(workgroups=7, chains=3, ahead=512)}),
