@@ -1,6 +1,7 @@
 """Tokens out of a session, one after another."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from .errors import PipelineError
@@ -15,12 +16,14 @@ class Generation:
 
     max_tokens None goes on until a stop token or the end of the context. A stop token is not part of the result. The
     last token is never fed, so the session stands before it. `progress` gets (tokens done, tokens in all) of the
-    prompt. PipelineError at once if the prompt is empty or if prompt and max_tokens do not fit in the context; nothing
-    has run then.
+    prompt. `speculate` checks several proposed tokens at once where the text repeats itself: the same tokens, sooner.
+    `history`: the tokens that stand in the session already, for the repeat penalty and for proposals. PipelineError at
+    once if the prompt is empty, if prompt and max_tokens do not fit in the context, or if what is to be speculated on is
+    not greedy; nothing has run then.
 
     While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token), "length" (max_tokens) or
     "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent in the model and in
-    choosing, `steps` decode steps.
+    choosing, `steps` tokens decoded after the first.
     """
 
     def __init__(
@@ -32,12 +35,16 @@ class Generation:
         max_tokens: int | None = None,
         stop_tokens: Collection[int] = (),
         progress: Callable[[int, int], None] | None = None,
+        speculate: bool = False,
+        history: Sequence[int] = (),
     ):
         prompt = list(prompt)
         check_room(session.position, session.context, len(prompt), max_tokens)
         self.session = session
         self.prompt = prompt
         self.sampler = sampler or Sampler()
+        self.history = [*history, *prompt]
+        self.speculator = self._speculator() if speculate else None
         self.stop_tokens = frozenset(stop_tokens)
         self.progress = progress
         self.room = session.context - session.position - len(prompt) + 1
@@ -46,6 +53,8 @@ class Generation:
         self.finish_reason: str | None = None
         self.prefill_seconds = self.decode_seconds = 0.0
         self.steps = 0
+        # Tokens that are known and not yet asked for; the session stands before the last of them.
+        self._ahead: deque[int] = deque()
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,25 +69,54 @@ class Generation:
         if self.finish_reason is None and len(self.tokens) == self.room:
             self.finish_reason = "context"
         if self.finish_reason is not None:
+            self.settle()
             raise StopIteration
-        start = time.perf_counter()
-        if self.tokens:
-            token = self._choose(self.session.step(self.tokens[-1]))
-            self.decode_seconds += time.perf_counter() - start
-            self.steps += 1
-        else:
-            token = self._choose(self.session.prefill(self.prompt, progress=self.progress))
-            self.prefill_seconds = time.perf_counter() - start
+        token = self._ahead.popleft() if self._ahead else self._advance()
         if token in self.stop_tokens:
             self.finish_reason = "stop"
+            self.settle()
             raise StopIteration
         self.tokens.append(token)
+        return token
+
+    def settle(self) -> None:
+        """Puts the session before the last of `tokens`, for a caller that leaves off before the end: speculation may
+        have fed more than was asked for. The end of the iteration does it by itself."""
+        if self._ahead:
+            self.session.rewind(self.session.position - len(self._ahead))
+            self._ahead.clear()
+
+    def _advance(self) -> int:
+        """Runs the model and returns the next token; more that speculation finds wait in `_ahead`."""
+        start = time.perf_counter()
+        if not self.tokens:
+            token = self._choose(self.session.prefill(self.prompt, progress=self.progress))
+            self.prefill_seconds = time.perf_counter() - start
+            return token
+        if self.speculator:
+            limit = self.room if self.max_tokens is None else self.max_tokens
+            token, *more = self.speculator.advance(self.tokens[-1], limit - len(self.tokens))
+            self._ahead.extend(more)
+        else:
+            token = self._choose(self.session.step(self.tokens[-1]))
+        self.decode_seconds += time.perf_counter() - start
+        self.steps += 1 + len(self._ahead)
         return token
 
     def _choose(self, argmax: int) -> int:
         if not self.sampler.sampling.needs_logits:
             return argmax
-        return self.sampler.choose(self.session.logits(), self.prompt + self.tokens)
+        return self.sampler.choose(self.session.logits(), self.history + self.tokens)
+
+    def _speculator(self):
+        from .speculate import Speculator
+
+        if self.sampler.sampling.needs_logits:
+            raise PipelineError(
+                "proposed tokens are checked against the likeliest ones: --speculate goes without --temperature and "
+                "--repeat-penalty"
+            )
+        return Speculator(self.session, self.history)
 
 
 def check_room(position: int, context: int, prompt: int, max_tokens: int | None) -> None:

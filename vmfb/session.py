@@ -123,6 +123,14 @@ class Session:
         self._last = Row(call, len(tokens) - 1)
         return call.argmaxes(len(tokens))
 
+    def margins(self) -> list[float]:
+        """Of each token of the last `verify`: how far its most probable successor is ahead of the second, as a share of
+        the largest logit. SessionError if another call, or none, came last."""
+        if not isinstance(self._last, Row):
+            raise SessionError("there are no margins: verify first")
+        call = self._last.call
+        return [_margin(call.logits(row)) for row in range(self._last.row + 1)]
+
     def copy_from(self, other: Session, positions: int) -> None:
         """Takes over the first `positions` positions of a session of the same program and stands after them."""
         if other.program is not self.program or not 0 <= positions <= other.position:
@@ -171,10 +179,10 @@ class Row:
     """Logits at one row of a call's results, until the next call."""
 
     def __init__(self, call: Call, row: int):
-        self.call, self._row = call, row
+        self.call, self.row = call, row
 
     def logits(self) -> np.ndarray:
-        return self.call.logits(self._row)
+        return self.call.logits(self.row)
 
     def keep(self) -> _Kept:
         """The same, past the next call."""
@@ -189,3 +197,12 @@ class _Kept:
 
     def logits(self) -> np.ndarray:
         return self._logits.copy()
+
+
+def _margin(logits: np.ndarray) -> float:
+    """Between the two largest of `logits` f32 `[vocab]`, which are overwritten; quicker than a partition."""
+    best = int(logits.argmax())
+    largest = logits[best]
+    scale = max(abs(largest), abs(logits.min()))
+    logits[best] = -np.inf
+    return float((largest - logits.max()) / scale) if scale else 0.0

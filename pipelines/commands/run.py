@@ -4,9 +4,11 @@ Greedy unless --temperature is given. Speed is told on stderr at the end.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import PipelineError
@@ -14,7 +16,9 @@ from ..generate import Generation
 from ..memory import peak_rss_mb
 from ..progress import Progress
 from ..sampling import Sampler, Sampling
-from ..text import Detokeniser, load_text
+from ..serve.stops import StopStrings
+from ..streaming import pieces
+from ..text import load_text
 
 EXAMPLES = """\
 examples:
@@ -22,6 +26,7 @@ examples:
   castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --top-p 0.95 --seed 7
   echo "Translate to French: good morning" | castiron run build/model -p -
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
+  castiron run build/model -f edit-this-code.txt --speculate ngram
 
 --json prints one object: tokens, text (null without a tokenizer), prompt_tokens, finish_reason (stop, length or
 context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
@@ -55,11 +60,22 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="hold the last 64 tokens against "
                        "themselves; 1 is not at all")  # fmt: skip
     group.add_argument("--seed", type=int, metavar="N", help="equal seeds give equal text")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be "
+                       "repeated")  # fmt: skip
+    group.add_argument("--speculate", choices=("ngram",), help="check several tokens at once where the text repeats "
+                       "itself: the same greedy tokens, sooner")  # fmt: skip
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
     """PipelineError for a value out of its range."""
     return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.seed)
+
+
+def stops_of(args: argparse.Namespace) -> StopStrings:
+    """PipelineError for an empty stop string, which would end every text at once."""
+    if "" in args.stop:
+        raise PipelineError("--stop is empty; give the text to end before")
+    return StopStrings(args.stop)
 
 
 def token_ids(text: str) -> list[int]:
@@ -78,30 +94,36 @@ def main(args: argparse.Namespace) -> int:
     from vmfb.session import Session
 
     start = time.perf_counter()
-    sampler = Sampler(sampling_of(args))
+    sampler, stops = Sampler(sampling_of(args)), stops_of(args)
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw go with a text prompt, not with --tokens")
     bundle = open_bundle(args.bundle)
     prompt, text = read_prompt(args, bundle)
+    if args.stop and bundle.tokenizer is None:
+        raise PipelineError("--stop needs a tokenizer, and this bundle has none")
     session = Session(bundle, threads=args.threads)
     load_seconds = time.perf_counter() - start
     stop = () if args.ignore_eos else bundle.manifest.tokens.eos
     # A short prompt is read before a bar could be drawn.
     with Progress(quiet=len(prompt) < 512) as progress:
         generation = Generation(
-            session, prompt, sampler=sampler, max_tokens=args.max_tokens, stop_tokens=stop,
+            session, prompt, sampler=sampler, max_tokens=args.max_tokens, stop_tokens=stop, speculate=args.speculate == "ngram",
             progress=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         first = next(generation, None)
+    tokens = itertools.chain(() if first is None else (first,), generation)
     if args.json:
-        for _ in generation:
-            pass
         # Ids in, ids out: the tokenizer is not waited for before the first token.
         text = text or (load_text(bundle) if bundle.tokenizer else None)
-        print(json.dumps(report(generation, text, load_seconds), ensure_ascii=False))
+        words = "".join(spoken(generation, tokens, text, stops))
+        print(json.dumps(report(generation, words if text else None, load_seconds), ensure_ascii=False))
         return 0
     try:
-        stream(generation, first, text)
+        for piece in spoken(generation, tokens, text, stops):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
     finally:
         print(speed(generation), file=sys.stderr)
     return 0
@@ -128,16 +150,15 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], object]:
     return text.encode_chat([*system, {"role": "user", "content": words}]), text
 
 
-def stream(generation: Generation, first: int | None, text) -> None:
-    """Writes the tokens to stdout as they come: as text, or as ids where there is no tokenizer."""
-    pieces = Detokeniser(text) if text else None
-    token = first
-    while token is not None:
-        sys.stdout.write(pieces.add(token) if pieces else f"{token} ")
-        sys.stdout.flush()
-        token = next(generation, None)
-    sys.stdout.write((pieces.finish() if pieces else "") + "\n")
-    sys.stdout.flush()
+def spoken(generation: Generation, tokens: Iterable[int], text, stops: StopStrings) -> Iterator[str]:
+    """The tokens as text that streams, or as ids where there is no tokenizer; a stop string ends the generation."""
+    if text is None:
+        yield from (f"{token} " for token in tokens)
+        return
+    yield from pieces(tokens, text, stops)
+    if stops.stopped:
+        generation.finish_reason = "stop"
+        generation.settle()
 
 
 def rate(tokens: int, seconds: float) -> float | None:
@@ -145,11 +166,11 @@ def rate(tokens: int, seconds: float) -> float | None:
     return tokens / seconds if tokens and seconds else None
 
 
-def report(generation: Generation, text, load_seconds: float) -> dict:
+def report(generation: Generation, text: str | None, load_seconds: float) -> dict:
     """What --json prints."""
     return {
         "tokens": generation.tokens,
-        "text": text.decode(generation.tokens) if text else None,
+        "text": text,
         "prompt_tokens": generation.prompt_tokens,
         "finish_reason": generation.finish_reason,
         "prefill_tok_s": rate(generation.prompt_tokens, generation.prefill_seconds),
@@ -165,6 +186,8 @@ def speed(generation: Generation) -> str:
     parts = [f"prompt {generation.prompt_tokens} tokens, first token after {generation.prefill_seconds * 1e3:.0f} ms"]
     if decode := rate(generation.steps, generation.decode_seconds):
         parts.append(f"{len(generation.tokens)} tokens at {decode:.1f} tok/s")
+    if generation.speculator and generation.speculator.proposed:
+        parts.append(f"{generation.speculator.accepted} of {generation.speculator.proposed} proposed tokens were right")
     if generation.finish_reason == "context":
         parts.append("the context is full")
     parts.append(f"peak memory {peak_rss_mb():.0f} MB")

@@ -1,0 +1,185 @@
+"""Speculation proposes what the text has said, keeps what the model says, and never costs more than it may."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.compile import Options, compile_model
+from pipelines.errors import PipelineError
+from pipelines.generate import Generation
+from pipelines.sampling import Sampler, Sampling
+from pipelines.speculate import LONGEST, MARGIN, SHORTEST, Ngrams, Speculator
+from reference import tiny
+from vmfb.bundle import open_bundle
+from vmfb.session import Session, SessionError
+
+CONTEXT = 96
+SMALL = st.lists(st.integers(0, 3), max_size=60)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speculate")
+    checkpoint = tiny.tiny_model("llama", folder / "llama")
+    return open_bundle(compile_model(checkpoint, folder / "bundle", Options(context=CONTEXT, speculate=(4, 8))).bundle)
+
+
+class Parrot:
+    """A session whose model says one given text, whatever it is fed, and whose calls take time on a clock of its own."""
+
+    COSTS = {1: 1.0, 4: 2.5, 8: 4.0}
+
+    def __init__(self, text, doubtful=(), context=10**6):
+        self.text, self.doubtful, self.context = text, set(doubtful), context
+        self.position, self.now, self.calls = 0, 0.0, []
+        self.manifest = self
+
+    def widths(self, role):
+        assert role == "verify"
+        return (4, 8)
+
+    def clock(self):
+        return self.now
+
+    def prefill(self, tokens, progress=None):
+        self.position += len(tokens)
+        return self.text[self.position]
+
+    def step(self, token):
+        assert token == self.text[self.position], "fed a token that is not the text's"
+        self._call(1)
+        return self.text[self.position]
+
+    def verify(self, tokens):
+        assert tokens[0] == self.text[self.position]
+        self._call(len(tokens))
+        places = range(self.position - len(tokens) + 1, self.position + 1)
+        # Where the sums are doubtful a verify function says something else than a step.
+        self.checked = list(places)
+        says = [self.text[i] if i < len(self.text) else 0 for i in places]
+        return [say + 1 if i in self.doubtful else say for say, i in zip(says, places)]
+
+    def margins(self):
+        return [MARGIN / 2 if place in self.doubtful else 1.0 for place in self.checked]
+
+    def rewind(self, position):
+        assert position <= self.position
+        self.position = position
+
+    def _call(self, width):
+        assert self.position + width <= self.context
+        self.calls.append(width)
+        self.position += width
+        self.now += self.COSTS[width]
+
+
+def parrot_tokens(session, prompt, n):
+    speculator = Speculator(session, session.text[:prompt], session.clock)
+    tokens = [session.prefill(session.text[:prompt])]
+    while len(tokens) < n:
+        found = speculator.advance(tokens[-1], n - len(tokens))
+        assert 1 <= len(found) <= n - len(tokens)
+        tokens += found
+        assert session.position == prompt + len(tokens) - 1
+    return tokens
+
+
+@settings(max_examples=50)
+@given(SMALL)
+def test_a_match_is_the_longest_run_that_stood_before(tokens):
+    ngrams = Ngrams(tokens[:5])
+    for token in tokens[5:]:
+        ngrams.add(token)
+    ends = range(SHORTEST, len(tokens))
+    run = {e: next((n for n in range(min(e, LONGEST)) if tokens[e - 1 - n] != tokens[-1 - n]), min(e, LONGEST)) for e in ends}
+    longest = max(run.values(), default=0)
+    # Only the latest places of a pair are compared, so that a longer one may be missed.
+    assert ngrams.length <= longest and (ngrams.length >= SHORTEST) == (longest >= SHORTEST)
+    if ngrams.length:
+        assert run[ngrams.place] >= ngrams.length
+        assert ngrams.propose(1) == [tokens[ngrams.place]]
+
+
+def test_a_period_is_proposed_on_and_on():
+    assert Ngrams([9, 1, 2, 3, 1, 2, 3, 1, 2]).propose(8) == [3, 1, 2, 3, 1, 2, 3, 1]
+    assert Ngrams([1, 2, 3]).propose(4) == []
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=12), st.sets(st.integers(0, 79)), st.sets(st.integers(10, 79)))
+def test_tokens_are_those_of_the_model_whatever_is_proposed(passage, changed, doubtful):
+    text = [(passage * 30)[i] + 10 * (i in changed) for i in range(80)]
+    session = Parrot(text, doubtful, context=len(text) + 3)
+    # Checking is cheap here, so that it is always tried.
+    session.COSTS = {1: 1.0, 4: 0.1, 8: 0.1}
+    assert parrot_tokens(session, 10, 70) == text[10:]
+
+
+def test_repeating_text_takes_fewer_passes_and_less_time():
+    passage = list(range(100))
+    session = Parrot(passage * 4)
+    parrot_tokens(session, 100, 250)
+    assert session.now < 249 / 1.6
+    assert max(session.calls) == 8
+
+
+@pytest.mark.parametrize("alphabet", [2, 5, 40, 4000])
+def test_text_without_repetition_loses_at_most_five_per_cent(alphabet):
+    for seed in range(3):
+        text = np.random.default_rng(seed).integers(0, alphabet, 700).tolist()
+        session = Parrot(text)
+        parrot_tokens(session, 300, 256)
+        assert session.now < 1.05 * 255
+
+
+def test_a_bundle_gives_the_tokens_of_one_at_a_time(bundle):
+    session, accepted, proposed = Session(bundle, 1), 0, 0
+    for seed in range(6):
+        prompt = np.random.default_rng(seed).integers(3, 211, 15).tolist()
+        n = CONTEXT - len(prompt) + 1
+        session.rewind(0)
+        plain = list(Generation(session, prompt, max_tokens=n))
+        # What was said elsewhere, with a word changed now and then.
+        said = [9 if i % 17 == 16 else token for i, token in enumerate(plain)]
+        session.rewind(0)
+        generation = Generation(session, prompt, speculate=True, history=prompt + said)
+        for width in (4, 8):
+            generation.speculator.costs.learn(width, 1e-9)
+        assert list(generation) == plain and generation.finish_reason == "context"
+        assert session.position == CONTEXT and generation.steps == n - 1
+        accepted += generation.speculator.accepted
+        proposed += generation.speculator.proposed
+    assert proposed > accepted > 50, "too little was proposed, or all of it was right"
+
+
+def test_who_leaves_off_early_finds_the_session_before_the_last_token(bundle):
+    for n in range(1, 24, 3):
+        session = Session(bundle, 1)
+        generation = Generation(session, [5, 6, 7, 8] * 4, speculate=True)
+        generation.speculator.costs.learn(8, 1e-9)
+        tokens = [next(generation) for _ in range(n)]
+        generation.settle()
+        assert session.position == 16 + n - 1
+        alone = Session(bundle, 1)
+        alone.prefill([5, 6, 7, 8] * 4 + tokens[:-1])
+        assert session.step(tokens[-1]) == alone.step(tokens[-1])
+
+
+def test_margins_are_those_of_the_logits(bundle):
+    session = Session(bundle, 1)
+    with pytest.raises(SessionError, match="verify first"):
+        session.margins()
+    session.prefill([3, 4, 5])
+    session.verify([6, 7, 8, 9])
+    margins, last = session.margins(), np.sort(session.logits())
+    assert len(margins) == 4
+    assert margins[-1] == pytest.approx((last[-1] - last[-2]) / np.abs(last).max())
+
+
+def test_what_is_not_greedy_is_refused(bundle):
+    for sampling in (Sampling(temperature=1.0), Sampling(repeat_penalty=1.1)):
+        with pytest.raises(PipelineError, match="--speculate goes without"):
+            Generation(Session(bundle, 1), [3], sampler=Sampler(sampling), speculate=True)
