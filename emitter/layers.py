@@ -296,7 +296,7 @@ def experts(
     )
     chosen, weights = routing
     if chosen.shape != weights.shape or chosen.shape[0] != x.shape[0] or function not in ACTIVATIONS:
-        raise fail("experts", "needs x [T, hidden] and the numbers and weights [T, k] of each token's experts", (x, *routing))
+        raise fail("experts", "needs x [T, hidden], and numbers and weights [T, k] of each token's experts", (x, *routing))
     attrs = {"experts": count, "function": function}
     return append("experts", (x, chosen, weights, gate, up, down), (x.type,), attrs)[0]
 

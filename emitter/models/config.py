@@ -91,7 +91,8 @@ class ConfigReader:
         types = self.take("layer_types", [_SLIDING if default(layer) else _FULL for layer in range(layers)], list)
         if len(types) != layers or any(type_ not in (_FULL, _SLIDING) for type_ in types):
             raise EmitError(
-                f"'layer_types' in the {self.model_type} config must say {_FULL!r} or {_SLIDING!r} for each of its {layers} layers"
+                f"'layer_types' in the {self.model_type} config must say {_FULL!r} or {_SLIDING!r} for each of its "
+                f"{layers} layers"
             )
         if _SLIDING in types and window is None:
             raise EmitError(f"the {self.model_type} config has layers with a sliding window, but no 'sliding_window'")

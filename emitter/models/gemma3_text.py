@@ -1,4 +1,4 @@
-"""Gemma 3 text (arXiv:2503.19786) as in HF `Gemma3ForCausalLM`: norms on q and k, two rotary bases, five of six layers slide."""
+"""Gemma 3 text (arXiv:2503.19786) as in HF `Gemma3ForCausalLM`: two rotary bases, norms on q and k, most layers slide."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def rotaries(c: ConfigReader, head_dim: int, max_positions: int) -> tuple[Rotary
     entries = [nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding")]
     entries[0] = {**entries[0], **c.take("rope_scaling", {}, dict)}
     if set(nested) - {"full_attention", "sliding_attention"}:
-        raise EmitError("'rope_parameters' in the gemma3_text config must hold 'full_attention' and 'sliding_attention' alone")
+        kinds = "'full_attention' and 'sliding_attention'"
+        raise EmitError(f"'rope_parameters' in the gemma3_text config must hold {kinds} alone")
     thetas = c.number("rope_theta", 1000000.0), c.number("rope_local_base_freq", 10000.0)
     full, sliding = (c.frequencies(entry, head_dim, max_positions, theta) for entry, theta in zip(entries, thetas))
     return full, sliding
@@ -132,7 +133,8 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 def forward(step: Step, c: Config) -> Value:
     """Logits [1, vocab] of the step's last real token."""
-    full, sliding = rotary_tables(step, c.full_rotary, "rotary.full"), rotary_tables(step, c.sliding_rotary, "rotary.sliding")
+    full = rotary_tables(step, c.full_rotary, "rotary.full")
+    sliding = rotary_tables(step, c.sliding_rotary, "rotary.sliding")
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden, scale=c.hidden**0.5)
         for layer in range(c.layers):

@@ -225,7 +225,7 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_key_that_nobody_understands_is_refused(model_type):
     config = {**unlike_the_defaults(model_type), "sink_multiplier": 2.0}
-    with pytest.raises(EmitError, match=f"the {model_type} config has 'sink_multiplier', which castiron does not understand"):
+    with pytest.raises(EmitError, match=f"the {model_type} config has 'sink_multiplier', which castiron does not"):
         read(config)
 
 
@@ -241,11 +241,11 @@ def test_a_key_that_nobody_understands_is_refused(model_type):
         ("llama", {"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not supported"),
         ("qwen2", {"layer_types": ["full_attention"] * 2}, "for each of its 3 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "must say 'full_attention' or 'sliding_attention'"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "layers with a sliding window, but no 'sliding_window'"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "but no 'sliding_window'"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "'no_rope_layers' in the smollm3 config must hold 0 or 1"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "for each of its 3 layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "only False is supported"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' in the gemma3_text config is 50.0; only null is supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "config is 50.0; only null is supported"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "'full_attention' and 'sliding_attention' alone"),
         ("phi3", {"lm_head_bias": True}, "'lm_head_bias' in the phi3 config is True; only False"),
         ("starcoder2", {"norm_type": "rms_norm"}, "only 'layer_norm' is supported"),

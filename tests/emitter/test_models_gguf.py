@@ -37,7 +37,7 @@ def test_every_family_that_llama_cpp_defines_is_tried():
 
 
 def kind_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None:
-    """How a tensor is stored: v unlike q and k, what reads the MLP's hidden state otherwise, f32 where rows are no blocks."""
+    """How a tensor is stored: v unlike q and k, down_proj unlike the rest, f32 where rows are no blocks."""
     if len(shape) < 2 or shape[-1] % 32:
         return None
     if ".v_proj." in name or ".attn_v." in name:
