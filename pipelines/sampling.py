@@ -93,7 +93,7 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
     possible = np.flatnonzero(weight >= _least(weight, sampling))
     order = possible[np.argsort(-logits[possible], kind="stable")]
     total = weight.sum()
-    if sampling.top_k:
+    if 0 < sampling.top_k < len(logits):
         order = order[: sampling.top_k]
         total = weight[order].sum()
     probability = weight[order] / total

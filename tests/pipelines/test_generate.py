@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipelines.errors import PipelineError
@@ -121,6 +121,7 @@ def test_greedy_takes_the_lowest_of_equals(logits, history):
 
 
 @given(LOGITS, st.integers(0, VOCAB + 5), st.floats(0.01, 1), st.floats(0, 1))
+@example(np.repeat(np.array([0, 0.25, 0.75], np.float32), [VOCAB - 2, 1, 1]), VOCAB, 0.5, 0.5)
 def test_cuts_leave_the_likeliest_and_no_fewer_than_they_must(logits, top_k, top_p, min_p):
     ids, _ = candidates(logits.astype(np.float64), Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p))
     order = sorted(range(VOCAB), key=lambda token: (-logits[token], token))
