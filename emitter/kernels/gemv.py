@@ -19,10 +19,11 @@ from emitter.kernels.kernel import Kernel
 from emitter.kernels.prepared_x import PreparedX, bytes_per_element, tree_sum
 from emitter.kernels.records import CACHE_LINE, Records
 from emitter.kernels.text import Body, Index, Value, executable
-from emitter.packing import LANES, packed_shape, unpack
+from emitter.packing import LANES, layout, packed_shape, unpack
 from emitter.types import F32, I8, TensorType
 
 STACK_BYTES = 26 << 10  # for x, of the 32 KB that IREE allows the buffers of a kernel
+AHEAD_BYTES = 5 << 10  # by which weights are asked for early
 BATCH = 32  # sets of blocks whose sums wait on the stack, 4 KB, where x does not fit at once
 # Weights of a workgroup. Every workgroup prepares x again and starts without prefetched weights, so that a small weight is
 # cut into one part a thread. Larger ones are cut finer, against threads that start late, but into fewer than 8 parts a
@@ -35,14 +36,14 @@ class GemvTiles:
     """What a search may vary; results change by rounding only.
 
     together: blocks of 16 rows side by side, which share every load of x, 1 or 2. chains: sums a row is split into, to
-    hide the latency of fma. ahead: bytes of a block that are asked for in advance. unroll: records of a float codec in
+    hide the latency of fma. ahead: how many records early weights are asked for. unroll: records of a float codec in
     one iteration.
     """
 
     workgroups: int
     together: int = 2
     chains: int = 2
-    ahead: int = 5 << 10
+    ahead: int = 16
     unroll: int = 4
 
     @property
@@ -58,10 +59,13 @@ def default_tiles(
     nbytes = shape[0] * shape[1] * shape[2]
     workgroups = threads * max(1, min(MOST_PARTS, nbytes // (threads * ENOUGH_BYTES)))
     workgroups = min(workgroups, max(1, nbytes // LEAST_BYTES), -(-shape[0] // 2))
-    # The groups of 16 of q6_k are too short to gain from sharing x, and two blocks of quarters overflow NEON's registers.
-    bits = codec_of(codec_name).bits
-    together = 1 if bits == 6 or (bits and isa.lanes < 8) else 2
-    return GemvTiles(workgroups, together, chains=4 if isa.lanes == LANES else 2)
+    codec = codec_of(codec_name)
+    record = layout(codec)
+    # Side by side the K-quants' two levels of scales, and any codec on NEON's quarters of a block, overflow the registers.
+    together = 1 if record.groups > 1 or (codec.quantised and isa.lanes < 8) else 2
+    chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
+    ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // record.size)
+    return GemvTiles(workgroups, together, chains, ahead)
 
 
 def gemv(
@@ -147,7 +151,6 @@ class _Gemv:
         self.together = min(tiles.together, self.blocks)
         self.set = max(self.together, epilogue.blocks)  # of blocks that give results together
         self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
-        self.ahead = -(-tiles.ahead // self.size)
 
     def write(self) -> None:
         b, tiles, elements = self.b, self.tiles, self.layout.elements
@@ -210,7 +213,7 @@ class _Gemv:
     def _prefetches(self, blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
         """One for each cache line of what will be read `ahead` records later, in the next set of blocks if need be."""
         b = self.b
-        then = b.add(record, self.ahead)
+        then = b.add(record, self.tiles.ahead)
         skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
         lines = range(0, nbytes, CACHE_LINE)
         return [
