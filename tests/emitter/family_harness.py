@@ -88,7 +88,8 @@ class Pair:
 def pair(model_type: str, directory: Path, seed: int = 0, **config) -> Pair:
     """A tiny random model of this type, as `reference.tiny` makes it, in `directory`."""
     tiny_model(model_type, directory, seed=seed, **config)
-    return Pair(hf.load(directory), open_checkpoint(directory))
+    # On matrices this small a second thread only waits.
+    return Pair(hf.load(directory, threads=1), open_checkpoint(directory))
 
 
 def prompt(vocab: int, length: int = LENGTH, seed: int = 7) -> list[int]:

@@ -57,7 +57,7 @@ def round_to_stored(model: torch.nn.Module) -> None:
 
 def quantised_pair(family: str, directory: Path) -> Pair:
     """HF's model with the values of a quantised GGUF file, and that file."""
-    oracle = hf.load(tiny_model(family, directory / "drawn", **GGUF_SHAPES.get(family, {})))
+    oracle = hf.load(tiny_model(family, directory / "drawn", **GGUF_SHAPES.get(family, {})), threads=1)
     round_to_stored(oracle)
     oracle.save_pretrained(directory)
     tensors = {
