@@ -11,7 +11,9 @@ from collections.abc import Sequence
 COMMANDS = {
     "compile": "cast a checkpoint into a bundle",
     "run": "generate text from a bundle",
+    "chat": "talk with a bundle",
     "serve": "serve a bundle over HTTP with OpenAI's API",
+    "pack": "make one file of a bundle",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "bench": "measure a bundle, against the machine's limits and against peers",
     "explain": "show where the time of a call goes, kernel by kernel",
@@ -20,7 +22,7 @@ COMMANDS = {
     "diff": "find the first module whose activations differ from HF transformers",
 }
 EPILOG = """\
-MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle.
+MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a packed file.
 
 examples:
   castiron compile smollm2-135m-instruct -o build/smollm2-135m-instruct

@@ -59,7 +59,7 @@ def load_text(bundle) -> Text:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(bundle.tokenizer))
+        tokenizer = Tokenizer.from_buffer(bundle.tokenizer.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself
         raise PipelineError(f"{bundle.tokenizer} is not a tokenizer: {error}") from None
     tokens = bundle.manifest.tokens

@@ -52,7 +52,7 @@ class Workload:
 def bundle_bytes(bundle) -> int:
     """Bytes of weights that one decoded token reads: all of the bundle's, but of an embedding table beside the output
     head only a row."""
-    sizes = parameter_sizes(bundle.path / "weights.irpa")
+    sizes = parameter_sizes(bundle.file("weights.irpa"))
     if bundle.manifest.config.get("tie_word_embeddings"):
         return sum(sizes.values())
     return sum(size for name, size in sizes.items() if "embed_tokens" not in name)

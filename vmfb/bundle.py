@@ -8,63 +8,90 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vmfb.archive import MANIFEST, Part, pack, parts_of
 from vmfb.cache import cache_root, write_atomically
 from vmfb.cpu import host_arch, host_cpu
 from vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
 from vmfb.record import RecordError
 from vmfb.targets import missing_features
 
-MANIFEST = "manifest.json"
-
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its directory and its manifest, both found to be in order."""
+    """An opened bundle: its directory, or its archive with where its parts lie, and its manifest, found to be in order."""
 
     path: Path
     manifest: Manifest
+    packed: Mapping[str, Part] | None = None
+
+    def part(self, name: str) -> Part | None:
+        """Where the file `name` of `manifest.FILES` lies; None if this bundle has none."""
+        if name not in self.manifest.files:
+            return None
+        return self.packed[name] if self.packed else Part(self.path / name, 0, self.manifest.files[name].size)
 
     def file(self, name: str) -> Path | None:
-        """Where the file `name` of `manifest.FILES` is; None if this bundle has none."""
+        """The same as a path, for tools that take one; BundleError in an archive."""
+        if self.packed:
+            raise BundleError(f"{self.path} is packed and this needs a directory: unzip it, and give that")
         return self.path / name if name in self.manifest.files else None
 
     @property
-    def tokenizer(self) -> Path | None:
-        """The tokenizer.json; None in a bundle that takes token ids only."""
-        return self.file(TOKENIZER)
+    def tokenizer(self) -> Path | Part | None:
+        """The tokenizer.json, with `read_bytes`; None in a bundle that takes token ids only."""
+        return self.part(TOKENIZER) if self.packed else self.file(TOKENIZER)
 
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template, if the model has one."""
-        path = self.file(TEMPLATE)
-        return path.read_text(encoding="utf-8") if path else None
+        part = self.part(TEMPLATE)
+        return part.read_bytes().decode() if part else None
 
 
-def open_bundle(directory: Path | str, *, full_check: bool = False, run: bool = True) -> Bundle:
-    """Opens the bundle at `directory`; BundleError, one sentence, for anything about it that does not hold.
+def open_bundle(place: Path | str, *, full_check: bool = False, run: bool = True) -> Bundle:
+    """Opens the bundle at `place`, a directory or an archive; BundleError, one sentence, for anything that does not hold.
 
     Every file is hashed when a bundle is first opened. Then a stamp under `cache_root()/verified` remembers each
     file's size, modification time and inode for this manifest, and later openings compare those alone; `full_check`
     hashes again. The bundle itself may be read-only. With `run` False the CPU's features and the runtime's version
     are not asked for: enough to inspect a bundle made for another machine.
     """
-    path = Path(directory)
+    path, packed = Path(place), None
+    if path.is_file():
+        packed = parts_of(path)
+        data = packed[MANIFEST].read_bytes()
+        manifest = parse(data, f"{path}: {MANIFEST}")
+    else:
+        data = _manifest_data(path)
+        manifest = parse(data, str(path / MANIFEST))
+    if run:
+        _check_machine(path, manifest)
+    _check_files(path, manifest, data, packed, full_check)
+    return Bundle(path, manifest, packed)
+
+
+def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], None] | None = None) -> None:
+    """Writes `bundle` as one archive, its files' sha256 checked on the way; see `vmfb.archive.pack`."""
+    place, out = bundle.path, Path(out)
+    if out.exists() and place.exists() and out.samefile(place):
+        raise BundleError(f"{out} is the bundle itself; give another file")
+    head = bundle.packed[MANIFEST] if bundle.packed else Part(place / MANIFEST, 0, (place / MANIFEST).stat().st_size)
+    files = bundle.manifest.files
+    pack({MANIFEST: head, **{name: bundle.part(name) for name in files}}, {n: f.sha256 for n, f in files.items()}, out, progress)
+
+
+def _manifest_data(path: Path) -> bytes:
     try:
-        data = (path / MANIFEST).read_bytes()
+        return (path / MANIFEST).read_bytes()
     except OSError as error:
         what = "has no manifest.json" if path.is_dir() else "is not a directory"
         if path.is_dir() and not isinstance(error, FileNotFoundError):
             what = f"has a manifest.json that cannot be read ({error.strerror})"
         raise BundleError(f"{path} {what}: it is not a bundle; make one with castiron compile") from None
-    manifest = parse(data, str(path / MANIFEST))
-    if run:
-        _check_machine(path, manifest)
-    _check_files(path, manifest, data, full_check)
-    return Bundle(path, manifest)
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
@@ -93,21 +120,23 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_files(path: Path, manifest: Manifest, data: bytes, full_check: bool) -> None:
+def _check_files(path: Path, manifest: Manifest, data: bytes, packed: Mapping[str, Part] | None, full_check: bool) -> None:
     for name, required in FILES.items():
         if required and name not in manifest.files:
             raise BundleError(f"{path / MANIFEST} does not list {name}; compile the bundle again")
-    marks = {}
+    parts, marks = {}, {}
     for name, file in manifest.files.items():
         try:
-            stat = (path / name).stat()
-        except OSError:
+            # Of a directory the sizes are what the files have, not what the manifest says.
+            parts[name] = packed[name] if packed else Part(path / name, 0, (path / name).stat().st_size)
+            stat = parts[name].path.stat()
+        except (OSError, KeyError):
             raise BundleError(f"{path / name} is missing or cannot be read; compile the bundle again") from None
-        if stat.st_size != file.size:
+        if parts[name].size != file.size:
             raise BundleError(
-                f"{path / name} has {stat.st_size} bytes where the manifest says {file.size}; compile the bundle again"
+                f"{path / name} has {parts[name].size} bytes where the manifest says {file.size}; compile the bundle again"
             )
-        marks[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        marks[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino, parts[name].offset]
     stamp = cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(path.resolve())).hexdigest()}.json"
     if not full_check:
         with contextlib.suppress(OSError, ValueError):
@@ -115,7 +144,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, full_check: bool) 
                 return
     for name, file in manifest.files.items():
         try:
-            digest = file_sha256(path / name)
+            digest = parts[name].sha256() if packed else file_sha256(path / name)
         except OSError as error:
             raise BundleError(f"{path / name} cannot be read: {error.strerror}") from None
         if digest != file.sha256:

@@ -54,8 +54,8 @@ def profile(
     inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, [*values, "0", "0"], strict=True)]
     command = [
         *_device_flags(threads),
-        f"--module={bundle.path / MODEL}",
-        f"--parameters={SCOPE}={bundle.path / WEIGHTS}",
+        f"--module={bundle.file(MODEL)}",
+        f"--parameters={SCOPE}={bundle.file(WEIGHTS)}",
         f"--function={function.name}",
         f"--benchmark_min_time={repeats}x",
         "--benchmark_format=json",

@@ -32,12 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.model is None:
         facts, lines = catalogue()
-    elif (Path(args.model) / "manifest.json").exists():
+    elif is_bundle(Path(args.model)):
         facts, lines = bundle(args.model)
     else:
         facts, lines = checkpoint(args.model, args.tensors)
     print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(lines))
     return 0
+
+
+def is_bundle(path: Path) -> bool:
+    """A directory with a manifest, or an archive, by the first bytes of a zip file."""
+    if not path.is_file():
+        return (path / "manifest.json").exists()
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\3\4"
 
 
 def catalogue() -> tuple[dict, list[str]]:

@@ -1,0 +1,40 @@
+"""Makes one file of a bundle, which run, chat and serve take as they take the directory.
+
+The file is a zip archive whose parts are stored as they are, on pages of their own: the weights are mapped where they
+lie, and unzip gives the directory back. What is packed is checked against the manifest's sha256.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from ..progress import Progress
+from .options import megabytes
+
+EXAMPLES = """\
+examples:
+  castiron pack build/smollm2-135m-instruct -o smollm2.castiron
+  castiron run smollm2.castiron -p "Why is the sky blue?"
+  unzip smollm2.castiron -d bundle
+
+--json prints one object: file, bytes.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="DIR", help="the bundle")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: DIR.castiron)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    from vmfb.bundle import open_bundle, pack_bundle
+
+    # Packing asks nothing of this machine.
+    bundle = open_bundle(args.bundle, run=False)
+    out = Path(args.output or f"{Path(args.bundle).resolve()}.castiron")
+    with Progress() as progress:
+        pack_bundle(bundle, out, lambda done, total: progress("pack", done / total))
+    size = out.stat().st_size
+    print(json.dumps({"file": str(out), "bytes": size}) if args.json else f"{out}: {megabytes(size)}")
+    return 0

@@ -1,0 +1,130 @@
+"""A bundle as one file: a zip archive whose entries are stored as they are, each at the start of a page.
+
+So `unzip` gives the directory back, and the weights are mapped where they lie. The layout is APPNOTE 6.3 of PKWARE,
+with ZIP64 for large parts; alignment is by padding in the entries' extra fields, as Android's zipalign does it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vmfb.manifest import FILES, BundleError
+
+MANIFEST = "manifest.json"
+# The largest page of common systems is 16 KB (arm64 macOS); mapping needs no page, vmfb and tensors need 64 bytes.
+ALIGNMENT = 4096
+_LOCAL = struct.Struct("<4s22xHH")
+_ZIP64_EXTRA = 20
+# An extra field that readers skip: id (Android's alignment) and size, then zeros.
+_PADDING = struct.Struct("<HH")
+_PADDING_ID = 0xD935
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """`size` bytes of a file from `offset` on: a file of a bundle, or its place in an archive."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read_bytes(self) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+    def map(self) -> memoryview:
+        """The bytes where they lie, read-only; pages of the file, not a copy."""
+        with open(self.path, "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[self.offset : self.offset + self.size]
+
+    def sha256(self) -> str:
+        """In hex."""
+        digest = hashlib.sha256()
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            left = self.size
+            while left and (data := file.read(min(left, _CHUNK))):
+                digest.update(data)
+                left -= len(data)
+        return digest.hexdigest()
+
+
+def parts_of(path: Path) -> dict[str, Part]:
+    """Where the files of a bundle lie in the archive at `path`; BundleError if it is not an archive that `pack` wrote."""
+    wrong = f"{path} is not a packed bundle"
+    remedy = "make one with castiron compile and castiron pack"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries, end = archive.infolist(), os.path.getsize(path)
+        found: dict[str, Part] = {}
+        with open(path, "rb") as file:
+            for entry in entries:
+                if entry.filename not in (MANIFEST, *FILES) or entry.filename in found:
+                    raise BundleError(f"{wrong} (it holds {entry.filename!r}); {remedy}")
+                file.seek(entry.header_offset)
+                magic, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
+                part = Part(path, entry.header_offset + _LOCAL.size + name + extra, entry.file_size)
+                stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+                if magic != b"PK\3\4" or not stored or part.offset % ALIGNMENT or part.offset + part.size > end:
+                    raise BundleError(f"{wrong} ({entry.filename} is not stored on a page of its own); {remedy}")
+                found[entry.filename] = part
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, UnicodeDecodeError) as error:
+        raise BundleError(f"{wrong} ({error}); {remedy}") from None
+    if MANIFEST not in found:
+        raise BundleError(f"{wrong} (it has no manifest.json); {remedy}")
+    return found
+
+
+def pack(parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    """Writes `parts` by name as one archive at `out`, complete or not at all; the same parts give the same bytes.
+
+    BundleError for a part whose sha256 is not the one in `hashes`, or if `out` cannot be written. `progress` gets
+    (bytes written, bytes in all).
+    """
+    if out.is_dir():
+        raise BundleError(f"{out} is a directory; give the name of a file")
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    done, total = 0, sum(part.size for part in parts.values())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
+            for name, part in parts.items():
+                digest = hashlib.sha256()
+                # Always ZIP64: the size of the header is then known before.
+                with open(part.path, "rb") as source, archive.open(_entry(name, archive.fp.tell(), part.size), "w", force_zip64=True) as entry:
+                    source.seek(part.offset)
+                    left = part.size
+                    while left and (data := source.read(min(left, _CHUNK))):
+                        digest.update(data)
+                        entry.write(data)
+                        left, done = left - len(data), done + len(data)
+                        if progress:
+                            progress(done, total)
+                if left or hashes.get(name, digest.hexdigest()) != digest.hexdigest():
+                    raise BundleError(f"{part} is not the file that was written (sha256); compile the bundle again")
+        os.replace(partial, out)
+    except OSError as error:
+        raise BundleError(f"{out} cannot be written: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _entry(name: str, at: int, size: int) -> zipfile.ZipInfo:
+    """An entry whose data begins on a page, if its header is written at `at`."""
+    entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+    entry.external_attr, entry.file_size = 0o644 << 16, size
+    padding = -(at + _LOCAL.size + len(name.encode()) + _ZIP64_EXTRA + _PADDING.size) % ALIGNMENT
+    entry.extra = _PADDING.pack(_PADDING_ID, padding) + bytes(padding)
+    return entry
