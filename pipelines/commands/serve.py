@@ -58,9 +58,10 @@ def main(args: argparse.Namespace) -> int:
     from ..serve.server import listen, serve, url
 
     check(args)
+    keys = api_keys(args)
     with listen(args.host, args.port) as listening:
         api, metrics = load(args)
-        app = create_app(api, metrics, api_keys=api_keys(args), quiet=args.quiet)
+        app = create_app(api, metrics, api_keys=keys, quiet=args.quiet)
         slots = api.engine.slots
         say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context})")
         if slots == 1:
@@ -109,7 +110,7 @@ def load(args: argparse.Namespace):
     scheduler = Scheduler(Batch(bundle, args.threads))
     engine = Engine(scheduler, args.queue)
     manifest = bundle.manifest
-    own = [manifest.name, Path(args.bundle).resolve().name]
+    own = [manifest.name, Path(args.bundle).resolve().name.removesuffix(".castiron")]
     names = [args.name] if args.name else list(dict.fromkeys(own))
     limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
     return Api(engine, text, names, manifest.context, manifest.vocab, limits), scheduler.metrics

@@ -84,34 +84,34 @@ class Client:
         return Answer("".join(text), usage["prompt_tokens"], cached, usage["completion_tokens"], first or whole, whole)
 
 
-def question(rng: random.Random, words: int = 12) -> str:
+def question(rng: random.Random, words: int) -> str:
     return f"Write about {', '.join(rng.choice(WORDS) for _ in range(words))}."
 
 
-def prompts(rng: random.Random, count: int) -> list[list[dict]]:
+def prompts(rng: random.Random, count: int, words: int) -> list[list[dict]]:
     """Different from the first word of the system message on: none finds more than the template's beginning cached."""
     return [
-        [{"role": "system", "content": f"{question(rng, 3)}"}, {"role": "user", "content": question(rng)}]
+        [{"role": "system", "content": question(rng, 3)}, {"role": "user", "content": question(rng, words)}]
         for _ in range(count)
     ]
 
 
-def measure_batching(client: Client, parallel: int, tokens: int, rounds: int, rng: random.Random) -> dict:
+def measure_batching(client: Client, args: argparse.Namespace, rng: random.Random) -> dict:
     """Rates of both ways, and whether they tell the same."""
     rates: dict[str, list[float]] = {"serial": [], "parallel": []}
     ttft: dict[str, list[float]] = {"serial": [], "parallel": []}
     between: dict[str, list[float]] = {"serial": [], "parallel": []}
     asked, answers = [], []
-    for _ in range(rounds):
-        for way, workers in (("serial", 1), ("parallel", parallel)):
-            asked = prompts(rng, parallel)
+    for _ in range(args.rounds):
+        for way, workers in (("serial", 1), ("parallel", args.parallel)):
+            asked = prompts(rng, args.parallel, args.words)
             start = time.perf_counter()
             with ThreadPoolExecutor(workers) as pool:
-                answers = list(pool.map(lambda messages: client.chat(messages, tokens), asked))
+                answers = list(pool.map(lambda messages: client.chat(messages, args.tokens), asked))
             rates[way].append(sum(a.tokens for a in answers) / (time.perf_counter() - start))
             ttft[way] += [a.first * 1e3 for a in answers]
             between[way] += [(a.whole - a.first) / (a.tokens - 1) * 1e3 for a in answers if a.tokens > 1]
-    alone = [client.chat(messages, tokens).text for messages in asked]
+    alone = [client.chat(messages, args.tokens).text for messages in asked]
     median = {way: statistics.median(values) for way, values in rates.items()}
     return {
         "serial_tok_s": round(median["serial"], 1),
@@ -123,13 +123,13 @@ def measure_batching(client: Client, parallel: int, tokens: int, rounds: int, rn
     }
 
 
-def measure_prefix(client: Client, words: int, rounds: int, rng: random.Random) -> dict:
+def measure_prefix(client: Client, args: argparse.Namespace, rng: random.Random) -> dict:
     """Times to the first token behind a new and behind a known system message."""
     new, shared = [], []
-    for _ in range(rounds):
-        system = {"role": "system", "content": question(rng, words)}
+    for _ in range(args.rounds):
+        system = {"role": "system", "content": question(rng, args.prefix)}
         for times in (new, shared):
-            answer = client.chat([system, {"role": "user", "content": question(rng)}], 2)
+            answer = client.chat([system, {"role": "user", "content": question(rng, args.words)}], 2)
             times.append(answer.first * 1e3)
     return {
         "prompt_tokens": answer.prompt_tokens,
@@ -147,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("url", metavar="URL", help="the server: http://127.0.0.1:8000")
     parser.add_argument("--parallel", type=int, default=8, metavar="N", help="requests at once (default: 8)")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each answer (default: 64)")
+    parser.add_argument("--words", type=int, default=12, metavar="N", help="words of each question (default: 12)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which medians are told (default: 3)")
     parser.add_argument("--prefix", type=int, default=400, metavar="N", help="words of a shared system message; 0 "
                         "leaves that out (default: 400)")  # fmt: skip
@@ -158,9 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         client.chat([{"role": "user", "content": "Hello"}], 2)
         result = {"parallel": args.parallel, "tokens": args.tokens, "rounds": args.rounds}
-        result |= measure_batching(client, args.parallel, args.tokens, args.rounds, rng)
+        result |= measure_batching(client, args, rng)
         if args.prefix:
-            result["prefix"] = measure_prefix(client, args.prefix, args.rounds, rng)
+            result["prefix"] = measure_prefix(client, args, rng)
     except OSError as error:
         print(f"load: no answer from {args.url}: {error.strerror or error}", file=sys.stderr)
         return 1

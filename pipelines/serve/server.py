@@ -1,6 +1,7 @@
 """The process that serves: its socket, and its end on a signal."""
 
 import asyncio
+import os
 import signal
 import socket
 
@@ -18,8 +19,9 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; PipelineError if the address cannot be had. Port 0 takes any that is free."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        # create_server puts the address into the system's words; those of getaddrinfo are its own.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno)
         raise PipelineError(f"cannot listen on {host}, port {port} ({reason}): choose another --host or --port") from None
 
 

@@ -9,10 +9,20 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+# Chromium reads commands from descriptor 3 and answers on 4; the pipes may come with these very numbers.
+LAUNCHER = """
+import fcntl, os, sys
+pair = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+os.dup2(pair[0], 3)
+os.dup2(pair[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find() -> str | None:
@@ -30,22 +40,21 @@ class Browser:
             "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}",
             f"--window-size={size[0]},{size[1]}", "about:blank",
         ]  # fmt: skip
-        # Chromium reads commands from descriptor 3 and writes to 4.
-        script = f'exec 3<&{ours[0]} 4>&{theirs[1]}; exec "$0" "$@"'
-        log = open(profile.parent / "chromium.log", "wb")
-        with log:
+        with open(profile.parent / "chromium.log", "wb") as log:
             self.process = subprocess.Popen(
-                ["sh", "-c", script, program, *flags], pass_fds=(ours[0], theirs[1]), stdout=log, stderr=log
-            )
+                [sys.executable, "-c", LAUNCHER, str(ours[0]), str(theirs[1]), program, *flags],
+                pass_fds=(ours[0], theirs[1]), stdout=log, stderr=log,
+            )  # fmt: skip
         os.close(ours[0])
         os.close(theirs[1])
         self._in, self._out, self._held = ours[1], theirs[0], b""
         self._ids = itertools.count(1)
         self._session = None
+        self.errors: list[str] = []
+        self.requests: list[str] = []
         target = self.call("Target.getTargets")["targetInfos"]
         page = next(info for info in target if info["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
-        self.errors: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -82,14 +91,17 @@ class Browser:
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
 
-    requests: list[str]
-
     def open(self, url: str, *, dark: bool = False) -> None:
         self.requests = []
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
+
+    def throttle(self, bytes_per_second: int) -> None:
+        """How fast the page's network is from now on; -1 is as fast as it can be."""
+        speeds = {"downloadThroughput": bytes_per_second, "uploadThroughput": -1, "latency": 0, "offline": False}
+        self.call("Network.emulateNetworkConditions", **speeds)
 
     def run(self, script: str):
         """The value of a JavaScript expression in the page."""
@@ -100,7 +112,7 @@ class Browser:
     def wait(self, condition: str, seconds: float = 30) -> None:
         """Until a JavaScript expression is true."""
         end = time.monotonic() + seconds
-        while not self.run(condition):
+        while not self.run(f"!!({condition})"):
             assert time.monotonic() < end, f"this never came true: {condition}"
             time.sleep(0.02)
 

@@ -19,7 +19,7 @@ from reference import tiny
 from vmfb.bundle import open_bundle
 from vmfb.session import Session
 
-CONTEXT, SLOTS = 192, 4
+CONTEXT, SLOTS = 126, 4
 SPECIAL = ("<unk>", "<s>", "</s>")
 # One token a character, so that every text is a prompt and every answer is text.
 LETTERS = [" ", *map(chr, range(0x21, 0x7F)), *map(chr, range(0xC0, 0xC0 + 211 - 95 - len(SPECIAL)))]
@@ -44,7 +44,7 @@ def bundle(directory: Path) -> Path:
     checkpoint = tiny.tiny_model("llama", directory / "checkpoint")
     tokenizer().save(str(checkpoint / "tokenizer.json"))
     (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
-    options = Options(context=CONTEXT, batch=(2, SLOTS), speculate=())
+    options = Options(context=CONTEXT, batch=(SLOTS,), speculate=())
     return compile_model(checkpoint, directory / "tiny", options).bundle
 
 

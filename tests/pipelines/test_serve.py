@@ -85,11 +85,11 @@ def test_a_stream_joins_to_the_whole_answer(client, alone):
 
 def test_a_stream_comes_while_it_is_made(client):
     """The first piece is there long before the last."""
-    stream = chat(client, 150, stream=True)
+    stream = chat(client, 100, stream=True)
     next(stream)
     before = metric(client, "castiron_requests_running")
     rest = len(list(stream))
-    assert before == 1 and rest > 100
+    assert before == 1 and rest > 60
 
 
 def test_completions_of_several_prompts_and_choices(client, alone):
@@ -215,7 +215,7 @@ def test_many_at_once_get_what_each_gets_alone(server, alone):
 
 
 def test_a_shared_beginning_is_not_computed_again_and_changes_nothing(client, alone):
-    system = "A system message that is shared by many chats, number 7. " * 2
+    system = "A system message that is shared by many chats, number 7. "
     cached = []
     for question in ("First?", "Second one?", "Third?"):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
