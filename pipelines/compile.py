@@ -19,7 +19,7 @@ from emitter.codecs import row_bytes
 from emitter.ir import Function, Module, Param
 from emitter.layers import ModelModule
 from emitter.lowering import LOWERINGS, lower
-from emitter.models import build
+from emitter.models import build, family
 from emitter.printer import print_module
 from emitter.types import EmitError
 from pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
@@ -78,9 +78,8 @@ class CompileReport:
 
 
 def context_of(config: dict, asked: int | None) -> int:
-    """The context to compile for; `build` refuses one past the model's limit."""
-    limit = config.get("max_position_embeddings")
-    return asked if asked is not None else min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    """The context to compile for: what was asked, or the model's limit, at most 8192; `build` refuses one past it."""
+    return asked if asked is not None else min(family(config).Config.read(config).max_positions, DEFAULT_CONTEXT)
 
 
 def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...] = PREFILL_WIDTHS) -> ModelModule:
