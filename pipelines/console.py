@@ -97,10 +97,11 @@ class Console:
     def answer(self, words: str) -> None:
         chat = self.chat
         stopped = False
-        with Progress(quiet=self.quiet or not self.terminal) as progress:
-            pieces = chat.answer(words, lambda done, total: total >= 512 and progress("reading", done / total))
-            if chat.dropped:
-                say(f"the context of {chat.session.context} is full: the {chat.dropped} oldest messages were dropped")
+        pieces = chat.answer(words, lambda done, total: progress("reading", done / total))
+        if chat.dropped:
+            say(f"the context of {chat.session.context} is full: the {chat.dropped} oldest messages were dropped")
+        # A short turn is read before a bar could be drawn.
+        with Progress(quiet=self.quiet or chat.generation.prompt_tokens < 512) as progress:
             try:
                 first = next(pieces, "")
             except KeyboardInterrupt:
