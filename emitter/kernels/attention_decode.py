@@ -18,6 +18,8 @@ from emitter.kernels.text import Body, Index, Value, executable
 from emitter.kernels.vector_math import exp, lane_max, lane_sums
 from emitter.types import F32, I32, TensorType
 
+SPLIT_BYTES = 128 * 1024  # of keys and values, up to which the heads are shared out whole
+LEAST_TILES = 2  # of a part, so that preparing the queries again for each stays cheap
 STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
 
 
@@ -103,7 +105,8 @@ def attention_decode(
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
         seen = b.sub(position, low)
-        share = b.mul(b.ceildiv(seen, splits * tile), tile)
+        least = LEAST_TILES * tile
+        share = b.mul(b.ceildiv(seen, splits * least), least)
         start = b.add(low, b.mul(slot, share))
         split = b.less(split_from, seen)
         has_head = b.both(b.negate(split), b.less(slot, per))
@@ -156,7 +159,6 @@ def attention_decode(
     )
 
 
-SPLIT_BYTES = 384 * 1024  # of keys and values, below which the heads are shared out whole
 
 
 def _shape(layout: Heads, isa: Isa, tile: int | None, splits: int) -> Shape:
@@ -211,7 +213,7 @@ class _Parts:
         references = b.vload(self.scratch, splits, b.add(row, self.references))
         references = b.select(real, references, b.splat(NEVER, splits))
         top = b.broadcast(lane_max(b, references), splits)
-        weights = b.select(real, exp(b, b.subf(references, top)), b.splat(0.0, splits))
+        weights = exp(b, b.subf(references, top))
         sums = b.select(real, b.vload(self.scratch, splits, b.add(row, self.sums)), b.splat(0.0, splits))
         total = lane_sums(b, [b.mulf(weights, sums)])
         b.vstore(b.divf(weights, b.broadcast(b.extract(total, 0), splits)), self.weights, 0)

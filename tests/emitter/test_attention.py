@@ -24,7 +24,7 @@ from tests.emitter.attention_cases import (
     running,
 )
 
-CASES = drawn(10) + REAL
+CASES = drawn(8) + REAL
 # Around the tiles of 8, 16 and 32 positions, where splitting begins, inside and past windows, and the context's last.
 POSITIONS = [0, 1, 7, 8, 16, 23, 24, 25, 33, 39, 41, 64, 100, CONTEXT - 1]
 STARTS = [0, 1, 47, 130]
@@ -136,7 +136,7 @@ def test_scores_far_apart_and_far_from_the_first(directory):
 
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
 def test_other_targets_compile_and_run_where_they_can(directory, target):
-    runner, kernels = running([*REAL[:1], *REAL[2:4], *REAL[5:]], target, 2, directory)
+    runner, kernels = running([REAL[0], REAL[2], REAL[-1]], target, 2, directory)
     for case, (decode, append, prefill) in kernels:
         check_decode(runner, case, decode, 100)
         check_prefill(runner, case, prefill, 47, case.tokens - 3)

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from emitter.kernels.rope_append import rotated
 from tests.emitter.attention_cases import CONTEXT, LAYER, REAL, UNIT, close, drawn, fill, prepared, running
 
-CASES = drawn(10) + REAL
+CASES = drawn(8) + REAL
 
 
 @pytest.fixture(scope="module")
