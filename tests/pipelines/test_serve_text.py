@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipelines.sampling import Sampling
@@ -27,6 +27,7 @@ STRINGS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 @given(PIECES, STRINGS)
+@example(["aba"], ["abab", "ba"])
 def test_text_ends_before_the_first_stop_string_however_it_comes(pieces, strings):
     stops, said = StopStrings(strings), ""
     for piece in pieces:
@@ -72,6 +73,8 @@ def test_tokens_behind_a_stop_string_are_not_told():
 
 @given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=8), st.floats(-2, 2), st.floats(-2, 2),
        st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=4))  # fmt: skip
+@example(np.eye(VOCAB, dtype=np.float32)[3] * 2 + 0.5, [3, 3, 3], 0.0, 1.5, {})
+@example(np.eye(VOCAB, dtype=np.float32)[3] * 2 + 0.5, [3, 3, 3], 0.5, 0.0, {})
 def test_penalties_and_biases_are_openais(logits, said, frequency, presence, bias):
     """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, as the API reference says; greedily."""
     chooser = Chooser(Choosing(Sampling(), frequency, presence, bias, top_logprobs=0), [5, 6])
