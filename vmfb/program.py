@@ -44,14 +44,10 @@ class Program:
         try:
             instance = rt.VmInstance()
             parameters = rt.ParameterIndex()
-            if bundle.packed:
-                # Kept, since the runtime takes the memory as it is.
-                self._mapped = bundle.part(WEIGHTS).map(), bundle.part(MODEL).map()
-                parameters.load_from_file_handle(rt.FileHandle.wrap_memory(self._mapped[0]), "irpa")
-                self._module = rt.VmModule.wrap_buffer(instance, self._mapped[1])
-            else:
-                parameters.load(str(bundle.path / WEIGHTS), format="irpa")
-                self._module = rt.VmModule.mmap(instance, str(bundle.path / MODEL))
+            # Mapped here, since VmModule.mmap asks for permission to write; kept, since the runtime takes memory as it is.
+            self._mapped = bundle.part(WEIGHTS).map(), bundle.part(MODEL).map()
+            parameters.load_from_file_handle(rt.FileHandle.wrap_memory(self._mapped[0]), "irpa")
+            self._module = rt.VmModule.wrap_buffer(instance, self._mapped[1])
             # Loads every weight global: here a missing or short parameter shows.
             self.context = rt.VmContext(
                 instance,
