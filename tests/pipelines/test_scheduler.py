@@ -334,9 +334,22 @@ async def ends(requests, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-def engine_test(test):
+class GatedBatch(FakeBatch):
+    """Steps as often as it is let, and then without end once the gate is open."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.steps, self.open = threading.Semaphore(0), False
+
+    def step(self, tokens: dict[int, int]) -> dict[int, int]:
+        if not self.open:
+            self.steps.acquire(timeout=10)
+        return super().step(tokens)
+
+
+def engine_test(test, batch: FakeBatch | None = None):
     async def run_it():
-        engine = Engine(Scheduler(FakeBatch(2)), queue=3)
+        engine = Engine(Scheduler(batch or FakeBatch(2)), queue=3)
         engine.start(asyncio.get_running_loop())
         try:
             async with asyncio.timeout(30):
@@ -365,14 +378,20 @@ def test_the_engine_takes_what_fits_in_its_queue_and_refuses_the_rest_whole():
 
 
 def test_what_is_cancelled_says_nothing_more_and_makes_room():
+    batch = GatedBatch(2)
+
     async def test(engine):
         long = [Request([3, i], 90, stop_tokens=[]) for i in range(4, 9)]
         engine.submit([r.sequence for r in long])
+        batch.steps.release(5)
         while not long[0].events:
             await asyncio.sleep(0.001)
         # The loop is busy, so that what the model says meanwhile waits to be handed over.
+        batch.steps.release(5)
         time.sleep(0.02)
         engine.cancel([r.sequence for r in long])
+        batch.open = True
+        batch.steps.release()
         told = [len(r.events) for r in long]
         after = Request([9, 9], 5)
         engine.submit([after.sequence])
@@ -381,7 +400,7 @@ def test_what_is_cancelled_says_nothing_more_and_makes_room():
         assert not any(isinstance(e, Finished) for r in long for e in r.events)
         after.check_as_alone()
 
-    engine_test(test)
+    engine_test(test, batch)
 
 
 def test_draining_finishes_what_runs_and_aborting_ends_it():

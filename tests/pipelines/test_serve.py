@@ -158,6 +158,7 @@ def test_the_end_of_text_token_ends_the_text(client, alone):
     )
     assert answer.choices[0].message.content == "" and answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens == 0 and answer.choices[0].logprobs.content == []
+    assert chat(client, 3, logit_bias={str(end): 100}).usage.completion_tokens == 3, "ignore_eos goes on"
 
 
 def test_without_a_limit_the_context_is_used_to_its_end(client):
