@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from emitter.types import TensorType
+
+if TYPE_CHECKING:
+    from emitter.kernels.product import Product
 
 INDEX = "index"
 Work = int | Callable[[int], int]
@@ -23,6 +27,7 @@ class Kernel:
     text: `stream.executable private @{name} {...}` exporting `@{name}_fn`.
     reference: NumPy definition, operands in order to a tuple of results.
     flops, bytes: work and memory touched by one call; a callable takes the position.
+    product: what it computes, if that is a product with a weight, for which other tiles could be chosen.
     """
 
     name: str
@@ -33,6 +38,7 @@ class Kernel:
     reference: Callable[..., tuple[np.ndarray, ...]]
     flops: Work
     bytes: Work
+    product: Product | None = None
 
     def work(self, position: int) -> tuple[int, int]:
         """FLOP and bytes of one call when the sequence stands at `position`."""

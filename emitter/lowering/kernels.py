@@ -5,6 +5,8 @@ What no kernel covers is lowered by the definitions of `portable`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from emitter import ops
 from emitter.ir import Function, Module, Op, Value
 from emitter.kernels import norm as norms
@@ -12,6 +14,8 @@ from emitter.kernels.argmax import argmax
 from emitter.kernels.attention_decode import attention_decode
 from emitter.kernels.attention_prefill import attention_prefill
 from emitter.kernels.isa import Isa
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.product import Product, Tiles
 from emitter.kernels.rope_append import rope_append
 from emitter.layers import ModelModule
 from emitter.lowering import portable
@@ -24,11 +28,11 @@ from emitter.types import I32, TensorType
 SPLITS = 8
 
 
-def lower(module: ModelModule, isa: Isa) -> Module:
-    """A module of StableHLO operations and kernel calls, with tiles for `isa`."""
+def lower(module: ModelModule, isa: Isa, threads: int, tiles: Mapping[Product, Tiles]) -> Module:
+    """A module of StableHLO operations and kernel calls, with tiles for `isa` and `threads` where `tiles` has none."""
     into = Module(module.name)
     for function in module.functions.values():
-        lowering = _Lowering(function, isa)
+        lowering = _Lowering(function, isa, threads, tiles)
         rewrite(function, lowering.rule, into, lowering.mapped)
     return into
 
@@ -36,9 +40,9 @@ def lower(module: ModelModule, isa: Isa) -> Module:
 class _Lowering:
     """The rules of one function; `mapped` holds what stands for each value, weights as `portable.Stored`."""
 
-    def __init__(self, function: Function, isa: Isa) -> None:
+    def __init__(self, function: Function, isa: Isa, threads: int, tiles: Mapping[Product, Tiles]) -> None:
         self.plan = plan(function, NORM_LIMIT)
-        self.isa = isa
+        self.isa, self.threads, self.tiles = isa, threads, tiles
         self.mapped: dict = {}
         self.counters: dict[TensorType, Value] = {}
         named = {v.name: v for v in function.inputs}
@@ -93,6 +97,9 @@ class _Lowering:
         fused = self.plan.glus[op]
         return self._project([fused.gate.op, fused.up.op], glu=fused.function)
 
+    def kernel_of(self, product: Product) -> Kernel:
+        return product.kernel(self.isa, self.threads, self.tiles.get(product))
+
     def _project(self, linears: list[Op], residual: Value | None = None, glu: str | None = None) -> Value:
         """Linear operations of one input and codec as one kernel."""
         x, norm = linears[0].operands[0], self.plan.norms.get(linears[0].operands[0])
@@ -103,7 +110,7 @@ class _Lowering:
             self.mapped[x],
             [self.mapped[op.operands[1]].weight for op in linears],
             [self.mapped[op.operands[2]].weight for op in linears if len(op.operands) > 2],
-            isa=self.isa,
+            kernel_of=self.kernel_of,
             norm=prologue,
             residual=residual,
             glu=glu,

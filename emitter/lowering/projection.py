@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from emitter import ops
 from emitter.ir import Param, Value, parameter
 from emitter.kernels.embed import embed as embed_kernel
-from emitter.kernels.gemm import gemm
-from emitter.kernels.gemv import gemv
 from emitter.kernels.isa import Isa
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.product import Product
 from emitter.layers import Weight, source
 from emitter.packing import LANES, interleave_rows, pack, packed_shape
 from emitter.types import F32, I8, TensorType
@@ -31,7 +31,7 @@ def project(
     weights: Sequence[Weight],
     biases: Sequence[Weight],
     *,
-    isa: Isa,
+    kernel_of: Callable[[Product], Kernel],
     norm: tuple[Value, float] | None = None,
     residual: Value | None = None,
     glu: str | None = None,
@@ -39,21 +39,32 @@ def project(
 ) -> Value:
     """x [T, in] through weights [out_i, in] of one codec: [T, sum of out_i], or [T, out] for the two of a GLU.
 
-    norm: weight [in] and epsilon of an RMS norm of x, for T = 1. residual: added to the result. length: rows from it
-    on are padding.
+    kernel_of: chooses the tiles. norm: weight [in] and epsilon of an RMS norm of x, for T = 1. residual: added to the
+    result. length: rows from it on are padding.
     """
     tokens, inner = x.shape
     out = weights[0].shape[0] if glu else sum(w.shape[0] for w in weights)
-    options = {"isa": isa, "bias": bool(biases), "residual": residual is not None, "glu": glu}
     packed = parameter(packed_param(weights, interleaved=glu is not None))
-    after = [*((_bias(biases),) if biases else ()), *((residual,) if residual is not None else ())]
-    if tokens == 1:
-        kernel = gemv(weights[0].codec, out, inner, rms_eps=norm[1] if norm else None, **options)
-        operands = [x, *((norm[0],) if norm else ()), packed, *after]
-    else:
-        kernel = gemm(weights[0].codec, tokens, out, inner, length=length is not None, **options)
-        operands = [x, packed, *after, *((length,) if length is not None else ())]
-    return ops.kernel_call(kernel, operands)[0]
+    product = Product(
+        weights[0].codec,
+        tokens,
+        out,
+        inner,
+        rms_eps=norm[1] if norm else None,
+        bias=bool(biases),
+        residual=residual is not None,
+        glu=glu,
+        length=length is not None,
+    )
+    operands = [
+        x,
+        *((norm[0],) if norm else ()),
+        packed,
+        *((_bias(biases),) if biases else ()),
+        *((residual,) if residual is not None else ()),
+        *((length,) if length is not None else ()),
+    ]
+    return ops.kernel_call(kernel_of(product), operands)[0]
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False) -> Param:

@@ -1,0 +1,70 @@
+"""Products and their tiles: which kernel a lowering takes when it is told."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from emitter.kernels.isa import AVX2, NEON
+from emitter.kernels.product import Product
+from emitter.lowering import lower
+from emitter.models import build
+from tests.emitter.test_lowering import CONFIG, CONTEXT
+
+GEMV = Product("q4_1", 1, 64, 96, rms_eps=1e-5)
+GEMM = Product("q4_1", 12, 64, 96, length=True)
+VARIED = [
+    *(replace(product, **change)
+      for product in (GEMV, GEMM)
+      for change in ({"codec": "q8_0"}, {"out_features": 80}, {"in_features": 64}, {"bias": True}, {"residual": True},
+                     {"glu": "silu"}, {"glu": "gelu"})),
+    GEMV, GEMM, replace(GEMV, rms_eps=1e-6), replace(GEMV, rms_eps=None), replace(GEMM, tokens=13),
+    replace(GEMM, length=False),
+]  # fmt: skip
+
+
+def test_every_option_is_in_the_name_and_reaches_the_kernel():
+    assert len({product.name for product in VARIED}) == len(VARIED)
+    kernels = [product.kernel(AVX2) for product in VARIED]
+    assert len({kernel.name for kernel in kernels}) == len(VARIED)
+    for product, kernel in zip(VARIED, kernels, strict=True):
+        assert kernel.product == product
+        assert kernel.results[0].shape == (product.tokens, product.out_features)
+
+
+@pytest.mark.parametrize("product", VARIED, ids=lambda product: product.name)
+def test_a_kernel_has_the_default_tiles_unless_others_are_given(product):
+    default = product.default_tiles(NEON, 4)
+    other = replace(default, workgroups=default.workgroups + 1)
+    assert default.name in product.kernel(NEON, 4).name
+    assert other.name in product.kernel(NEON, 4, other).name
+    assert product.tiles(asdict(other)) == other
+
+
+@pytest.mark.parametrize("change", [{"unroll": 2.0}, {"unroll": True}, {"unroll": "2"}, {"speed": 9}])
+def test_tiles_are_whole_numbers_by_the_names_of_their_fields(change):
+    values = asdict(GEMM.default_tiles(AVX2, 2))
+    with pytest.raises(ValueError, match="GemmTiles"):
+        GEMM.tiles(values | change)
+    with pytest.raises(ValueError, match="GemvTiles"):
+        GEMV.tiles(values)
+
+
+def test_a_lowering_takes_the_tiles_given_and_otherwise_the_default_for_the_threads():
+    model = build({**CONFIG, "intermediate_size": 512}, lambda name: "q4_1", CONTEXT, [8])
+
+    def products(threads, tiles):
+        module = lower(model, threads=threads, tiles=tiles)
+        calls = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
+        return {kernel.product: kernel for kernel in calls if kernel.product}
+
+    defaults = products(4, {})
+    assert {product.tokens for product in defaults} == {1, 8}
+    chosen = {product: replace(product.default_tiles(AVX2, 4), unroll=3) for product in list(defaults)[::2]}
+    found = products(4, chosen)
+    assert set(found) == set(defaults) and 0 < len(chosen) < len(found)
+    for product, kernel in found.items():
+        assert kernel.name == product.kernel(AVX2, 4, chosen.get(product)).name
+        assert (kernel.name == defaults[product].name) == (product not in chosen)
+    assert any(kernel.name != defaults[product].name for product, kernel in products(1, {}).items())
