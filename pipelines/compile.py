@@ -140,7 +140,7 @@ def compile_model(
     told = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
     target = resolve(options.target)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, progress)
     key = _key(checkpoint, options, target)
     existing = _existing(out)
     if existing and existing.manifest.compile.get("key") == key:

@@ -100,8 +100,7 @@ class Console:
         pieces = chat.answer(words, lambda done, total: progress("reading", done / total))
         if chat.dropped:
             say(f"the context of {chat.session.context} is full: the {chat.dropped} oldest messages were dropped")
-        # A short turn is read before a bar could be drawn.
-        with Progress(quiet=self.quiet or chat.generation.prompt_tokens < 512) as progress:
+        with Progress(quiet=self.quiet) as progress:
             try:
                 first = next(pieces, "")
             except KeyboardInterrupt:

@@ -32,7 +32,7 @@ class Sampling:
             ("top_k", self.top_k >= 0, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repeat_penalty", 0 < self.repeat_penalty < float("inf"), "above 0"),
+            ("repeat_penalty", 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
         )
         for name, holds, wanted in ranges:

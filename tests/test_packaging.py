@@ -121,8 +121,7 @@ def test_a_runtime_environment_is_enough_to_run():
     names = ("cli", "generate", "sampling", "text", "chat_template", "progress", "memory", "errors", "commands/run")
     files = [*sources("vmfb"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
     for path in files:
-        # rich is asked for and done without.
-        assert {name for name, _ in imports(path)} - {"rich"} <= allowed, path
+        assert {name for name, _ in imports(path)} <= allowed, path
 
 
 @pytest.fixture(scope="module")

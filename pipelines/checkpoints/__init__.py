@@ -1,5 +1,6 @@
 """Reading checkpoints: a GGUF file or an HF directory, in one form."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from .audit import missing_and_left_over
@@ -10,11 +11,12 @@ from .hf_directory import open_hf_directory
 __all__ = ["Checkpoint", "CheckpointError", "Tensor", "missing_and_left_over", "open_checkpoint"]
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, progress: Callable[[str, float], None] | None = None) -> Checkpoint:
     """The checkpoint at `path`: a directory is read as an HF directory, a file as GGUF.
 
     `path` may also be a name of the catalogue, whose file is then fetched into the cache. Weights are not read:
-    the tensors are views of the mapped files. CheckpointError (one sentence) if there is nothing sound at `path`.
+    the tensors are views of the mapped files. `progress` gets ("fetch", share done). CheckpointError (one sentence) if
+    there is nothing sound at `path`.
     """
     from ..catalogue import CATALOGUE, fetch
 
@@ -24,6 +26,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if place.is_file():
         return open_gguf(place)
     if str(path) in CATALOGUE:
-        return open_gguf(fetch(str(path)))
+        return open_gguf(fetch(str(path), progress=progress))
     known = ", ".join(CATALOGUE)
     raise CheckpointError(f"{path} is no file and no directory: give a GGUF file, an HF directory, or one of {known}")

@@ -37,9 +37,9 @@ def main(args: argparse.Namespace) -> int:
     from ..checkpoints import open_checkpoint
     from ..diff import compare
 
-    checkpoint = open_checkpoint(args.model)
-    tokens = tokens_of(args, checkpoint)
     with Progress() as progress:
+        checkpoint = open_checkpoint(args.model, progress)
+        tokens = tokens_of(args, checkpoint)
         progress("compare", 0.0)
         found = compare(checkpoint, tokens, args.tolerance, args.lowering)
         progress("compare", 1.0)

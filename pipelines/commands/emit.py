@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 
+from ..progress import Progress
 from .options import add_compile_arguments, compile_options
 
 EXAMPLES = """\
@@ -34,8 +35,11 @@ def main(args: argparse.Namespace) -> int:
     from ..compile import build_module
 
     options = compile_options(args)
-    module = build_module(open_checkpoint(args.model), options)
-    text = print_module(module, args.weights_as)
+    with Progress() as progress:
+        checkpoint = open_checkpoint(args.model, progress)
+        progress("emit", 0.0)
+        module = build_module(checkpoint, options)
+        text = print_module(module, args.weights_as)
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
             file.write(text)

@@ -6,6 +6,7 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 
+from ..progress import Progress
 from .options import megabytes
 
 EXAMPLES = """\
@@ -86,7 +87,8 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
 
     from ..checkpoints import open_checkpoint
 
-    found = open_checkpoint(path)
+    with Progress() as progress:
+        found = open_checkpoint(path, progress)
     # Sizes come from shapes: reading a tensor could mean computing it.
     sizes = {
         name: prod(tensor.shape[:-1]) * row_bytes(tensor.codec, tensor.shape[-1])

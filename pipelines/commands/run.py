@@ -24,7 +24,7 @@ EXAMPLES = """\
 examples:
   castiron run build/model -p "Why is the sky blue?"
   castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --top-p 0.95 --seed 7
-  echo "Translate to French: good morning" | castiron run build/model -p -
+  echo "Translate to French: good morning" | castiron run build/model
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
   castiron run build/model -f edit-this-code.txt --speculate ngram
 
@@ -35,8 +35,9 @@ context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="DIR", help="the bundle")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads it from stdin")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads it from stdin, "
+                        "as leaving it out does in a pipe")  # fmt: skip
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
     prompt.add_argument("--tokens", type=token_ids, metavar="IDS", help="token ids as the prompt: 1,2,3")
     parser.add_argument("-n", "--max-tokens", type=int, metavar="N", help="tokens to generate (default: until the model "
@@ -95,6 +96,10 @@ def main(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     sampler, stops = Sampler(sampling_of(args)), stops_of(args)
+    if args.prompt is args.file is args.tokens is None:
+        if sys.stdin.isatty():
+            raise PipelineError("there is no prompt: give one with -p, -f or --tokens, or talk with castiron chat")
+        args.prompt = "-"
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw go with a text prompt, not with --tokens")
     bundle = open_bundle(args.bundle)
@@ -104,8 +109,7 @@ def main(args: argparse.Namespace) -> int:
     session = Session(bundle, threads=args.threads)
     load_seconds = time.perf_counter() - start
     stop = () if args.ignore_eos else bundle.manifest.tokens.eos
-    # A short prompt is read before a bar could be drawn.
-    with Progress(quiet=len(prompt) < 512) as progress:
+    with Progress() as progress:
         generation = Generation(
             session, prompt, sampler=sampler, max_tokens=args.max_tokens, stop_tokens=stop, speculate=args.speculate == "ngram",
             progress=lambda done, total: progress("reading the prompt", done / total),

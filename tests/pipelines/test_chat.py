@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -161,14 +162,25 @@ def test_a_saved_chat_goes_on_elsewhere(make, tmp_path):
     assert other.messages == [{"role": "system", "content": "x"}]
 
 
-@pytest.mark.parametrize("data", ["", "[]", '{"messages": 3}', '{"messages": [{"role": "x", "content": "y"}]}', "\xff",
-                                  '{"messages": [{"role": "user", "content": 5}]}'])  # fmt: skip
+@pytest.mark.parametrize("data", ["", "[]", '{"messages": 3}', '{"messages": {}}', '{"messages": [{"role": "user"}]}', "\xff",
+                                  '{"messages": [{"role": "x", "content": "y"}]}', '{"messages": [3]}', "[" * 100_000,
+                                  '{"messages": [{"role": "user", "content": 5}]}',
+                                  '{"messages": [{"role": "user", "content": "\\ud800"}]}'])  # fmt: skip
 def test_a_file_that_is_no_chat_is_refused(make, tmp_path, data):
     (tmp_path / "bad").write_bytes(data.encode("latin-1"))
     chat = make(system="x")
     with pytest.raises(PipelineError, match="/save"):
         chat.load(tmp_path / "bad")
     assert chat.messages == [{"role": "system", "content": "x"}]
+
+
+def test_what_cannot_be_saved_is_one_sentence_and_harms_nothing(make, tmp_path):
+    chat = make(system="x")
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "folder", Path("/proc/none")):
+        with pytest.raises(PipelineError, match=f"{place} cannot be written"):
+            chat.save(place)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
 
 
 def piped(path, words: str, *argv: str) -> subprocess.CompletedProcess:
