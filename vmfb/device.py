@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 
 import iree.runtime as rt
@@ -15,6 +17,7 @@ from vmfb.cpu import physical_cores
 SPIN_US = 10
 
 _lock = threading.Lock()
+_this_thread = threading.local()
 _devices: dict[int, rt.HalDevice] = {}
 
 
@@ -23,11 +26,37 @@ def default_threads() -> int:
     return physical_cores()
 
 
+def give_way() -> None:
+    """Makes the calling thread one that lets a device's workers go first (Linux: SCHED_BATCH), once a thread.
+
+    A caller that wakes up while workers run would otherwise take a core from one of them until the next tick of the
+    scheduler, several milliseconds later. Threads that it starts later inherit it, workers of a device do not.
+    """
+    if not getattr(_this_thread, "gives_way", False):
+        _this_thread.gives_way = True
+        _change_policy("SCHED_OTHER", "SCHED_BATCH")
+
+
+def _change_policy(old: str, new: str) -> bool:
+    """Changes the calling thread's scheduling policy if it is `old`; False where it is not or there are none."""
+    if not hasattr(os, old) or os.sched_getscheduler(0) != getattr(os, old):
+        return False
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, getattr(os, new), os.sched_param(0))
+        return True
+    return False
+
+
 def device(threads: int) -> rt.HalDevice:
     """The device that runs on `threads` >= 1 threads; made once a process."""
     with _lock:
         if threads not in _devices:
-            _devices[threads] = _create(threads)
+            changed = _change_policy("SCHED_BATCH", "SCHED_OTHER")
+            try:
+                _devices[threads] = _create(threads)
+            finally:
+                if changed:
+                    _change_policy("SCHED_OTHER", "SCHED_BATCH")
         return _devices[threads]
 
 

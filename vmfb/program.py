@@ -12,7 +12,7 @@ import iree.runtime as rt
 import numpy as np
 
 from vmfb.bundle import Bundle
-from vmfb.device import default_threads, device
+from vmfb.device import default_threads, device, give_way
 from vmfb.manifest import MODEL, WEIGHTS, BundleError
 
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
@@ -123,6 +123,7 @@ class Call:
 
     def invoke(self) -> None:
         """Returns when the results are there; the tied operands (the caches) have changed in place."""
+        give_way()
         self._run(self._function, self._arguments, self._results)
 
     def argmax(self) -> int:
