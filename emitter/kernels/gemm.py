@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from emitter.codecs import Codec, codec_of
+from emitter.kernels.finish import Finish
 from emitter.kernels.fusions import Arguments, Epilogue
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
@@ -171,12 +172,13 @@ class _Gemm:
         out_features: int,
         in_features: int,
     ):
-        self.b, self.tiles, self.epilogue, self.given = b, tiles, epilogue, given
+        self.b, self.tiles, self.given = b, tiles, given
         self.lanes, self.T = isa.lanes, T
-        self.out_features, self.in_features = out_features, in_features
+        self.in_features = in_features
         self.columns = LANES * tiles.blocks
         self.panel = Panel(b, codec, isa, given.weight, tiles.depth, tiles.blocks)
         self.sums = b.stack(tiles.tokens, self.columns)
+        self.finish = Finish(b, self.lanes, epilogue, given, out_features, self.sums)
 
     def write(self) -> None:
         b, tiles = self.b, self.tiles
@@ -197,7 +199,7 @@ class _Gemm:
             end = b.max(b.min(b.to_index(b.load(self.given.length)), last), first)
         with b.when(b.less(first, end)):
             self._products(first_block, first, end)
-        self._finish(first_block, first, end, last)
+        self.finish.store(first_block, tiles.blocks, first, end, last)
 
     def _products(self, first_block: Index, first: Index, end: Index) -> None:
         """The sums of tokens `first` to `end`, rounded up to a tile."""
@@ -258,43 +260,3 @@ class _Gemm:
                 sums = step(j, sums)
             for total, place_of in zip(sums, at, strict=True):
                 b.vstore(total, self.sums, *place_of)
-
-    def _finish(self, first_block: Index, first: Index, end: Index, last: Index) -> None:
-        """Store the results of tokens `first` to `end`, and zeros from there to `last`."""
-        b, shared = self.b, self.epilogue.blocks
-        with b.loop(0, self.tiles.blocks // shared) as i:
-            block = b.add(b.div(first_block, shared), i.index)
-            column = b.mul(block, LANES)
-            ragged = self.out_features % LANES
-            if not ragged:
-                self._finish_block(i.index, column, first, end, last, None)
-            else:
-                final = -(-self.out_features // LANES) - 1
-                with b.when(b.less(block, final)):
-                    self._finish_block(i.index, column, first, end, last, None)
-                with b.when(b.equal(block, final)):
-                    self._finish_block(i.index, column, first, end, last, ragged)
-
-    def _finish_block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int | None) -> None:
-        """16 columns of the result, or the first `ragged` of them."""
-        b, given, lanes = self.b, self.given, self.lanes
-        shared = self.epilogue.blocks
-
-        def put(token: Index, results: list[Value], add: bool) -> None:
-            for lane in range(0, ragged or LANES, 1 if ragged else lanes):
-                y = results[lane // lanes]
-                y = b.extract(y, lane % lanes) if ragged else y
-                at = b.add(column, lane)
-                y = self.epilogue.finish(b, y, given.bias, given.residual, token, at) if add else y
-                (b.store if ragged else b.vstore)(y, given.out, token, at)
-
-        with b.loop(first, end) as token:
-            products = []
-            for i in range(shared):
-                at = b.mul(b.add(b.mul(slot, shared), i), LANES)
-                place = b.sub(token.index, first)
-                products.append([b.vload(self.sums, lanes, place, b.add(at, c)) for c in range(0, LANES, lanes)])
-            put(token.index, self.epilogue.combine(b, products), True)
-        if given.length is not None:
-            with b.loop(end, last) as token:
-                put(token.index, [b.splat(0.0, lanes)] * (LANES // lanes), False)

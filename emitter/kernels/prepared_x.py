@@ -1,4 +1,4 @@
-"""x as a matrix-vector product wants it: on the stack, normalised, multiplied by the powers of two that codes come with.
+"""x as products of codes want it: on the stack, normalised, multiplied by the powers of two that codes come with.
 
 Beside it stand the sums over groups of x that minima and offsets of codes need.
 """
@@ -6,12 +6,16 @@ Beside it stand the sums over groups of x that minima and offsets of codes need.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from emitter.codecs import Codec
 from emitter.kernels.records import code_factors
 from emitter.kernels.rope_append import inverse_rms
 from emitter.kernels.text import Body, Index, Value, vector_type
 from emitter.kernels.vector_math import lane_sums
+
+
+PAD = 16  # elements of the stack between rows of x
 
 
 def bytes_per_element(codec: Codec) -> float:
@@ -31,7 +35,10 @@ def tree_sum(b: Body, parts: Sequence[Value]) -> Value:
 
 
 class PreparedX:
-    """Up to `capacity` elements of x [1, in_features], RMS-normalised with the weight `norm` if there is one."""
+    """Up to `capacity` elements of each row of x [T, in_features].
+
+    The one row of T = 1 is RMS-normalised with the weight `norm` if there is one.
+    """
 
     def __init__(
         self,
@@ -43,60 +50,64 @@ class PreparedX:
         eps: float | None,
         in_features: int,
         capacity: int,
+        T: int = 1,
     ):
-        self.b, self.codec, self.lanes, self.in_features = b, codec, lanes, in_features
+        self.b, self.codec, self.lanes, self.in_features, self.T = b, codec, lanes, in_features, T
         self.source, self.norm = x, norm
-        self.values = b.stack(capacity)
-        self.sums = b.stack(capacity // codec.group) if _needs_sums(codec) else None
-        self.inverse = None if norm is None else inverse_rms(b, self._read, in_features, eps, lanes)
+        # Rows of a power of two would all fall into the same sets of the cache.
+        self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
+        self.sums = b.stack(T, capacity // codec.group) if _needs_sums(codec) else None
+        self.inverse = None if norm is None else inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
 
-    def at(self, k: Index) -> Value:
+    def at(self, k: Index, token: Index = 0) -> Value:
         """Element k of what was filled in last, in every lane."""
-        return self.b.broadcast(self.b.load(self.values, k), self.lanes)
+        return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
-    def sum_of(self, group: Index) -> Value:
+    def sum_of(self, group: Index, token: Index = 0) -> Value:
         """Its sum over a group, times the sign of the codec's minimum or minus its offset, in every lane."""
-        return self.b.broadcast(self.b.load(self.sums, group), self.lanes)
+        return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
     def fill(self, first: int, last: int) -> None:
-        """Take elements `first` to `last`; zeros past the end of x."""
-        if self.codec.quantised:
-            self._fill_groups(first, last)
-        else:
-            self._fill_elements(first, last)
+        """Take elements `first` to `last` of every row; zeros past the end of x."""
+        fill = self._fill_groups if self.codec.quantised else self._fill_elements
+        if self.T == 1:
+            fill(0, first, last)
+            return
+        with self.b.loop(0, self.T) as token:
+            fill(token.index, first, last)
 
-    def _read(self, k: Index, width: int) -> Value:
-        return self.b.vload(self.source, width, 0, k)
+    def _read(self, token: Index, k: Index, width: int) -> Value:
+        return self.b.vload(self.source, width, token, k)
 
-    def _normalised(self, k: Index, width: int) -> Value:
-        b, x = self.b, self._read(k, width)
+    def _normalised(self, token: Index, k: Index, width: int) -> Value:
+        b, x = self.b, self._read(token, k, width)
         if self.inverse is None:
             return x
         return b.mulf(b.mulf(x, b.broadcast(self.inverse, width)), b.vload(self.norm, width, k))
 
-    def _fill_elements(self, first: int, last: int) -> None:
+    def _fill_elements(self, token: Index, first: int, last: int) -> None:
         b, lanes = self.b, self.lanes
         end = min(last, self.in_features)
         whole = (end - first) // lanes * lanes
         with b.loop(0, whole, lanes) as k:
-            b.vstore(self._normalised(b.add(k.index, first), lanes), self.values, k.index)
+            b.vstore(self._normalised(token, b.add(k.index, first), lanes), self.values, token, k.index)
         for k in range(whole, end - first):
-            b.vstore(self._normalised(first + k, 1), self.values, k)
+            b.vstore(self._normalised(token, first + k, 1), self.values, token, k)
         for k in range(end - first, last - first):
-            b.vstore(b.splat(0.0, 1), self.values, k)
+            b.vstore(b.splat(0.0, 1), self.values, token, k)
 
-    def _fill_groups(self, first: int, last: int) -> None:
+    def _fill_groups(self, token: Index, first: int, last: int) -> None:
         b, lanes, group = self.b, self.lanes, self.codec.group
         factors = code_factors(self.codec)
         with b.loop(0, (last - first) // group) as g:
             start, parts = b.mul(g.index, group), []
             for k in range(0, group, lanes):
-                x = self._normalised(b.add(b.add(start, first), k), lanes)
+                x = self._normalised(token, b.add(b.add(start, first), k), lanes)
                 parts.append(x)
                 if (factors[k : k + lanes] != 1).any():
                     listed = ", ".join(f"{factor:.9e}" for factor in factors[k : k + lanes])
                     x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
-                b.vstore(x, self.values, b.add(start, k))
+                b.vstore(x, self.values, token, b.add(start, k))
             if self.sums is not None:
                 total = b.extract(lane_sums(b, [tree_sum(b, parts)]), 0)
-                b.store(b.mulf(total, b.f32(self.codec.minimum or -self.codec.offset)), self.sums, g.index)
+                b.store(b.mulf(total, b.f32(self.codec.minimum or -self.codec.offset)), self.sums, token, g.index)

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from emitter.kernels import gemm, gemv
+from emitter.kernels import gemm, gemm_few, gemv
 from emitter.kernels.fusions import Epilogue, norm_name
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
 
-Tiles = gemv.GemvTiles | gemm.GemmTiles
+Tiles = gemv.GemvTiles | gemm_few.FewTiles | gemm.GemmTiles
 
 
 @dataclass(frozen=True)
 class Product:
-    """x [tokens, in] times a packed weight [out, in], with what is fused before and after: `gemv` for one token, `gemm`
-    for several, whose options these are. Equal products may have one kernel."""
+    """x [tokens, in] times a packed weight [out, in], with what is fused before and after: `gemv` for one token,
+    `gemm_few` for several and `gemm` for many, whose options these are. Equal products may have one kernel."""
 
     codec: str
     tokens: int
@@ -44,16 +44,22 @@ class Product:
         """Rows of the packed weight."""
         return self.epilogue.weight_rows(self.out_features)
 
+    @property
+    def _few(self) -> bool:
+        return 1 < self.tokens <= gemm_few.MOST_TOKENS
+
     def default_tiles(self, isa: Isa, threads: int) -> Tiles:
         """Those that measured well for most."""
         sizes = (self.out_features, self.in_features, isa, self.epilogue.blocks, threads)
         if self.tokens == 1:
             return gemv.default_tiles(self.codec, *sizes)
+        if self._few:
+            return gemm_few.default_tiles(self.codec, self.tokens, *sizes)
         return gemm.default_tiles(self.codec, self.tokens, *sizes)
 
     def tiles(self, values: Mapping[str, int]) -> Tiles:
         """Tiles out of their fields; ValueError for other fields, or values that are not whole numbers."""
-        kind = gemv.GemvTiles if self.tokens == 1 else gemm.GemmTiles
+        kind = gemv.GemvTiles if self.tokens == 1 else gemm_few.FewTiles if self._few else gemm.GemmTiles
         if set(values) != {field.name for field in fields(kind)} or any(type(v) is not int for v in values.values()):
             raise ValueError(f"{dict(values)} are not the fields of {kind.__name__}")
         return kind(**values)
@@ -74,5 +80,6 @@ def _kernel(product: Product, isa: Isa, threads: int, tiles: Tiles | None) -> Ke
     if product.tokens == 1:
         kernel = gemv.gemv(*sizes, rms_eps=product.rms_eps, **options)
     else:
-        kernel = gemm.gemm(sizes[0], product.tokens, *sizes[1:], length=product.length, **options)
+        write = gemm_few.gemm_few if product._few else gemm.gemm
+        kernel = write(sizes[0], product.tokens, *sizes[1:], length=product.length, **options)
     return replace(kernel, product=product)

@@ -13,14 +13,15 @@ from emitter.models import build
 from tests.emitter.test_lowering import CONFIG, CONTEXT
 
 GEMV = Product("q4_1", 1, 64, 96, rms_eps=1e-5)
-GEMM = Product("q4_1", 12, 64, 96, length=True)
+FEW = Product("q4_1", 5, 64, 96, length=True)
+GEMM = replace(FEW, tokens=12)
 VARIED = [
     *(replace(product, **change)
-      for product in (GEMV, GEMM)
+      for product in (GEMV, FEW, GEMM)
       for change in ({"codec": "q8_0"}, {"out_features": 80}, {"in_features": 64}, {"bias": True}, {"residual": True},
                      {"glu": "silu"}, {"glu": "gelu"})),
-    GEMV, GEMM, replace(GEMV, rms_eps=1e-6), replace(GEMV, rms_eps=None), replace(GEMM, tokens=13),
-    replace(GEMM, length=False),
+    GEMV, FEW, GEMM, replace(GEMV, rms_eps=1e-6), replace(GEMV, rms_eps=None), replace(GEMM, tokens=13),
+    replace(GEMM, length=False), replace(FEW, length=False), replace(FEW, tokens=4),
 ]  # fmt: skip
 
 
@@ -47,8 +48,9 @@ def test_tiles_are_whole_numbers_by_the_names_of_their_fields(change):
     values = asdict(GEMM.default_tiles(AVX2, 2))
     with pytest.raises(ValueError, match="GemmTiles"):
         GEMM.tiles(values | change)
-    with pytest.raises(ValueError, match="GemvTiles"):
-        GEMV.tiles(values)
+    for product, kind in (GEMV, "GemvTiles"), (FEW, "FewTiles"):
+        with pytest.raises(ValueError, match=kind):
+            product.tiles(values)
 
 
 def test_a_lowering_takes_the_tiles_given_and_otherwise_the_default_for_the_threads():
