@@ -9,6 +9,8 @@ from .errors import PipelineError
 
 # How far back a repeated token is held against it, as llama.cpp's --repeat-last-n.
 REPEAT_WINDOW = 64
+# Weights that are summed up before a place among them is drawn.
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -58,23 +60,38 @@ class Sampler:
         In llama.cpp's order: repeat penalty, top-k, top-p, min-p, then temperature.
         """
         sampling = self.sampling
-        logits = logits.astype(np.float64)
         if sampling.repeat_penalty != 1:
-            logits = penalise(logits, history[-REPEAT_WINDOW:], sampling.repeat_penalty)
+            logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
         if self.random is None:
             return int(logits.argmax())
         if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
             # Nothing is cut, so nothing needs to be sorted.
-            return self._draw((logits - logits.max()) / sampling.temperature)
+            return self._draw(weights(logits, sampling.temperature))
         order, probability = candidates(logits, sampling)
         # Only now does the temperature bend what the cuts have left.
-        return int(order[self._draw((np.log(probability) - np.log(probability[0])) / sampling.temperature)])
+        return int(order[self._draw(weights(np.log(probability), sampling.temperature))])
 
-    def _draw(self, logarithms: np.ndarray) -> int:
-        """A place, with probability proportional to the exponential; the largest logarithm is 0."""
-        cumulative = np.exp(logarithms).cumsum()
-        place = int(cumulative.searchsorted(self.random.random() * cumulative[-1], side="right"))
-        return min(place, len(cumulative) - 1)
+    def _draw(self, weight: np.ndarray) -> int:
+        """An index of `weight` f32 [n], with probability proportional to what stands there."""
+        # Running sums of a whole vocabulary cost more than all else: first a block is drawn, then a place in it.
+        sums = np.add.reduceat(weight, np.arange(0, len(weight), BLOCK)).cumsum(dtype=np.float64)
+        goal = self.random.random() * sums[-1]
+        block = _place(sums, goal)
+        within = weight[block * BLOCK :][:BLOCK].cumsum(dtype=np.float64)
+        return block * BLOCK + _place(within, goal - (sums[block - 1] if block else 0.0))
+
+
+def _place(sums: np.ndarray, goal: float) -> int:
+    """The first index whose running sum is above `goal`; rounding never leads behind the last that adds something."""
+    return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
+
+
+def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """exp(logits / temperature) as f32 [n], scaled so that the largest is 1; NumPy's f32 exp is many times as fast as
+    f64's."""
+    below = (logits - logits.max()).astype(np.float32)
+    # Beyond these all is one token or all are equal, as far as f32 can tell.
+    return np.exp(below / np.float32(min(max(temperature, 1e-5), 1e9))) if temperature != 1 else np.exp(below)
 
 
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
@@ -87,16 +104,17 @@ def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.nd
 
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """What top-k, top-p and min-p leave of logits f64 [vocab]: ids and probabilities, likeliest first, never none."""
-    weight = np.exp(logits - logits.max())
+    """What top-k, top-p and min-p leave of logits [vocab]: ids and probabilities f64, likeliest first, never none."""
+    weight = weights(logits)
     # Sorting a whole vocabulary costs more than a decode step, and nearly all of it would be cut.
-    possible = np.flatnonzero(weight >= _least(weight, sampling))
+    possible = np.flatnonzero(_possible(logits, weight, sampling))
     order = possible[np.argsort(-logits[possible], kind="stable")]
-    total = weight.sum()
+    total = weight.sum(dtype=np.float64)
+    exact = np.exp(logits[order].astype(np.float64) - float(logits.max()))
     if 0 < sampling.top_k < len(logits):
-        order = order[: sampling.top_k]
-        total = weight[order].sum()
-    probability = weight[order] / total
+        order, exact = order[: sampling.top_k], exact[: sampling.top_k]
+        total = exact.sum()
+    probability = exact / total
     # Underflown tails would be log(0) below.
     keep = int(np.count_nonzero(probability))
     if sampling.top_p < 1:
@@ -106,11 +124,11 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
     return order[:keep], probability[:keep]
 
 
-def _least(weight: np.ndarray, sampling: Sampling) -> float:
-    """A weight f64, where the likeliest token has 1, below which none of `weight` [vocab] can outlast the cuts."""
-    if 0 < sampling.top_k < len(weight):
-        return np.partition(weight, -sampling.top_k)[-sampling.top_k]
+def _possible(logits: np.ndarray, weight: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Which of `logits` [vocab], with `weight` f32 where the likeliest has 1, can outlast the cuts; bool."""
+    if 0 < sampling.top_k < len(logits):
+        return logits >= np.partition(logits, -sampling.top_k)[-sampling.top_k]
     # All tokens below the mean of what top-p cuts weigh less than that together.
-    outside = (1 - sampling.top_p) * weight.sum() / len(weight)
+    outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight)
     # Rounding must not decide before the cuts themselves do.
-    return 0.999 * max(sampling.min_p, outside)
+    return weight >= 0.999 * max(sampling.min_p, outside)

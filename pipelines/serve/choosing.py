@@ -86,7 +86,7 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> tuple[float
     """log softmax of logits f32 [vocab] at `token`, and the `count` likeliest as (id, logarithm), lowest id first of
     equals."""
     top = logits.max()
-    total = float(top) + float(np.log(np.exp(logits - top, dtype=np.float64).sum()))
+    total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
     count = min(count, len(logits))
     if not count:
         return float(logits[token]) - total, ()

@@ -145,6 +145,24 @@ def test_tokens_come_as_often_as_their_probability_says():
         assert np.abs(counts / 4000 - expected).max() < 0.03
 
 
+def test_a_large_vocabulary_is_drawn_from_end_to_end():
+    """Over several blocks of running sums, at their borders above all; never what has no weight."""
+    places, shares = [0, 255, 256, 400, 999], np.array([0.1, 0.2, 0.3, 0.15, 0.25])
+    logits = np.full(1000, -1e4, np.float32)
+    logits[places] = np.log(shares) + 30
+    sampler = Sampler(Sampling(temperature=1.0, seed=5))
+    counts = np.bincount([sampler.choose(logits, ()) for _ in range(4000)], minlength=1000)
+    assert counts.sum() == counts[places].sum() and np.abs(counts[places] / 4000 - shares).max() < 0.03
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-3, 1e3, 1e300])
+def test_any_temperature_draws_without_a_warning(temperature):
+    logits = np.linspace(-40, 40, 600, dtype=np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        token = Sampler(Sampling(temperature=temperature, seed=1)).choose(logits, ())
+    assert token == 599 if temperature < 1 else 0 <= token < 600
+
+
 @given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=200), st.floats(1.01, 2))
 def test_the_repeat_penalty_pushes_recent_tokens_down_and_nothing_else(logits, history, penalty):
     recent = history[-REPEAT_WINDOW:]
