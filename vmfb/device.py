@@ -64,7 +64,19 @@ def _create(threads: int) -> rt.HalDevice:
     if threads == 1:
         # The caller's own thread: no hand-over to a worker at all.
         return create_hal_driver("local-sync").create_default_device()
-    # The driver reads the process-wide flags while it is made; every flag that matters is set each time. The workers
-    # are not pinned: pinned ones are no faster on a quiet machine and cannot give way to another process's thread.
-    rt.flags.parse_flags(f"--task_topology_group_count={threads}", f"--task_worker_spin_us={SPIN_US}")
+    # The driver reads the process-wide flags while it is made; every flag that matters is set each time.
+    rt.flags.parse_flags(*task_flags(threads))
     return create_hal_driver("local-task").create_default_device()
+
+
+def task_flags(threads: int) -> tuple[str, ...]:
+    """The runtime's flags for `threads` > 1 workers.
+
+    Workers for all CPUs that this process may use stand one on each: the kernel's scheduler now and then stacks two on
+    one and leaves another idle for whole tokens. Fewer workers are left to it, since others may need the CPUs more.
+    """
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    place = f"--task_topology_group_count={threads}"
+    if threads == len(cpus):
+        place = f"--task_topology_cpu_ids={','.join(map(str, cpus))}"
+    return place, f"--task_worker_spin_us={SPIN_US}"

@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 
 from vmfb.bundle import Bundle
-from vmfb.device import SPIN_US, default_threads
-from vmfb.manifest import MODEL, WEIGHTS, BundleError
+from vmfb.device import default_threads, task_flags
+from vmfb.manifest import MODEL, WEIGHTS, BundleError, Function
 from vmfb.program import SCOPE
 
 
@@ -41,16 +41,14 @@ class Profile:
 
 
 def profile(
-    bundle: Bundle, *, position: int = 0, width: int = 1, threads: int | None = None, repeats: int = 20
+    bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20
 ) -> Profile:
-    """Profiles the function that takes `width` tokens (1: a decode step) at `position`, over `repeats` calls.
+    """Profiles a function of the bundle at `position` (of every sequence, in a batch), over `repeats` calls.
 
     The caches hold zeros, which cost what anything else costs. BundleError if the tools fail.
     """
-    role = "decode" if width == 1 else "prefill"
-    function = bundle.manifest.function(role, width)
     threads = threads or default_threads()
-    values = ["0", str(position)] if width == 1 else ["0", str(position), str(width)]
+    values = ["0", str(position), *[str(function.width)] * (function.role == "prefill")]
     inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, [*values, "0", "0"], strict=True)]
     command = [
         *_device_flags(threads),
@@ -82,7 +80,7 @@ def profile(
 def _device_flags(threads: int) -> tuple[str, ...]:
     if threads == 1:
         return ("--device=local-sync",)
-    return ("--device=local-task", f"--task_topology_group_count={threads}", f"--task_worker_spin_us={SPIN_US}")
+    return ("--device=local-task", *task_flags(threads))
 
 
 def _tool(name: str, *arguments: str) -> str:

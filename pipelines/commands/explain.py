@@ -9,7 +9,7 @@ EXAMPLES = """\
 examples:
   castiron explain build/smollm2-135m-instruct
   castiron explain build/smollm2-135m-instruct --position 4096 --threads 1
-  castiron explain build/smollm2-135m-instruct --width 128 --json
+  castiron explain build/smollm2-135m-instruct --function prefill_128 --json
 
 The limit of a dispatch is the longer of its bytes over the read bandwidth and its FLOP over the f32 peak, both measured
 in the same run; the last column is how near the dispatch comes to it. Times are those of IREE's profiler, which slows
@@ -20,7 +20,9 @@ short dispatches down a little; the whole call is timed without it.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="DIR", help="a bundle")
     parser.add_argument("--position", type=int, default=64, metavar="N", help="tokens in the cache (default: 64)")
-    parser.add_argument("--width", type=int, default=1, metavar="T", help="1 for decode_step (default), T for prefill_T")
+    parser.add_argument(
+        "--function", default="decode_step", metavar="NAME", help="decode_step (default), prefill_128, verify_8, ..."
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="default: one per physical core")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -33,13 +35,14 @@ def main(args: argparse.Namespace) -> int:
     from ..machine import Machine
 
     bundle = open_bundle(args.bundle)
-    widths = (1, *bundle.manifest.prefill_widths)
-    if args.width not in widths:
-        raise PipelineError(f"the bundle has no function of width {args.width}: use one of {', '.join(map(str, widths))}")
-    if not 0 <= args.position <= bundle.manifest.context - args.width:
-        most = bundle.manifest.context - args.width
+    functions = {function.name: function for function in bundle.manifest.functions}
+    if args.function not in functions:
+        raise PipelineError(f"the bundle has no function {args.function}: use one of {', '.join(functions)}")
+    function = functions[args.function]
+    most = bundle.manifest.context - (1 if function.role == "batch" else function.width)
+    if not 0 <= args.position <= most:
         raise PipelineError(f"position {args.position} leaves no room in a context of {bundle.manifest.context}: 0 to {most}")
-    measured = profile(bundle, position=args.position, width=args.width, threads=args.threads)
+    measured = profile(bundle, function, position=args.position, threads=args.threads)
     machine = Machine(measured.threads)
     limits = {"read_gb_s": machine.read_gb_s(), "peak_gflop_s": machine.peak_gflop_s()}
     result = {
@@ -48,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
         "threads": measured.threads,
         "machine": limits,
         "call_ms": measured.seconds * 1e3,
-        "python_us": python_microseconds(bundle, measured.threads) if args.width == 1 else None,
+        "python_us": python_microseconds(bundle, measured.threads) if function.role == "decode" else None,
         "dispatches": [row(d, bundle.manifest.compile.get("work", {}), measured, limits) for d in measured.dispatches],
     }
     print(json.dumps(result) if args.json else "\n".join(table(result)))

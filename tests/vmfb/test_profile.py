@@ -10,9 +10,11 @@ from vmfb.manifest import BundleError
 from vmfb.profile import profile
 
 
-@pytest.mark.parametrize(("width", "threads", "name"), [(1, 1, "decode_step"), (8, 2, "prefill_8")])
-def test_dispatches_are_counted_per_call_and_timed(toy_dir, width, threads, name):
-    found = profile(open_bundle(toy_dir), position=3, width=width, threads=threads, repeats=4)
+@pytest.mark.parametrize(("threads", "name"), [(1, "decode_step"), (2, "prefill_8")])
+def test_dispatches_are_counted_per_call_and_timed(toy_dir, threads, name):
+    bundle = open_bundle(toy_dir)
+    function = next(f for f in bundle.manifest.functions if f.name == name)
+    found = profile(bundle, function, position=3, threads=threads, repeats=4)
     assert (found.function, found.position, found.threads) == (name, 3, threads)
     assert all("_dispatch_" in dispatch.name and dispatch.calls >= 1 for dispatch in found.dispatches)
     assert 0 < sum(dispatch.seconds for dispatch in found.dispatches) < 1 and 0 < found.seconds < 1
@@ -25,4 +27,5 @@ def test_dispatches_are_counted_per_call_and_timed(toy_dir, width, threads, name
 def test_a_failing_tool_is_one_sentence(toy_dir, monkeypatch):
     monkeypatch.setattr("vmfb.profile.MODEL", "absent.vmfb")
     with pytest.raises(BundleError, match="iree-benchmark-module failed: "):
-        profile(open_bundle(toy_dir), position=CONTEXT - 1, repeats=1)
+        bundle = open_bundle(toy_dir)
+        profile(bundle, bundle.manifest.function("decode"), position=CONTEXT - 1, repeats=1)
