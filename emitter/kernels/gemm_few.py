@@ -27,7 +27,7 @@ from emitter.types import F32, I8, I32, TensorType
 MOST_TOKENS = 8
 STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
 SUMS_BYTES = 8 << 10  # of them for sums, where x does not fit at once: every part of x is prepared once for so many
-PARTS = 6  # workgroups a thread: fewer than 8, from where on IREE hands out 8 at a time
+PARTS = 2  # workgroups a thread
 
 
 @dataclass(frozen=True)
