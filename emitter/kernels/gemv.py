@@ -157,13 +157,14 @@ class _Gemv:
         chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // STACK_BYTES)
         chunk = -(-self.count // chunks)  # records
         given = self.given
-        self.x = PreparedX(
-            b, self.codec, self.lanes, given.x, given.norm, self.rms_eps, self.in_features, chunk * elements
-        )
         sets = -(-self.blocks // self.set)
         workgroup = b.workgroup()
         low = b.div(b.mul(workgroup, sets), tiles.workgroups)
         high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
+        self._ask_for_the_first(low)
+        self.x = PreparedX(
+            b, self.codec, self.lanes, given.x, given.norm, self.rms_eps, self.in_features, chunk * elements
+        )
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
             return
@@ -172,6 +173,15 @@ class _Gemv:
             end = b.min(b.add(batch.index, BATCH), high)
             for first in range(0, self.count, chunk):
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
+
+    def _ask_for_the_first(self, low: Index) -> None:
+        """Prefetch the weights that set `low` begins with, so that memory has work while x is prepared."""
+        b = self.b
+        blocks = self._blocks(low)[: self.together]
+        with b.loop(0, min(self.tiles.ahead, self.count)) as record:
+            for line in range(0, self.size, CACHE_LINE):
+                for block in blocks:
+                    self.records.prefetch(block, record.index, line)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Value | None) -> None:
         """Sets `low` to `high` of blocks times elements of records `first` to `last`; unfinished sums stay in `parts`."""
