@@ -11,18 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 
-import numpy as np
-
 from emitter.codecs import Codec, codec_of
-from emitter.kernels.finish import Finish
 from emitter.kernels.fusions import Arguments, Epilogue
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
 from emitter.kernels.prepared_x import PAD, PreparedX, bytes_per_element
 from emitter.kernels.records import Records
-from emitter.kernels.text import Body, Index, Value, executable
-from emitter.packing import LANES, packed_shape, unpack
-from emitter.types import F32, I8, I32, TensorType
+from emitter.kernels.several import Finish, several_tokens
+from emitter.kernels.text import Body, Index, Value
+from emitter.packing import LANES, packed_shape
 
 MOST_TOKENS = 8
 STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
@@ -86,45 +83,17 @@ def gemm_few(
     """
     codec = codec_of(codec_name)
     epilogue = Epilogue(bias, residual, glu)
-    rows = epilogue.weight_rows(out_features)
-    shape = packed_shape(codec_name, rows, in_features)
+    shape = packed_shape(codec_name, epilogue.weight_rows(out_features), in_features)
     tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks, threads)
     if min(tiles.rows, tiles.vectors, tiles.workgroups, tiles.unroll) < 1 or tiles.rows > T:
         raise ValueError(f"tiles {tiles.name} do not fit {T} tokens: see FewTiles")
-    y_type = TensorType((T, out_features), F32)
-    operands = (
-        TensorType((T, in_features), F32),
-        TensorType(shape, I8),
-        *[TensorType((out_features,), F32)] * bias,
-        *[y_type] * residual,
-        *[TensorType((), I32)] * length,
-    )
 
-    def write(b: Body, *arguments: Value) -> None:
-        given = Arguments(arguments, False, epilogue, length)
+    def write(b: Body, given: Arguments) -> None:
         _Few(b, codec, isa, tiles, epilogue, given, T, out_features, in_features, shape).write()
-
-    def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
-        given = Arguments(arguments, False, epilogue, length)
-        weight = unpack(codec_name, given.weight, rows, in_features)
-        products = given.x.astype(np.float64) @ weight.astype(np.float64).T
-        y = epilogue.define(products, out_features, given.bias, given.residual)
-        if length:
-            y[int(given.length) :] = 0
-        return (y,)
 
     suffix = epilogue.name + "_length" * length
     name = f"few_{codec_name}_{T}x{out_features}x{in_features}{suffix}_{isa.name}_{tiles.name}"
-    return Kernel(
-        name=name,
-        operands=operands,
-        results=(y_type,),
-        tied=(None,),
-        text=executable(name, operands, (y_type,), (None,), tiles.workgroups, write),
-        reference=reference,
-        flops=2 * T * rows * in_features,
-        bytes=sum(t.nbytes for t in (*operands, y_type)),
-    )
+    return several_tokens(name, codec_name, T, out_features, in_features, epilogue, length, tiles.workgroups, write)
 
 
 class _Few:

@@ -1,10 +1,66 @@
-"""The end of a matrix product with several tokens: sums on the stack become results in memory."""
+"""What products of several tokens share however they are computed: operands, definition, and the way to memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+
 from emitter.kernels.fusions import Arguments, Epilogue
-from emitter.kernels.text import Body, Index, Value
-from emitter.packing import LANES
+from emitter.kernels.kernel import Kernel
+from emitter.kernels.text import Body, Index, Value, executable
+from emitter.packing import LANES, packed_shape, unpack
+from emitter.types import F32, I8, I32, TensorType
+
+
+def several_tokens(
+    name: str,
+    codec_name: str,
+    T: int,
+    out_features: int,
+    in_features: int,
+    epilogue: Epilogue,
+    length: bool,
+    workgroups: int,
+    write: Callable[[Body, Arguments], None],
+) -> Kernel:
+    """x [T, in], weight (`packed_shape`, i8), (bias [out]), (residual [T, out]), (length i32) -> y [T, out], f32.
+
+    `write` writes the body, `name` tells it from all others. With `length` only rows < length are computed, the others
+    are zero.
+    """
+    rows = epilogue.weight_rows(out_features)
+    y_type = TensorType((T, out_features), F32)
+    operands = (
+        TensorType((T, in_features), F32),
+        TensorType(packed_shape(codec_name, rows, in_features), I8),
+        *[TensorType((out_features,), F32)] * epilogue.bias,
+        *[y_type] * epilogue.residual,
+        *[TensorType((), I32)] * length,
+    )
+
+    def body(b: Body, *arguments: Value) -> None:
+        write(b, Arguments(arguments, False, epilogue, length))
+
+    def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
+        given = Arguments(arguments, False, epilogue, length)
+        weight = unpack(codec_name, given.weight, rows, in_features)
+        products = given.x.astype(np.float64) @ weight.astype(np.float64).T
+        y = epilogue.define(products, out_features, given.bias, given.residual)
+        if length:
+            y[int(given.length) :] = 0
+        return (y,)
+
+    return Kernel(
+        name=name,
+        operands=operands,
+        results=(y_type,),
+        tied=(None,),
+        text=executable(name, operands, (y_type,), (None,), workgroups, body),
+        reference=reference,
+        flops=2 * T * rows * in_features,
+        bytes=sum(t.nbytes for t in (*operands, y_type)),
+    )
 
 
 class Finish:
