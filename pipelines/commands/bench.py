@@ -18,11 +18,13 @@ examples:
   castiron bench build/model
   castiron bench build/model --threads 2 --prompt 512 --gen 64 --against llama.cpp,hf --json
   castiron bench build/model --depth 4096 --against llama.cpp --output bench.json --chart bench.svg
+  castiron bench build/model --speculation --gen 160 --json
 
 --json prints one object: castiron and peers (by name), each with decode_tok_s, prefill_tok_s, decode_roofline (share of
 read bandwidth), prefill_peak_share (of f32 peak), ttft_ms (process start to first token of a 32-token prompt), rss_mb
 (peak) and runs (median, min, max, values); machine with read_gb_s and peak_gflop_s; ratios (castiron against each peer:
-above 1 is better); settings; missing (peers that could not be measured, and why).
+above 1 is better); settings; missing (peers that could not be measured, and why). With --speculation: repeating_ratio
+and other_ratio (decode rate with --speculate over that without, medians over prompts), tokens_equal, answers.
 """
 NAMES = ("llama.cpp", "hf")
 
@@ -35,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=0, metavar="N", help="position to decode from (default: 0)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns that count (default: 5)")
     parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="peers: llama.cpp,hf")
+    parser.add_argument("--speculation", action="store_true", help="measure --speculate ngram instead: answers that "
+                        "repeat their prompt, and others")  # fmt: skip
     parser.add_argument("--model", metavar="MODEL", help="the checkpoint for peers (default: the one the bundle names)")
     parser.add_argument("--output", metavar="FILE", help="write the JSON object to a file too")
     parser.add_argument("--chart", metavar="FILE", help="draw decode and prefill to a file (.svg or .png)")
@@ -59,8 +63,12 @@ def main(args: argparse.Namespace) -> int:
     if args.chart:
         check_chart()
     bundle = open_bundle(args.bundle)
-    settings = Settings(args.threads or default_threads(), args.prompt, args.gen, args.depth, args.rounds)
+    # Speculation brings prompts of its own.
+    prompt, depth = (1, 0) if args.speculation else (args.prompt, args.depth)
+    settings = Settings(args.threads or default_threads(), prompt, args.gen, depth, args.rounds)
     check(settings, bundle)
+    if args.speculation:
+        return speculation(bundle, settings, args)
     models, measured, missing = contestants(args, bundle)
     for name, why in missing.items():
         say(f"without {name}: {why}")
@@ -90,6 +98,22 @@ def main(args: argparse.Namespace) -> int:
     }  # fmt: skip
     publish(result, args)
     return 0
+
+
+def speculation(bundle, settings, args: argparse.Namespace) -> int:
+    """The bench of --speculation; exit status 1 if a token differs."""
+    from vmfb.session import Session
+
+    from ..bench_speculation import measure, summarise, table
+    from ..text import load_text
+
+    session = Session(bundle, threads=settings.threads)
+    with Progress() as progress:
+        result = summarise(measure(session, load_text(bundle), settings.gen, settings.rounds, progress))
+    if args.output:
+        Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result) if args.json else table(result))
+    return 0 if result["tokens_equal"] else 1
 
 
 def check(settings, bundle) -> None:

@@ -39,12 +39,12 @@ def tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def bundle(directory: Path) -> Path:
+def bundle(directory: Path, speculate: tuple[int, ...] = ()) -> Path:
     """Compiles it below `directory`, once a process."""
     checkpoint = tiny.tiny_model("llama", directory / "checkpoint")
     tokenizer().save(str(checkpoint / "tokenizer.json"))
     (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
-    options = Options(context=CONTEXT, batch=(SLOTS,), speculate=())
+    options = Options(context=CONTEXT, batch=(SLOTS,), speculate=speculate)
     return compile_model(checkpoint, directory / "tiny", options).bundle
 
 
