@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from emitter.kernels.decode_workgroup import Shape, Workgroup
+from emitter.kernels.decode_workgroup import TILE, Shape, Workgroup
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import INDEX, Kernel
 from emitter.kernels.rope_append import Heads, number, prepared_heads
@@ -19,7 +19,7 @@ from emitter.kernels.vector_math import exp, lane_max, lane_sums
 from emitter.types import F32, I32, TensorType
 
 SPLIT_BYTES = 128 * 1024  # of keys and values, up to which the heads are shared out whole
-LEAST_TILES = 2  # of a part, so that preparing the queries again for each stays cheap
+UNIT = 32  # positions that parts are multiples of: fewer would prepare the queries too often, more would leave unequal shares
 STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
 
 
@@ -40,7 +40,7 @@ def attention_decode(
     softcap: float | None = None,
     splits: int = 1,
     split_from: int | None = None,
-    tile: int | None = None,
+    tile: int = TILE,
 ) -> Kernel:
     """One token's attention in one dispatch, at a cost that follows its position.
 
@@ -59,7 +59,7 @@ def attention_decode(
     if splits & (splits - 1) or splits < 1:
         raise ValueError(f"attention_decode takes a power of two as splits, got {splits}")
     shape = _shape(layout, isa, tile, splits)
-    per, tile = shape.per, shape.tile
+    per = shape.per
     split_from = split_from or max(2 * tile, SPLIT_BYTES // (8 * per * hd))
     groups = kv_heads // per
     slots = max(per, splits) if splits > 1 else 1
@@ -91,22 +91,17 @@ def attention_decode(
         def prepare(first: Index, end: Index) -> None:
             work.begin(qkv, layout.split(given), position, (k_cache, v_cache, layer), (first, end))
 
-        def tiles(start: Index, stop: Index) -> None:
-            with b.loop(start, stop, tile) as j:
-                work.tile(j.index, stop)
-
         unit = b.workgroup()
         if splits == 1:
             prepare(unit, b.add(unit, 1))
             work.own()
-            tiles(low, position)
+            work.attend(low, position, ahead=False)
             work.finish(out)
             return
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
         seen = b.sub(position, low)
-        least = LEAST_TILES * tile
-        share = b.mul(b.ceildiv(seen, splits * least), least)
+        share = b.mul(b.ceildiv(seen, splits * UNIT), UNIT)
         start = b.add(low, b.mul(slot, share))
         split = b.less(split_from, seen)
         has_head = b.both(b.negate(split), b.less(slot, per))
@@ -117,12 +112,12 @@ def attention_decode(
             with b.when(b.either(has_head, b.equal(slot, 0))):
                 work.own()
             with b.when(has_head):
-                tiles(low, position)
+                work.attend(low, position, ahead=False)
                 work.finish(out)
             with b.when(has_part):
                 # The same heads as before, in a form whose number the compiler sees.
                 work.first, work.end = base, b.add(base, per)
-                (work.stream if shape.stream else tiles)(start, b.min(b.add(start, share), position))
+                work.attend(start, b.min(b.add(start, share), position), ahead=True)
                 parts = _Parts(b, rest[-1], heads, splits, hd)
                 parts.put(work, slot)
                 count = b.ceildiv(seen, share)
@@ -160,18 +155,11 @@ def attention_decode(
 
 
 
-
-def _shape(layout: Heads, isa: Isa, tile: int | None, splits: int) -> Shape:
-    """The first shape whose state fits the stack of one workgroup.
-
-    With splits it holds as many kv heads as it can and streams; then fewer rows at once, then no streaming.
-    """
-    wanted = [(1, False, 16)]
-    if splits > 1:
-        divisors = [n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0]
-        wanted = [*((n, True, 16) for n in divisors), (1, True, 2), (1, True, 1), *wanted]
-    for per, stream, most_rows in wanted:
-        shape = Shape(layout, isa, per, tile, stream, most_rows)
+def _shape(layout: Heads, isa: Isa, tile: int, splits: int) -> Shape:
+    """With splits, the shape of the most kv heads whose state fits the stack of one workgroup; else that of one."""
+    kv_heads = layout.kv_heads if splits > 1 else 1
+    for per in (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0):
+        shape = Shape(layout, isa, per, tile)
         if shape.stack_bytes <= STACK:
             return shape
     raise ValueError(

@@ -4,14 +4,12 @@ Flash attention's recurrence (Dao et al. 2022) over tiles of positions, with one
 that need not be the maximum and rises only when a score is far above it. Scaling by a power of e costs no precision, and so
 almost every tile goes without the maximum and without touching what was summed before.
 
-A long range is streamed: rows of keys and values are copied to the stack in the order in which they lie in memory, between
-the arithmetic on those copied before. Several query heads share a key, rows are taken in blocks and values after keys, and
-hardware prefetchers lose such a pattern: reading in order is half as fast again, and prefetch instructions make up less.
+Long ranges are read ahead: between the arithmetic on some rows, one load a cache line goes through the rows that come next, in
+the order in which they lie in memory. Grouped heads against blocks of rows, and values after keys, are a pattern that hardware
+prefetchers lose; they follow those loads. Prefetch instructions do not do: CPUs drop them when memory is busy.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from emitter.kernels.isa import Isa
 from emitter.kernels.rope_append import Heads, prepare_head
@@ -19,8 +17,8 @@ from emitter.kernels.scores import NEVER, capped
 from emitter.kernels.text import Body, Index, Value, batches, largest_width
 from emitter.kernels.vector_math import exp, lane_max, lane_sums
 
-TILE = 32  # positions, at most
-TILE_BYTES = 24 * 1024  # of keys and values, so that a tile stays in the first level of cache
+TILE = 48  # positions; from 32 to 96 the time differs by a few percent
+LINE = 16  # f32 elements of a cache line
 SLACK = 30.0  # how far a score may rise above its head's reference: e^30 is far from overflow
 
 
@@ -29,32 +27,25 @@ class Shape:
 
     `tile` positions, of which `rows` are scored at once, against `heads` query heads of a group; values of `heads` heads
     are added up in `columns` vectors of `width` elements. `segment` is what a cache row has of the workgroup's kv heads.
-    With `stream` rows can be copied to the stack.
     """
 
-    def __init__(self, layout: Heads, isa: Isa, per: int, tile: int | None, stream: bool, most_rows: int = 16):
+    def __init__(self, layout: Heads, isa: Isa, per: int, tile: int):
         hd = layout.head_dim
-        self.per, self.segment, self.stream = per, per * hd, stream
+        self.per, self.segment = per, per * hd
         self.width = largest_width(isa.lanes, hd)
         accumulators = isa.registers * 3 // 4
         chunks = hd // self.width
         self.heads = min(layout.group, accumulators)
-        self.tile = tile or TILE
-        if tile is None:
-            while self.tile > isa.lanes and 8 * self.tile * self.segment > TILE_BYTES:
-                self.tile //= 2
+        self.tile = tile
         if self.tile % isa.lanes:
             raise ValueError(f"attention_decode takes tiles of a multiple of {isa.lanes} positions, got {self.tile}")
         self.rows = 1
-        # Two blocks of rows are on the stack in turn, and a tile ends where it began.
-        while self.rows * 2 * self.heads <= accumulators and self.rows * 2 <= min(self.width, self.tile // 2, most_rows):
+        while self.rows * 2 * self.heads <= accumulators and self.rows * 2 <= self.width:
             self.rows *= 2
         fitting = [n for n in range(1, chunks + 1) if chunks % n == 0 and n * self.heads <= accumulators]
         self.columns = max(fitting, default=1)
         self.unroll = max(n for n in range(1, min(chunks, 8) + 1) if chunks % n == 0)
-        heads = per * layout.group
-        copies = stream * (2 * self.rows + self.tile) * self.segment
-        self.stack_bytes = 4 * (heads * (2 * hd + self.tile + isa.lanes + 1) + hd + copies)
+        self.stack_bytes = 4 * (per * layout.group * (2 * hd + self.tile + isa.lanes + 1) + hd)
 
 
 class Workgroup:
@@ -80,9 +71,6 @@ class Workgroup:
         self.references = b.stack(held)
         self.sums = b.stack(held, self.lanes)
         self.values = b.stack(held, self.hd)
-        if shape.stream:
-            self.key_rows = b.stack(2 * self.rows * shape.segment)
-            self.value_rows = b.stack(shape.tile * shape.segment)
 
     def begin(self, qkv: Value, options: tuple, position: Value, cache: tuple, heads: tuple[Index, Index]) -> None:
         """Prepare the queries of the kv heads heads[0] .. heads[1] - 1; the recurrence is empty.
@@ -92,6 +80,7 @@ class Workgroup:
         b, layout, hd = self.b, self.layout, self.hd
         self.qkv, self.options, self.position = qkv, options, position
         self.k_cache, self.v_cache, self.layer = cache
+        self.bases = [b.address(c) for c in cache[:2]]
         self.first, self.end = heads
         (tables, norms), low = options, b.mul(self.first, self.group)
         with b.loop(low, b.mul(self.end, self.group)) as head:
@@ -131,130 +120,70 @@ class Workgroup:
                 b.store(b.extract(score, 0), self.references, g.index)
                 b.vstore(one, self.sums, g.index, 0)
 
-    def tile(self, first: Value, end: Value) -> None:
-        """Add the positions first .. min(first + tile, end) - 1 to the recurrence, straight out of the cache."""
-        b = self.b
-        count = self.start_tile(first, end)
+    def attend(self, start: Index, end: Value, ahead: bool) -> None:
+        """Add the positions start .. end - 1 to the recurrence, reading ahead or not."""
+        with self.b.loop(start, end, self.shape.tile) as tile:
+            self.tile(tile.index, end, ahead)
 
-        def key(head: Value, row: Index, d: Index) -> Value:
-            return b.vload(self.k_cache, self.width, self.layer, b.add(first, row), head, d)
-
-        def value(head: Value, row: Index, d: Index) -> Value:
-            return b.vload(self.v_cache, self.width, self.layer, b.add(first, row), head, d)
-
-        whole = self.whole_blocks(count)
-        with b.loop(0, whole, self.rows) as j, b.loop(self.first, self.end) as head:
-            self.score_rows(head.index, j.index, self.rows, key)
-        if self.rows > 1:
-            with b.loop(whole, count) as j, b.loop(self.first, self.end) as head:
-                self.score_rows(head.index, j.index, 1, key)
-        self.add_tile(count, value)
-
-    def stream(self, start: Value, end: Value) -> None:
-        """Add the positions start .. end - 1 to the recurrence, their rows copied to the stack on the way."""
-        b, segment, block = self.b, self.shape.segment, self.rows * self.shape.segment
-
-        def copy(source: Value, row: Index, target: Value, place: Index, at: Index, count: int) -> None:
-            """`count` elements, from element `at` of the segments of the rows from `row` on.
-
-            The cache's last index runs on over heads, and over rows where a workgroup holds all heads of a row.
-            """
-            unit = count if segment % count == 0 else self.width
-            for part in range(0, count, unit):
-                element = b.add(at, part)
-                come = row, element
-                if self.shape.per < self.layout.kv_heads:
-                    come = b.add(row, b.div(element, segment)), b.rem(element, segment)
-                for i in range(0, unit, self.width):
-                    x = b.vload(source, self.width, self.layer, come[0], self.first, b.add(come[1], i))
-                    b.vstore(x, target, b.add(b.add(place, element), i))
-
-        with b.loop(0, block, self.width) as e:
-            copy(self.k_cache, b.min(start, self.context - self.rows), self.key_rows, 0, e.index, self.width)
-        with b.loop(start, end, self.shape.tile) as tile:
-            first = tile.index
-            count = self.start_tile(first, end)
-            whole = self.whole_blocks(count)
-
-            with b.loop(0, whole, self.rows) as j, b.loop(self.first, self.end) as head:
-                odd = b.rem(b.div(j.index, self.rows), 2)
-                here, there = b.mul(odd, block), b.mul(b.sub(1, odd), block)
-                row = b.add(first, j.index)
-                following = b.min(b.add(row, self.rows), self.context - self.rows)
-                slot = b.sub(head.index, self.first)
-
-                def key(head: Value, row: Index, d: Index) -> Value:
-                    i = b.add(b.mul(b.sub(row, j.index), segment), b.add(b.mul(slot, self.hd), d))
-                    return b.vload(self.key_rows, self.width, b.add(here, i))
-
-                def move(d: Index) -> None:
-                    at = b.add(b.mul(slot, self.rows * self.hd), b.mul(d, self.rows))
-                    copy(self.k_cache, following, self.key_rows, there, at, self.rows * self.width)
-                    copy(self.v_cache, row, self.value_rows, b.mul(j.index, segment), at, self.rows * self.width)
-
-                self.score_rows(head.index, j.index, self.rows, key, move)
-            if self.rows > 1:
-                with b.loop(whole, count) as j:
-                    with b.loop(0, segment, self.width) as e:
-                        copy(self.v_cache, b.add(first, j.index), self.value_rows, b.mul(j.index, segment), e.index, self.width)
-                    with b.loop(self.first, self.end) as head:
-                        at = lambda h, row, d: b.vload(self.k_cache, self.width, self.layer, b.add(first, row), h, d)
-                        self.score_rows(head.index, j.index, 1, at)
-
-            def value(head: Value, row: Index, d: Index) -> Value:
-                i = b.add(b.mul(row, segment), b.add(b.mul(b.sub(head, self.first), self.hd), d))
-                return b.vload(self.value_rows, self.width, i)
-
-            self.add_tile(count, value)
-
-    def start_tile(self, first: Value, end: Value) -> Value:
-        """The positions of a tile; the rest of the scores' last vector is set to nothing."""
+    def tile(self, first: Value, end: Value, ahead: bool) -> None:
+        """Add the positions first .. min(first + tile, end) - 1 to the recurrence."""
         b = self.b
         count = b.min(b.sub(end, first), self.shape.tile)
+        vectors = b.ceildiv(count, self.lanes)
         with b.when(b.less(count, self.shape.tile)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
-            last = b.mul(b.div(b.sub(count, 1), self.lanes), self.lanes)
+            last = b.mul(b.sub(vectors, 1), self.lanes)
             b.vstore(b.splat(NEVER, self.lanes), self.scores, g.index, last)
-        return count
-
-    def whole_blocks(self, count: Value) -> Index:
-        return self.b.mul(self.b.div(count, self.rows), self.rows)
-
-    def add_tile(self, count: Value, value: Callable[..., Value]) -> None:
-        """Weights out of a tile's scores, and its value rows with them; value(head, row, d) gives a vector of a row."""
-        b = self.b
+        whole = b.mul(b.div(count, self.rows), self.rows)
+        # Rows outside, heads inside: the cache is walked as it lies, in blocks.
+        with b.loop(0, whole, self.rows) as j, b.loop(self.first, self.end) as head:
+            self.score_rows(head.index, b.add(first, j.index), j.index, self.rows, ahead)
+        if self.rows > 1:
+            with b.loop(whole, count) as j, b.loop(self.first, self.end) as head:
+                self.score_rows(head.index, b.add(first, j.index), j.index, 1, ahead=False)
         with b.loop(self.first, self.end) as head:
             for heads in self.head_chunks:
-                self.softmax(head.index, heads, b.ceildiv(count, self.lanes))
+                self.softmax(head.index, heads, vectors)
                 with b.loop(0, self.hd, self.columns * self.width) as d:
-                    self.add_values(head.index, heads, d.index, count, value)
+                    self.add_values(head.index, heads, d.index, first, count)
 
     def held(self, head: Value, heads: range) -> list[Index]:
         """Where query heads of a kv head's group stand on the stack."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
-    def score_rows(
-        self, head: Value, j: Index, rows: int, key: Callable[..., Value], move: Callable[[Index], None] | None = None
-    ) -> None:
-        """Scores of `rows` positions of the tile from j on; key(head, row, d) gives a vector of a row.
+    def touch(self, base: Value, row: Index, at: Index, count: int) -> None:
+        """Load a word of each line of `count` elements, from element `at` of the segments of the rows from `row` on."""
+        b, segment = self.b, self.shape.segment
+        size = self.layout.kv_heads * self.hd
+        start = b.mul(b.add(b.mul(self.layer, self.context), row), size)
+        for line in range(0, count, LINE):
+            element = b.add(at, line)
+            if segment < size:
+                element = b.add(b.mul(b.div(element, segment), size), b.add(b.rem(element, segment), b.mul(self.first, self.hd)))
+            b.touch(base, b.mul(b.add(start, element), 4))
 
-        move(d) writes what else is to be done at each step along head_dim.
+    def score_rows(self, head: Value, row: Index, j: Value, rows: int, ahead: bool) -> None:
+        """Scores of `rows` positions from `row` on, as those of the tile from j on.
+
+        With `ahead`, this head's share of the values of these positions and of the keys of the next is read ahead.
         """
         b, shape = self.b, self.shape
+        following = b.min(b.add(row, rows), self.context - rows)
         for heads in self.head_chunks:
             held = self.held(head, heads)
             count = len(held)
-            first = heads is self.head_chunks[0]
             with b.loop(0, self.hd, shape.unroll * self.width, carry=[b.splat(0.0, self.width)] * (count * rows)) as loop:
                 sums = loop.values
                 for i in range(shape.unroll):
                     d = b.add(loop.index, i * self.width)
-                    if move is not None and first:
-                        move(d)
+                    if ahead and heads is self.head_chunks[0]:
+                        share = b.add(b.mul(b.sub(head, self.first), rows * self.hd), b.mul(d, rows))
+                        for base, place in (self.bases[0], following), (self.bases[1], row):
+                            self.touch(base, place, share, rows * self.width)
                     queries = [b.vload(self.q, self.width, g, d) for g in held]
                     fresh = []
                     for r, carried in enumerate(batches(sums, count)):
-                        k = key(head, b.add(j, r), d)
+                        k = b.vload(self.k_cache, self.width, self.layer, b.add(row, r), head, d)
                         fresh += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
                     sums = fresh
                 loop.give(*sums)
@@ -293,7 +222,7 @@ class Workgroup:
             value = b.vload(self.values, self.width, g, d.index)
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
-    def add_values(self, head: Value, heads: range, d: Index, count: Index, value: Callable[..., Value]) -> None:
+    def add_values(self, head: Value, heads: range, d: Index, first: Value, count: Index) -> None:
         """values[heads, d:d+columns*width] += weights @ value rows."""
         b, width = self.b, self.width
         held = self.held(head, heads)
@@ -304,7 +233,7 @@ class Workgroup:
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
             for i, c in enumerate(columns):
-                v = value(head, j.index, c)
+                v = b.vload(self.v_cache, width, self.layer, b.add(first, j.index), head, c)
                 sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(weights)])
             j.give(*[sums[i][g] for g in range(len(held)) for i in range(len(columns))])
         for g, results in zip(held, batches(j.results, len(columns)), strict=True):

@@ -274,9 +274,17 @@ class Body:
         place = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
         return self.let(f"memref.atomic_rmw addi {value}, {place}", value.type)
 
-    def prefetch(self, buffer: Value, *indices: Index) -> None:
-        """Ask for the cache line of an element that a later read will want; any address may be asked for."""
-        self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<3>, data : {buffer.type}")
+    def address(self, buffer: Value) -> Value:
+        """Where a memref begins, as i64."""
+        base = self.let(f"memref.extract_aligned_pointer_as_index {buffer} : {buffer.type} -> index", "index")
+        return self.let(f"arith.index_cast {base} : index to i64", "i64")
+
+    def touch(self, address: Value, offset: Index) -> None:
+        """Load a word `offset` bytes from an address and forget it; the compiler neither drops nor moves it."""
+        bytes_ = self.let(f"arith.index_cast {self.index(offset)} : index to i64", "i64")
+        place = self.binary("addi", address, bytes_)
+        pointer = self.let(f"llvm.inttoptr {place} : i64 to !llvm.ptr", "!llvm.ptr")
+        self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", "i32")
 
     @contextmanager
     def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Value] = ()) -> Iterator[Loop]:

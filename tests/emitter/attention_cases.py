@@ -92,8 +92,8 @@ def drawn(count: int) -> list[Case]:
     return found
 
 
-# SmolLM2, Qwen 2.5 0.5B, Gemma 3 270M, a kv head for each head, more heads than registers, heads too long to stream,
-# and whole-row norms.
+# SmolLM2, Qwen 2.5 0.5B, Gemma 3 270M, a kv head for each head, more heads than registers, long heads, and whole-row
+# norms.
 REAL = [
     Case(9, 3, 64, 64, splits=4),
     Case(14, 2, 64, 64),

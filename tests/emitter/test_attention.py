@@ -25,8 +25,8 @@ from tests.emitter.attention_cases import (
 )
 
 CASES = drawn(8) + REAL
-# Around the tiles of 8, 16 and 32 positions, where splitting begins, inside and past windows, and the context's last.
-POSITIONS = [0, 1, 7, 8, 16, 23, 24, 25, 33, 39, 41, 64, 100, CONTEXT - 1]
+# Around blocks of rows, the tiles of 48, parts of 32, where splitting begins, inside and past windows, and the last.
+POSITIONS = [0, 1, 7, 8, 16, 23, 24, 25, 33, 41, 47, 48, 49, 64, 97, 144, CONTEXT - 1]
 STARTS = [0, 1, 47, 130]
 
 
