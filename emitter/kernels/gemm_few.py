@@ -16,7 +16,7 @@ from emitter.kernels.fusions import Arguments, Epilogue
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
 from emitter.kernels.prepared_x import PAD, PreparedX, bytes_per_element
-from emitter.kernels.records import Records
+from emitter.kernels.records import CACHE_LINE, Records
 from emitter.kernels.several import Finish, several_tokens
 from emitter.kernels.text import Body, Index, Value
 from emitter.packing import LANES, packed_shape
@@ -118,6 +118,7 @@ class _Few:
         self.records = Records(b, codec, isa, given.weight)
         self.layout = self.records.layout
         self.set = tiles.blocks(isa, epilogue.blocks)
+        self.unit = tiles.blocks(isa, 1)
         set_bytes = 4 * T * LANES * self.set
         self.chunk, self.batch = self.count, 1  # records of x prepared at once, sets that share them
         if codec.quantised:
@@ -175,8 +176,7 @@ class _Few:
 
         A side is a block, a vector of it and its column in the sums. The last block stands in for those that a set lacks.
         """
-        b, rows, vectors, per_block = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors
-        unit = lcm(per_block, vectors) // per_block  # blocks that are whole tiles
+        b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         whole = self.T // rows * rows
         with b.loop(first, last, unit) as block:
             numbers = [b.add(block.index, i) for i in range(unit)]
@@ -200,6 +200,8 @@ class _Few:
         start = b.mul(number, codec.group)
         tokens = [b.add(token, t) for t in range(rows)]
         codes = {block: records.group_codes(block, record, group) for block, _, _ in sides}
+        soon = (0, self.layout.size) if self.layout.groups == 1 else (records.codes_at(group), self.layout.group_bytes)
+        self._prefetch(sides, record, *soon)
         products: list[list[Value | None]] = [[None] * len(sides) for _ in tokens]
         if codec.offset:
             products = [[self.x.sum_of(number, t)] * len(sides) for t in tokens]
@@ -221,6 +223,12 @@ class _Few:
                 if minimum is not None:
                     total = b.fma(minimum, self.x.sum_of(number, t), total)
                 b.vstore(total, self.sums, t, column)
+
+    def _prefetch(self, sides: list, record: Index, offset: Index, nbytes: int) -> None:
+        """Ask for `nbytes` of a record in the blocks that come next."""
+        for block in {block: None for block, _, _ in sides}:
+            for line in range(0, nbytes, CACHE_LINE):
+                self.records.prefetch(self.b.add(block, self.unit), record, self.b.add(offset, line))
 
     def _times(self, a: Value, factor: Value | None) -> Value:
         return a if factor is None else self.b.mulf(a, factor)
@@ -244,6 +252,7 @@ class _Few:
         zeros = [b.splat(0.0, self.lanes)] * (rows * len(sides))
         with b.loop(0, whole, unroll, carry=zeros) as loop:
             sums = loop.values
+            self._prefetch(sides, loop.index, 0, self.layout.size * unroll)
             for u in range(unroll):
                 sums = add(b.add(loop.index, u), sums, elements)
             loop.give(*sums)
