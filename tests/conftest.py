@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -20,6 +21,10 @@ from iree.runtime import HalElementType
 from emitter.types import DTYPES, TensorType
 from vmfb.compiler import compile_mlir
 from vmfb.targets import TARGETS
+
+# A shell's background jobs start with Ctrl-C ignored, and so would the programs that are tested on it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("castiron", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("castiron")
