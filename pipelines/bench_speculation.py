@@ -132,5 +132,6 @@ def table(result: dict) -> str:
             f"{answer['ratio']:>7.2f}x{right:>10}"
         )
     equal = "the same" if result["tokens_equal"] else "DIFFERENT"
-    lines.append(f"text that repeats {result['repeating_ratio']:.2f}x, elsewhere {result['other_ratio']:.2f}x; tokens are {equal}")
+    ratios = f"text that repeats {result['repeating_ratio']:.2f}x, elsewhere {result['other_ratio']:.2f}x"
+    lines.append(f"{ratios}; tokens are {equal}")
     return "\n".join(lines)

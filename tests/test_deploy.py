@@ -57,14 +57,15 @@ def python(away) -> Path:
 
 @pytest.fixture(scope="session")
 def copies(away, tmp_path_factory) -> dict[str, Path]:
-    """A toy bundle, as a directory and packed, and castiron's runtime half, all of it read-only."""
+    """A toy bundle, as a directory and packed, and castiron's runtime half, in a home of someone else's, all read-only."""
     bundle = toy_text.write(tmp_path_factory.mktemp("deploy") / "toy")
-    shutil.copytree(bundle, away / "toy")
-    pack_bundle(open_bundle(bundle), away / "toy.castiron")
+    home = away / "home" / "other"
+    shutil.copytree(bundle, home / "toy")
+    pack_bundle(open_bundle(bundle), home / "toy.castiron")
     for package in ("pipelines", "vmfb"):
-        shutil.copytree(ROOT / package, away / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["chmod", "-R", "a-w,a+rX", away / "toy", away / "toy.castiron", away / "code"], check=True)
-    return {"directory": away / "toy", "packed": away / "toy.castiron", "here": bundle}
+        shutil.copytree(ROOT / package, home / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["chmod", "-R", "a-w,a+rX", home], check=True)
+    return {"home": home, "directory": home / "toy", "packed": home / "toy.castiron", "here": bundle}
 
 
 def offline() -> list[str]:
@@ -76,12 +77,12 @@ def offline() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["directory", "packed"])
-def test_four_packages_are_enough_offline_read_only_for_another_user(python, copies, away, form):
+def test_four_packages_are_enough_offline_read_only_for_another_user(python, copies, form):
     # As root files are never read-only, so root becomes nobody.
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if not os.geteuid() else []
     arguments = ["run", str(copies[form]), "-p", "bcd", "-n", "6", "--ignore-eos", "--json"]
     command = [*offline(), *user, str(python), "-m", "pipelines", *arguments]
-    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONPATH": str(away / "code")}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(copies["home"]), "PYTHONPATH": str(copies["home"] / "code")}
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     arguments[1] = str(copies["here"])

@@ -20,7 +20,7 @@ from pipelines.errors import PipelineError
 from pipelines.generate import Generation
 from pipelines.text import Text, load_text
 from tests.pipelines import toy_text
-from vmfb.bundle import open_bundle
+from vmfb.bundle import open_bundle, pack_bundle
 from vmfb.session import Session
 
 CONTEXT, EOS = toy_text.CONTEXT, toy_text.EOS
@@ -193,6 +193,11 @@ def test_without_a_terminal_answers_alone_are_on_stdout(path, make, tmp_path):
     chat = make()
     assert done.stdout.splitlines() == [say(chat, "bc"), say(chat, "d"), say(make(), "bc")]
     assert done.returncode == 0 and done.stderr.count("tok/s") >= 1 and "/help lists" in done.stderr
+
+
+def test_a_packed_bundle_chats_as_its_directory(path, tmp_path):
+    pack_bundle(open_bundle(path), tmp_path / "toy.castiron")
+    assert piped(tmp_path / "toy.castiron", "bc\nd\n").stdout == piped(path, "bc\nd\n").stdout != ""
 
 
 def test_an_error_without_a_terminal_shows_in_the_exit_status(path):

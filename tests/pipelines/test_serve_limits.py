@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 import urllib.parse
+from pathlib import Path
 
 import pytest
 
 from pipelines import cli
 from tests.pipelines.served import CONTEXT, MESSAGES, RENDERED, SLOTS, Alone, bundle, served
+from vmfb.bundle import open_bundle, pack_bundle
 
 # A request of so many choices keeps the small model busy for seconds.
 MANY = 60
@@ -242,6 +244,16 @@ def test_an_idle_server_ends_at_once_on_ctrl_c(path, tmp_path):
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(5) == 0
         idle.close()
+
+
+def test_a_packed_bundle_is_served_as_its_directory(path, alone, tmp_path):
+    packed = tmp_path / "packed.castiron"
+    pack_bundle(open_bundle(path), packed)
+    with served(packed, tmp_path / "log") as server:
+        assert said(server, alone)
+        # The weights are pages of the file itself.
+        if (maps := Path(f"/proc/{server.process.pid}/maps")).exists():
+            assert str(packed) in maps.read_text()
 
 
 def test_the_load_script_finds_texts_equal_and_prefixes_cached(path, tmp_path):
