@@ -89,9 +89,11 @@ def _place(sums: np.ndarray, goal: float) -> int:
 def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """exp(logits / temperature) as f32 [n], scaled so that the largest is 1; NumPy's f32 exp is many times as fast as
     f64's."""
-    below = (logits - logits.max()).astype(np.float32)
+    weight = (logits - logits.max()).astype(np.float32, copy=False)
     # Beyond these all is one token or all are equal, as far as f32 can tell.
-    return np.exp(below / np.float32(min(max(temperature, 1e-5), 1e9))) if temperature != 1 else np.exp(below)
+    if temperature != 1:
+        weight /= np.float32(min(max(temperature, 1e-5), 1e9))
+    return np.exp(weight, out=weight)
 
 
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
