@@ -197,7 +197,6 @@ def test_the_probes_compile_for_every_kind_of_cpu(isa, tmp_path):
 
 
 def test_a_chart_shows_every_engine(tmp_path):
-    pytest.importorskip("matplotlib")
     from pipelines.chart import draw
 
     def engine(decode, prefill):
