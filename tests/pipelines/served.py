@@ -83,10 +83,27 @@ class Served:
         return self.log.read_text()
 
 
+# The small model answers faster than a test can look; every step and prompt takes at least so many seconds here.
+SLOW = """
+import sys, time
+from vmfb.batch import Batch
+from vmfb.session import Session
+def slowly(function):
+    def slow(*arguments):
+        time.sleep(float(sys.argv[1]))
+        return function(*arguments)
+    return slow
+Batch.step, Session.prefill = slowly(Batch.step), slowly(Session.prefill)
+from pipelines.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 @contextlib.contextmanager
-def served(path: Path, log: Path, *options: str, **environment: str):
-    """`castiron serve` on a free port; killed at the end if it has not ended by itself."""
-    command = [sys.executable, "-m", "pipelines", "serve", str(path), "--port", "0", "--threads", "1", *options]
+def served(path: Path, log: Path, *options: str, slow: float = 0, **environment: str):
+    """`castiron serve` on a free port, with steps of at least `slow` seconds; killed at the end if it still runs."""
+    start = ["-c", SLOW, str(slow)] if slow else ["-m", "pipelines"]
+    command = [sys.executable, *start, "serve", str(path), "--port", "0", "--threads", "1", *options]
     with open(log, "wb") as file:
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=file, env={**os.environ, **environment},

@@ -83,12 +83,14 @@ def test_a_stream_joins_to_the_whole_answer(client, alone):
     assert all(chunk.choices for chunk in chat(client, 2, stream=True))
 
 
-def test_a_stream_comes_while_it_is_made(client):
+def test_a_stream_comes_while_it_is_made(path, tmp_path):
     """The first piece is there long before the last."""
-    stream = chat(client, 100, stream=True)
-    next(stream)
-    before = metric(client, "castiron_requests_running")
-    rest = len(list(stream))
+    with served(path, tmp_path / "log", slow=0.02) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            stream = chat(client, 100, stream=True)
+            next(stream)
+            before = metric(client, "castiron_requests_running")
+            rest = len(list(stream))
     assert before == 1 and rest > 60
 
 

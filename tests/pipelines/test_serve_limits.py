@@ -23,8 +23,8 @@ from pipelines import cli
 from tests.pipelines.served import CONTEXT, MESSAGES, RENDERED, SLOTS, Alone, bundle, served
 from vmfb.bundle import open_bundle, pack_bundle
 
-# A request of so many choices keeps the small model busy for seconds.
-MANY = 60
+# A request of so many choices keeps the small model busy for seconds, at STEP seconds a step.
+MANY, STEP = 60, 0.003
 LONG = {"messages": MESSAGES, "ignore_eos": True, "temperature": 0, "n": MANY}
 
 
@@ -41,7 +41,7 @@ def alone(path):
 @pytest.fixture(scope="module")
 def server(path, tmp_path_factory):
     """Generous: only what a test does to it can go wrong."""
-    with served(path, tmp_path_factory.mktemp("serve") / "log", "--queue", "100") as found:
+    with served(path, tmp_path_factory.mktemp("serve") / "log", "--queue", "100", slow=STEP) as found:
         yield found
     assert "Traceback" not in found.errors, found.errors
 
@@ -49,7 +49,7 @@ def server(path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def strict(path, tmp_path_factory):
     options = ("--api-key", "first", "--queue", "2", "--max-body", "0.002", "--timeout", "1.5")
-    with served(path, tmp_path_factory.mktemp("strict") / "log", *options, CASTIRON_API_KEY="second, third") as found:
+    with served(path, tmp_path_factory.mktemp("strict") / "log", *options, slow=STEP, CASTIRON_API_KEY="second, third") as found:
         yield found
 
 
@@ -123,7 +123,7 @@ def test_a_full_queue_refuses_and_says_how_long_it_is(strict):
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error_and_frees_its_slots(path, tmp_path):
-    with served(path, tmp_path / "log", "--timeout", "0.3") as server:
+    with served(path, tmp_path / "log", "--timeout", "0.3", slow=STEP) as server:
         status, _, body = ask(server, "/v1/chat/completions", LONG)
         assert status == 504 and "0.3 s" in body["error"]["message"] and body["error"]["code"] == "timeout"
         connection, response = stream_of(server, LONG)
@@ -200,7 +200,7 @@ def test_nonsense_disturbs_nobody(server, alone):
 
 
 def test_sigterm_lets_requests_finish_and_ends_with_0(path, alone, tmp_path):
-    with served(path, tmp_path / "log") as server:
+    with served(path, tmp_path / "log", slow=STEP) as server:
         connection, response = stream_of(server, {**LONG, "n": 8})
         response.read(10)
         server.process.send_signal(signal.SIGTERM)
@@ -223,7 +223,7 @@ def test_sigterm_lets_requests_finish_and_ends_with_0(path, alone, tmp_path):
 @pytest.mark.parametrize("again", [True, False])
 def test_what_does_not_finish_in_time_is_told_and_ended(path, tmp_path, again):
     """After the grace, or at once on a second signal."""
-    with served(path, tmp_path / "log", "--grace", "60" if again else "0.2") as server:
+    with served(path, tmp_path / "log", "--grace", "60" if again else "0.2", slow=STEP) as server:
         connection, response = stream_of(server, {**LONG, "n": MANY})
         response.read(10)
         server.process.send_signal(signal.SIGTERM)
