@@ -13,8 +13,8 @@ class Batch:
     """As many sessions as the bundle's largest batch function has rows, each over its own slot of the caches.
 
     The caches are `[size * layers, context, kv_heads, head_dim]`, a slot after another, so that a slot is a session's
-    caches as they are, and the first B slots are the caches of `decode_batch_B`. A row that is not stepped is computed
-    all the same: it writes where its session's next token will, and is forgotten.
+    caches as they are, and the first B slots are the caches of `decode_batch_B`. Attention leaves out a row that is not
+    stepped; where StableHLO computes it, the row writes where its session's next token will, and is forgotten.
     """
 
     def __init__(self, bundle: Bundle, threads: int | None = None):
@@ -25,6 +25,7 @@ class Batch:
         cache, sizes = program.manifest.cache, program.manifest.widths("batch")
         self.program, self.size = program, max(sizes, default=1)
         layers = cache.layers
+        self._leaves_out = program.manifest.lowering == "kernels"
         caches = [program.zeros((self.size * layers, *cache.shape[1:]), cache.dtype) for _ in range(2)]
         self.slots: list[Session] = []
         for i in range(self.size):
@@ -57,6 +58,9 @@ class Batch:
         for slot in range(size):
             session = self.slots[slot]
             words[slot] = tokens.get(slot, 0)
+            if slot not in tokens and self._leaves_out:
+                positions[slot] = -1
+                continue
             # A full session that is not stepped gives up its last position: there is no next one to write to.
             if slot not in tokens and session.position == session.context:
                 session.rewind(session.context - 1)

@@ -1,4 +1,4 @@
-"""What a bundle says of itself: `manifest.json`, schema 1."""
+"""What a bundle says of itself: `manifest.json`, schema 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from vmfb.record import Json, RecordError, from_json, to_json
 from vmfb.targets import Target
 
-SCHEMA = 1
+SCHEMA = 2  # since 2, kernels leave a batch's rows alone whose position is negative
 ROLES = ("decode", "prefill", "verify", "batch")
 MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",

@@ -3,6 +3,8 @@
 Short contexts are shared out by kv head. Long ones are split by position, so that every workgroup streams whole rows of the
 cache and any number of threads has equal shares; the workgroup that comes last adds up the parts, which costs no second
 dispatch. The token's own key and value enter from registers: the cache row that is written is read by nobody.
+
+A batch of sequences, one token each, is the same work once for each row of one dispatch: to the last bit what each gets alone.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def attention_decode(
     splits: int = 1,
     split_from: int | None = None,
     tile: int = TILE,
+    batch: int | None = None,
 ) -> Kernel:
     """One token's attention in one dispatch, at a cost that follows its position.
 
@@ -53,24 +56,33 @@ def attention_decode(
     With `splits` above 1, a power of two, contexts of more than `split_from` positions are split into that many parts.
     `counters` must be zero before the first call and are zero again after each; one tensor serves all layers in turn.
     `parts` is scratch. `tile` positions are taken at a time.
+
+    With `batch` B there are B sequences: qkv [B, row], pos i32 [B], out [B, heads*head_dim], and the caches hold the layers of
+    one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is negative is idle: its
+    caches stay as they are and its result is zero.
     """
     hd = head_dim
     layout = Heads(heads, kv_heads, head_dim, rope, interleaved, qk_norm, qk_norm_row)
     if splits & (splits - 1) or splits < 1:
         raise ValueError(f"attention_decode takes a power of two as splits, got {splits}")
+    rows = batch or 1
+    if layers % rows:
+        raise ValueError(f"attention_decode needs layers ({layers}) that {batch} sequences share evenly")
     shape = _shape(layout, isa, tile, splits)
     per = shape.per
     split_from = split_from or max(2 * tile, SPLIT_BYTES // (8 * per * hd))
     groups = kv_heads // per
     slots = max(per, splits) if splits > 1 else 1
+    units = groups * slots if splits > 1 else kv_heads
 
     cache = TensorType((layers, context, kv_heads, hd), F32)
-    operands = [TensorType((1, layout.row), F32), *layout.operands(context), TensorType((), I32), cache, cache]
+    operands = [TensorType((rows, layout.row), F32), *layout.operands(context), TensorType((batch,) if batch else (), I32)]
+    operands += [cache, cache]
     place = len(operands) - 2
-    results, tied = [TensorType((1, heads * hd), F32), cache, cache], [None, place, place + 1]
+    results, tied = [TensorType((rows, heads * hd), F32), cache, cache], [None, place, place + 1]
     if splits > 1:
-        operands.append(TensorType((groups,), I32))
-        results += [operands[-1], TensorType((heads * splits * (hd + 2),), F32)]
+        operands.append(TensorType((rows * groups,), I32))
+        results += [operands[-1], TensorType((rows * heads * splits * (hd + 2),), F32)]
         tied += [place + 2, None]
     operands.append(INDEX)
     name = "_".join(
@@ -79,19 +91,36 @@ def attention_decode(
         + [f"cap{number(softcap or 0)}"] * (softcap is not None)
         + [isa.name, f"t{tile}"]
         + [f"p{splits}from{split_from}"] * (splits > 1)
+        + [f"b{batch}"] * (batch is not None)
     )
 
     def write(b: Body, qkv: Value, *arguments: Value) -> None:
         given, rest = arguments[: place - 2], arguments[place - 2 :]
         pos, k_cache, v_cache, *counters, layer, out = rest[: 5 + (splits > 1)]
+        unit = b.workgroup()
+        if batch is None:
+            sequence(b, (qkv, 0, out), given, b.to_index(b.load(pos)), (k_cache, v_cache, layer), unit, counters, rest[-1])
+            return
+        row, unit = b.div(unit, units), b.rem(unit, units)
+        position = b.to_index(b.load(pos, row))
+        idle = b.less(position, 0)
+        with b.when(b.negate(idle)):
+            cache = k_cache, v_cache, b.add(b.mul(row, layers // batch), layer)
+            sequence(b, (qkv, row, out), given, position, cache, unit, counters, rest[-1])
+        with b.when(b.both(idle, b.equal(unit, 0))), b.loop(0, heads * hd, shape.width) as d:
+            b.vstore(b.splat(0.0, shape.width), out, row, d.index)
+
+    def sequence(
+        b: Body, ends: tuple, given: tuple, position: Value, cache: tuple, unit: Value, counters: list, scratch: Value
+    ) -> None:
+        """Workgroup `unit` of the token at `position` of one sequence; ends are (qkv, the row of it and of the result, out)."""
+        qkv, row, out = ends
         work = Workgroup(b, layout, isa, context, shape, softcap, scale)
-        position = b.to_index(b.load(pos))
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
 
         def prepare(first: Index, end: Index) -> None:
-            work.begin(qkv, layout.split(given), position, (k_cache, v_cache, layer), (first, end))
+            work.begin((qkv, row), layout.split(given), position, cache, (first, end))
 
-        unit = b.workgroup()
         if splits == 1:
             prepare(unit, b.add(unit, 1))
             work.own()
@@ -118,12 +147,13 @@ def attention_decode(
                 # The same heads as before, in a form whose number the compiler sees.
                 work.first, work.end = base, b.add(base, per)
                 work.attend(start, b.min(b.add(start, share), position), ahead=True)
-                parts = _Parts(b, rest[-1], heads, splits, hd)
+                parts = _Parts(b, scratch, (rows, row), heads, splits, hd)
                 parts.put(work, slot)
                 count = b.ceildiv(seen, share)
-                before = b.atomic_add(b.constant("1", "i32"), counters[0], group)
+                counter = b.add(b.mul(row, groups), group)
+                before = b.atomic_add(b.constant("1", "i32"), counters[0], counter)
                 with b.when(b.equal(b.to_index(before), b.sub(count, 1))):
-                    b.store(b.constant("0", "i32"), counters[0], group)
+                    b.store(b.constant("0", "i32"), counters[0], counter)
                     with b.loop(b.mul(base, layout.group), b.mul(b.add(base, per), layout.group)) as head:
                         parts.join(head.index, count, out, work.width)
 
@@ -131,13 +161,17 @@ def attention_decode(
         given, rest = arguments[: place - 2], arguments[place - 2 :]
         pos, k_cache, v_cache, *counters, layer = rest
         tables, norms = layout.split(given)
-        position = int(pos)
-        q, k, v = prepared_heads(layout, qkv, np.array([position]), tables, norms)
         k_cache, v_cache = k_cache.copy(), v_cache.copy()
-        k_cache[layer, position], v_cache[layer, position] = k[0], v[0]
-        out = attend(q, k_cache[layer], v_cache[layer], [position], scale, window, softcap)
+        out = np.zeros((rows, heads * hd), np.float32)
+        for i, position in enumerate(np.reshape(pos, -1).tolist()):
+            if position < 0 and batch:
+                continue
+            at = i * (layers // rows) + layer
+            q, k, v = prepared_heads(layout, qkv[i : i + 1], np.array([position]), tables, norms)
+            k_cache[at, position], v_cache[at, position] = k[0], v[0]
+            out[i] = attend(q, k_cache[at], v_cache[at], [position], scale, window, softcap).reshape(-1)
         scratch = [np.zeros(t.shape, t.dtype.numpy) for t in results[3:]]
-        return (out.reshape(1, -1).astype(np.float32), k_cache, v_cache, *scratch)
+        return (out, k_cache, v_cache, *scratch)
 
     def seen(position: int) -> int:
         return min(position + 1, window or context)
@@ -147,12 +181,11 @@ def attention_decode(
         operands=tuple(operands),
         results=tuple(results),
         tied=tuple(tied),
-        text=executable(name, operands, results, tied, groups * slots if splits > 1 else kv_heads, write),
+        text=executable(name, operands, results, tied, rows * units, write),
         reference=reference,
-        flops=lambda position: 4 * heads * hd * seen(position),
-        bytes=lambda position: 4 * (2 * kv_heads * hd * seen(position) + layout.row + heads * hd),
+        flops=lambda position: rows * 4 * heads * hd * seen(position),
+        bytes=lambda position: rows * 4 * (2 * kv_heads * hd * seen(position) + layout.row + heads * hd),
     )
-
 
 
 def _shape(layout: Heads, isa: Isa, tile: int, splits: int) -> Shape:
@@ -171,13 +204,16 @@ def _shape(layout: Heads, isa: Isa, tile: int, splits: int) -> Shape:
 class _Parts:
     """What the workgroups of a split context leave for the last of them, in one row of scratch.
 
-    By head and split: weighted values [heads, splits, head_dim], references [heads, splits], sums [heads, splits].
+    By head and split: weighted values [heads, splits, head_dim], references [heads, splits], sums [heads, splits]; `rows`
+    are how many sequences have each of these, and the number of this one.
     """
 
-    def __init__(self, b: Body, scratch: Value, heads: int, splits: int, hd: int):
+    def __init__(self, b: Body, scratch: Value, rows: tuple[int, Index], heads: int, splits: int, hd: int):
         self.b, self.scratch, self.splits, self.hd = b, scratch, splits, hd
-        self.references = heads * splits * hd
-        self.sums = self.references + heads * splits
+        count, self.row = rows
+        self.before = b.mul(self.row, heads)
+        self.references = count * heads * splits * hd
+        self.sums = self.references + count * heads * splits
         self.weights = b.stack(splits)
 
     def put(self, work: Workgroup, slot: Value) -> None:
@@ -186,7 +222,7 @@ class _Parts:
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:
             g = b.sub(head.index, low)
-            row = b.add(b.mul(head.index, self.splits), slot)
+            row = b.add(b.mul(b.add(self.before, head.index), self.splits), slot)
             b.store(b.load(work.references, g), self.scratch, b.add(row, self.references))
             b.store(work.total(g), self.scratch, b.add(row, self.sums))
             with b.loop(0, self.hd, work.width) as d:
@@ -196,7 +232,7 @@ class _Parts:
     def join(self, head: Value, count: Index, out: Value, width: int) -> None:
         """The result of a head from its first `count` splits; the others were not written."""
         b, splits = self.b, self.splits
-        row = b.mul(head, splits)
+        row = b.mul(b.add(self.before, head), splits)
         real = b.compare("slt", b.steps(splits), b.broadcast(b.to_i32(count), splits))
         references = b.vload(self.scratch, splits, b.add(row, self.references))
         references = b.select(real, references, b.splat(NEVER, splits))
@@ -210,4 +246,4 @@ class _Parts:
                 value = b.vload(self.scratch, width, b.add(b.mul(b.add(row, s.index), self.hd), d.index))
                 weight = b.broadcast(b.load(self.weights, s.index), width)
                 s.give(b.fma(weight, value, s.values[0]))
-            b.vstore(s.results[0], out, 0, b.add(b.mul(head, self.hd), d.index))
+            b.vstore(s.results[0], out, self.row, b.add(b.mul(head, self.hd), d.index))

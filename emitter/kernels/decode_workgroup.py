@@ -72,20 +72,21 @@ class Workgroup:
         self.sums = b.stack(held, self.lanes)
         self.values = b.stack(held, self.hd)
 
-    def begin(self, qkv: Value, options: tuple, position: Value, cache: tuple, heads: tuple[Index, Index]) -> None:
+    def begin(self, source: tuple, options: tuple, position: Value, cache: tuple, heads: tuple[Index, Index]) -> None:
         """Prepare the queries of the kv heads heads[0] .. heads[1] - 1; the recurrence is empty.
 
-        `options` are ([cos, sin], [q_norm, k_norm]) as of `Heads.split`; `cache` is (k, v, layer).
+        `source` is (qkv, the sequence's row in it and in the result); `options` are ([cos, sin], [q_norm, k_norm]) as of
+        `Heads.split`; `cache` is (k, v, layer).
         """
         b, layout, hd = self.b, self.layout, self.hd
-        self.qkv, self.options, self.position = qkv, options, position
+        (self.qkv, self.row), self.options, self.position = source, options, position
         self.k_cache, self.v_cache, self.layer = cache
         self.bases = [b.address(c) for c in cache[:2]]
         self.first, self.end = heads
         (tables, norms), low = options, b.mul(self.first, self.group)
         with b.loop(low, b.mul(self.end, self.group)) as head:
             g = b.sub(head.index, low)
-            ends = (qkv, [0], b.mul(head.index, hd)), (self.q, [g], 0)
+            ends = (self.qkv, [self.row], b.mul(head.index, hd)), (self.q, [g], 0)
             place = head.index, (0, layout.heads)
             prepare_head(b, layout, self.lanes, *ends, tables, position, norms[0], *place, scale=self.scale)
             b.store(b.f32(NEVER), self.references, g)
@@ -100,13 +101,13 @@ class Workgroup:
         k_row = layout.heads * hd
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), k_row)
-            ends = (self.qkv, [0], offset), (self.k, [], 0)
+            ends = (self.qkv, [self.row], offset), (self.k, [], 0)
             kind = (k_row, layout.kv_heads)
             prepare_head(b, layout, self.lanes, *ends, tables, self.position, norms[1], head.index, kind)
             place = [self.layer, self.position, head.index]
             low = b.mul(b.sub(head.index, self.first), self.group)
             with b.loop(0, hd, self.width) as d:
-                v = b.vload(self.qkv, self.width, 0, b.add(b.add(offset, layout.kv_heads * hd), d.index))
+                v = b.vload(self.qkv, self.width, self.row, b.add(b.add(offset, layout.kv_heads * hd), d.index))
                 b.vstore(v, self.v_cache, *place, d.index)
                 b.vstore(b.vload(self.k, self.width, d.index), self.k_cache, *place, d.index)
                 for g in range(self.group):
@@ -253,4 +254,4 @@ class Workgroup:
             inverse = b.broadcast(b.divf(b.f32(1.0), self.total(g)), self.width)
             with b.loop(0, self.hd, self.width) as d:
                 value = b.mulf(b.vload(self.values, self.width, g, d.index), inverse)
-                b.vstore(value, out, 0, b.add(b.mul(head.index, self.hd), d.index))
+                b.vstore(value, out, self.row, b.add(b.mul(head.index, self.hd), d.index))

@@ -131,17 +131,12 @@ class _Lowering:
         options = [self.mapped[v].value() for v in (*(heads.tables or ()), *(heads.norms or ()))]
         layer = (op.attrs["layer"],)
         if start.type.rank == 1 or tokens == 1:
-            # A batch is one token of each sequence: row i against layer `i * layers + layer` of the caches.
-            kernel = attention_decode(layers, context, *shape, isa=self.isa, splits=SPLITS, **prepared, **scores)
-            outs = []
-            for i in range(tokens):
-                row, position = (qkv, start) if start.type.rank == 0 else (_row(qkv, i), _row(start, i))
-                counters = self._counters(kernel.operands[-2])
-                operands = (row, *options, position, k_cache, v_cache, counters)
-                index = i * (layers // tokens) + op.attrs["layer"]
-                out, k_cache, v_cache, self.counters[counters.type], _ = ops.kernel_call(kernel, operands, (index,))
-                outs.append(out)
-            return outs[0] if tokens == 1 else ops.concatenate(outs, 0), k_cache, v_cache
+            batch = tokens if start.type.rank else None
+            kernel = attention_decode(layers, context, *shape, isa=self.isa, splits=SPLITS, batch=batch, **prepared, **scores)
+            counters = self._counters(kernel.operands[-2])
+            operands = (qkv, *options, start, k_cache, v_cache, counters)
+            out, k_cache, v_cache, self.counters[counters.type], _ = ops.kernel_call(kernel, operands, layer)
+            return out, k_cache, v_cache
         if length is None:
             length = ops.constant(tokens, I32, ())
         kernel = rope_append(layers, context, tokens, *shape, isa=self.isa, **prepared)
@@ -159,13 +154,6 @@ class _Lowering:
     def argmax(self, op: Op, logits: Value) -> Value:
         *rows, vocab = logits.shape
         return ops.kernel_call(argmax(vocab, isa=self.isa, rows=rows[0] if rows else None), (logits,))[0]
-
-
-def _row(x: Value, i: int) -> Value:
-    """Row i of [T, n] as [1, n], or element i of [T] as a scalar."""
-    if x.type.rank == 1:
-        return ops.reshape(ops.slice_(x, (i,), (i + 1,)), ())
-    return ops.slice_(x, (i, 0), (i + 1, x.shape[1]))
 
 
 def _flat(x: Value) -> Value:

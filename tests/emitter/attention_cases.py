@@ -22,6 +22,7 @@ from vmfb.targets import missing_features, resolve
 
 UNIT = 2.0**-24  # half a last place of f32 at 1
 LAYERS, CONTEXT, LAYER = 3, 200, 1
+BATCH = 5  # sequences decoded at once
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Case:
     def scale(self) -> float:
         return self.head_dim**-0.5
 
-    def decode(self, isa: Isa) -> Kernel:
+    def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
         split = {"splits": self.splits, "split_from": 24} if self.splits > 1 else {}
         options = {"rope": self.rope, "scale": self.scale, **self.options, **self.scores, **split}
-        return attention_decode(LAYERS, CONTEXT, *self.shape, isa=isa, **options)
+        return attention_decode(LAYERS * (batch or 1), CONTEXT, *self.shape, isa=isa, batch=batch, **options)
 
     def append(self, isa: Isa) -> Kernel:
         return rope_append(LAYERS, CONTEXT, self.tokens, *self.shape, isa=isa, rope=self.rope, **self.options)
@@ -158,7 +159,7 @@ def kernels_of(found: tuple[Case, ...], target: str, directory) -> dict[Case, tu
     """Decode, append and prefill of every case, compiled as one module."""
     isa = ISAS[resolve(target).isa]
     kernels = {case: (case.decode(isa), case.append(isa), case.prefill(isa)) for case in found}
-    unique = {kernel.name: kernel for three in kernels.values() for kernel in three}
+    unique = {kernel.name: kernel for case, three in kernels.items() for kernel in (*three, case.decode(isa, BATCH))}
     compile_kernels(list(unique.values()), directory / f"{target}.vmfb", target)
     return kernels
 

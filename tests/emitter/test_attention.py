@@ -7,9 +7,10 @@ import pytest
 
 from emitter.kernels.attention_decode import attention_decode
 from emitter.kernels.attention_prefill import attention_prefill
-from emitter.kernels.isa import AVX2, AVX512, NEON
+from emitter.kernels.isa import AVX2, AVX512, ISAS, NEON
 from emitter.kernels.rope_append import Heads
 from tests.emitter.attention_cases import (
+    BATCH,
     CONTEXT,
     LAYER,
     LAYERS,
@@ -23,6 +24,7 @@ from tests.emitter.attention_cases import (
     prepared,
     running,
 )
+from vmfb.targets import resolve
 
 CASES = drawn(8) + REAL
 # Around blocks of rows, the tiles of 48, parts of 32, where splitting begins, inside and past windows, and the last.
@@ -84,12 +86,64 @@ def test_split_parts_are_joined_whichever_thread_comes_last(directory):
     for case, (decode, _, _) in kernels:
         if case.splits == 1:
             continue
-        arguments = fill(np.random.default_rng(case.seed), decode, [CONTEXT - 1], CONTEXT - 1)
-        want = one(decode, *arguments)[0]
-        for _ in range(50):
-            got = two(decode, *arguments)
-            assert np.array_equal(got[0], want), decode.name
-            arguments[-2] = got[3]
+        # Short sequences after long ones: their parts are done before those are.
+        for kernel, position in (decode, CONTEXT - 1), (case.decode(ISAS[resolve("host").isa], BATCH), [199, 33, 199, 33, 100]):
+            arguments = fill(np.random.default_rng(case.seed), kernel, [0], CONTEXT)
+            arguments[-5] = np.array(position, np.int32)
+            want = one(kernel, *arguments)[0]
+            for _ in range(50):
+                got = two(kernel, *arguments)
+                assert np.array_equal(got[0], want), kernel.name
+                arguments[-2] = got[3]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_batch_gives_every_sequence_the_bits_it_gets_alone(directory, threads):
+    """Sequences at positions of their own, split and not; idle ones leave their caches alone and are zero."""
+    runner, kernels = running(CASES, "host", threads, directory)
+    positions = [CONTEXT - 1, 33, -1, 0, 144]
+    for case, (decode, _, _) in kernels:
+        batch, rng = case.decode(ISAS[resolve("host").isa], BATCH), np.random.default_rng(case.seed)
+        arguments = fill(rng, batch, [], CONTEXT)
+        at = len(arguments) - 4 - (case.splits > 1)
+        arguments[at] = np.array(positions, np.int32)
+        out, k, v, *rest = runner(batch, *arguments)
+        defined = batch.reference(*arguments)
+        for i, position in enumerate(positions):
+            mine = slice(i * LAYERS, (i + 1) * LAYERS)
+            k_before, v_before = (cache[mine] for cache in arguments[at + 1 : at + 3])
+            if position < 0:
+                want = [np.zeros_like(out[:1]), k_before, v_before]
+            else:
+                counters = [np.zeros(t.shape, np.int32) for t in decode.results[3:4]]
+                alone = (arguments[0][i : i + 1], *arguments[1:at], np.int32(position), k_before, v_before, *counters, LAYER)
+                *want, _, parts = runner(decode, *alone) if case.splits > 1 else (*runner(decode, *alone), None, None)
+                if parts is not None and min(position, case.scores.get("window") or CONTEXT) > 24:
+                    # Scratch of its own, of which the first part is always written.
+                    shape = (-1, case.heads, case.splits, case.head_dim)
+                    values, first = (x[: x.size // (case.head_dim + 2) * case.head_dim] for x in (rest[1], parts))
+                    assert np.array_equal(values.reshape(shape)[i, :, 0], first.reshape(shape)[0, :, 0]), batch.name
+                close(batch.name, defined[0][i : i + 1], decode.reference(*alone)[0], 0.0)
+            for name, got, wanted in zip(("result", "keys", "values"), (out[i : i + 1], k[mine], v[mine]), want, strict=True):
+                assert np.array_equal(got, wanted), f"{batch.name}, sequence {i} at {position}: {name}"
+        assert not rest or not rest[0].any(), f"{batch.name}: the counters are not zero again"
+
+
+def test_every_sequence_of_a_batch_counts_its_own_parts(directory):
+    """Parts that are never complete leave counts behind, in the places of their sequence alone."""
+    runner, kernels = running(CASES, "host", 1, directory)
+    for case, _ in kernels:
+        if case.splits == 1 or (case.scores.get("window") or CONTEXT) <= 24:
+            continue
+        kernel = case.decode(ISAS[resolve("host").isa], BATCH)
+        arguments = fill(np.random.default_rng(case.seed), kernel, [0], CONTEXT)
+        arguments[-5] = np.full(BATCH, CONTEXT - 1, np.int32)
+        arguments[-2] = np.zeros_like(arguments[-2]).reshape(BATCH, -1)
+        arguments[-2][3] = -1000
+        arguments[-2] = arguments[-2].reshape(-1)
+        counts = runner(kernel, *arguments)[3].reshape(BATCH, -1)
+        assert (counts[3] > -1000).all() and (counts[3] < 0).all(), kernel.name
+        assert not np.delete(counts, 3, axis=0).any(), kernel.name
 
 
 def test_token_by_token_equals_a_chunk(directory):
@@ -168,6 +222,8 @@ def test_wrong_shapes_are_refused_in_a_sentence():
         Heads(9, 3, 64, 65)
     with pytest.raises(ValueError, match="power of two as splits, got 3"):
         attention_decode(1, 64, 9, 3, 64, isa=AVX2, rope=64, scale=1.0, splits=3)
+    with pytest.raises(ValueError, match="layers .7. that 2 sequences share evenly"):
+        attention_decode(7, 64, 9, 3, 64, isa=AVX2, rope=64, scale=1.0, batch=2)
     with pytest.raises(ValueError, match="71 heads of 64 in .* bytes of a workgroup's stack"):
         attention_decode(1, 64, 71, 1, 64, isa=AVX2, rope=64, scale=1.0)
     with pytest.raises(ValueError, match="tiles of a multiple of 8 positions, got 12"):

@@ -73,7 +73,7 @@ def test_what_is_written_is_what_is_read(toy_dir):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_at("schema", 2), "has schema 2 and this castiron reads 1"),
+        (set_at("schema", 3), "has schema 3 and this castiron reads 2"),
         (delete("schema"), "has schema None"),
         (set_at("schema", True), "has schema True"),
         (set_at("colour", "red"), "colour is not a field that this version knows"),
