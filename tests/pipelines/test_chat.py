@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -248,6 +249,13 @@ class Terminal:
         before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return before
 
+    def listens(self) -> None:
+        """Waits until readline takes single keys; its prompt shows before that."""
+        until = time.monotonic() + 60
+        while termios.tcgetattr(self.end)[3] & termios.ICANON:
+            assert time.monotonic() < until, "readline never took the terminal over"
+            time.sleep(0.02)
+
     def type(self, keys: str) -> None:
         os.write(self.end, keys.encode())
 
@@ -260,13 +268,13 @@ def test_at_a_terminal(path):
         terminal.wait_for("> ")
         # The cursor goes left, over what was typed, and x becomes b.
         terminal.type("xc\x1b[D\x1b[D\x1b[3~b\n")
+        # The line, its end, and the first of the answer.
         terminal.wait_for("bc")
-        time.sleep(1)
+        terminal.wait_for(r"\n[^\r\n]")
         terminal.type("\x03")
         terminal.wait_for("castiron: stopped")
         terminal.wait_for("> ")
-        # readline is not yet listening when its prompt shows.
-        time.sleep(1)
+        terminal.listens()
         terminal.type("half a line")
         terminal.wait_for("half a line")
         terminal.type("\x03")

@@ -1,0 +1,76 @@
+"""Requests of any fields with any values: each gets an answer or a refusal in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import urllib.parse
+
+import pytest
+
+from pipelines.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.pipelines.served import Alone, bundle, served
+
+# A whole request of each kind.
+WHOLE = {
+    "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+    "/v1/completions": (CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
+    "/tokenize": (TokenizeRequest, {"content": "hi"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [4, 5]}),
+}
+VALUES = (
+    None, 0, 1, -1, 2, 5, 20, 0.5, 1.5, 0.01, 100, 1e308, -1e308, 1e-300, 2**63, 2**200, float("nan"), float("inf"), "", "a",
+    "\0", "\ud800", "😀" * 50, [], {}, [[]], [None], ["x"] * 20, ["x", "y"], [0], [1, 2, 3], [210], [211], [10**30], True,
+    False, {"1": 5}, {"1": -100}, {"211": 1}, {"-1": 1}, {"x": 1}, {"a": 1}, {"include_usage": True},
+    [{"role": "user", "content": "hi"}], [{"role": "system", "content": None}], [{"role": "tool", "content": "x"}],
+    [{"role": "user", "content": [{"type": "text", "text": "a"}]}], [{"role": "user", "content": "</s><s>"}],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return bundle(tmp_path_factory.getbasetemp())
+
+
+def requests(count: int = 300):
+    """A sample of all requests, which would take minutes."""
+    rng = random.Random(7)
+    return rng.sample(list(every_request(rng)), count)
+
+
+def every_request(rng: random.Random):
+    for place, (kind, whole) in WHOLE.items():
+        fields = [*kind.model_fields, "bogus"]
+        for field in fields:
+            for value in VALUES:
+                yield place, json.dumps(whole | {field: value}).encode()
+        for _ in range(100):
+            changed = whole | {rng.choice(fields): rng.choice(VALUES) for _ in range(4)}
+            data = bytearray(json.dumps(changed).encode())
+            for _ in range(rng.choice((0, 0, 1, 4))):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            yield place, bytes(data)
+
+
+def test_no_request_is_more_than_refused(path, tmp_path):
+    with served(path, tmp_path / "log", "--temperature", "0", "--quiet", "--queue", "200") as server:
+        parts = urllib.parse.urlsplit(server.url)
+        statuses = set()
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
+        for place, data in requests():
+            connection.request("POST", place, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            statuses.add(response.status)
+            if response.status == 200:
+                # A stream ends as a stream ends, and tells of no failure.
+                streamed = response.headers["content-type"].startswith("text/event-stream")
+                assert answer.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer if streamed else json.loads(answer)
+            else:
+                assert response.status in (400, 404), (place, data, answer)
+                assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}
+        assert statuses >= {200, 400} and "Traceback" not in server.errors and "Warning" not in server.errors
+        body = json.dumps({"prompt": "Hello", "max_tokens": 5})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        assert json.loads(connection.getresponse().read())["choices"][0]["text"] == Alone(path).says("Hello", 5)
