@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """A dense decoder's work, out of its config (HF key names).
+    """A decoder's work, out of its config (HF key names).
 
     matrices: elements of the weight matrices that every token passes, output head left out; head: elements of the
     output head, which only tokens with logits pass.
@@ -23,14 +23,19 @@ class Workload:
 
     @classmethod
     def of(cls, config: dict) -> "Workload":
-        """From a llama-like config: four attention and three MLP projections in each layer."""
+        """Four attention projections in each layer, and those of an MLP or of a token's experts."""
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        mlp = 3 * hidden * config["intermediate_size"]
-        return cls(layers * (attention + mlp), config["vocab_size"] * hidden, layers, heads, kv_heads, head_dim)
+        mlp = (2 if config.get("model_type") == "starcoder2" else 3) * hidden * config["intermediate_size"]
+        experts, chosen = _experts(config)
+        own = hidden * experts + 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"]) * chosen
+        dense = config.get("mlp_only_layers") or ()
+        sparse = [experts and i not in dense and not (i + 1) % config.get("decoder_sparse_step", 1) for i in range(layers)]
+        matrices = sum(attention + (own if s else mlp) for s in sparse)
+        return cls(matrices, config["vocab_size"] * hidden, layers, heads, kv_heads, head_dim)
 
     @property
     def elements(self) -> int:
@@ -49,13 +54,26 @@ class Workload:
         return position * (depth + (tokens + 1) / 2)
 
 
+def _experts(config: dict) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token passes; (0, 0) for a dense model."""
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    return experts, config.get("num_experts_per_tok", 0) if experts else 0
+
+
 def bundle_bytes(bundle) -> int:
-    """Bytes of weights that one decoded token reads: all of the bundle's, but of an embedding table beside the output
-    head only a row."""
-    sizes = parameter_sizes(bundle.file("weights.irpa"))
-    if bundle.manifest.config.get("tie_word_embeddings"):
-        return sum(sizes.values())
-    return sum(size for name, size in sizes.items() if "embed_tokens" not in name)
+    """Bytes of weights that one decoded token reads."""
+    config = bundle.manifest.config
+    return bytes_read(parameter_sizes(bundle.file("weights.irpa")), config, bool(config.get("tie_word_embeddings")))
+
+
+def bytes_read(sizes: dict[str, int], config: dict, tied: bool) -> int:
+    """Of all weights those of a token's experts, and of an embedding table beside the output head only a row."""
+    experts, chosen = _experts(config)
+    read = 0
+    for name, size in sizes.items():
+        if tied or "embed_tokens" not in name:
+            read += size * chosen // experts if ".experts." in name else size
+    return read
 
 
 def parameter_sizes(path: Path) -> dict[str, int]:
@@ -78,5 +96,4 @@ def gguf_bytes(path: Path) -> int:
         name: int(np.prod(tensor.shape[:-1])) * row_bytes(tensor.codec, tensor.shape[-1])
         for name, tensor in checkpoint.tensors.items()
     }
-    tied = "lm_head.weight" not in sizes
-    return sum(size for name, size in sizes.items() if tied or "embed_tokens" not in name)
+    return bytes_read(sizes, checkpoint.config, "lm_head.weight" not in sizes)

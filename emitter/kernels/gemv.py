@@ -105,7 +105,7 @@ def gemv(
 
     def write(b: Body, *arguments: Value) -> None:
         given = Arguments(arguments, norm, epilogue, length=False)
-        _Gemv(b, codec, isa, tiles, epilogue, given, out_features, in_features, shape, rms_eps).write()
+        Gemv(b, codec, isa, tiles, epilogue, given, out_features, in_features, shape, rms_eps).write(b.workgroup())
 
     def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
         given = Arguments(arguments, norm, epilogue, length=False)
@@ -126,8 +126,11 @@ def gemv(
     )
 
 
-class _Gemv:
-    """Writes the body of one kernel."""
+class Gemv:
+    """Writes the body of one kernel.
+
+    `rows` are the rows of x and of y; `base` is the first block of the weight [blocks, records, size] of this `shape`.
+    """
 
     def __init__(
         self,
@@ -141,29 +144,32 @@ class _Gemv:
         in_features: int,
         shape: tuple[int, int, int],
         rms_eps: float | None,
+        rows: tuple[Index, Index] = (0, 0),
+        base: Index = 0,
     ):
         self.b, self.codec, self.tiles, self.epilogue, self.given = b, codec, tiles, epilogue, given
         self.lanes = isa.lanes
+        self.x_row, self.y_row = rows
         self.out_features, self.in_features, self.rms_eps = out_features, in_features, rms_eps
         self.blocks, self.count, self.size = shape
-        self.records = Records(b, codec, isa, given.weight)
+        self.records = Records(b, codec, isa, given.weight, base)
         self.layout = self.records.layout
         self.together = min(tiles.together, self.blocks)
         self.set = max(self.together, epilogue.blocks)  # of blocks that give results together
         self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
 
-    def write(self) -> None:
+    def write(self, workgroup: Index) -> None:
+        """Share `workgroup` of `tiles.workgroups`."""
         b, tiles, elements = self.b, self.tiles, self.layout.elements
         chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // STACK_BYTES)
         chunk = -(-self.count // chunks)  # records
         given = self.given
         sets = -(-self.blocks // self.set)
-        workgroup = b.workgroup()
         low = b.div(b.mul(workgroup, sets), tiles.workgroups)
         high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
         self._ask_for_the_first(low)
         self.x = PreparedX(
-            b, self.codec, self.lanes, given.x, given.norm, self.rms_eps, self.in_features, chunk * elements
+            b, self.codec, self.lanes, given.x, given.norm, self.rms_eps, self.in_features, chunk * elements, row=self.x_row
         )
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
@@ -327,20 +333,20 @@ class _Gemv:
 
     def _store(self, block: Index, results: list[Value]) -> None:
         """Store 16 results from 16 * block on, of which the last block may have fewer."""
-        b, given = self.b, self.given
+        b, given, row = self.b, self.given, self.y_row
         column = b.mul(block, LANES)
         ragged = self.out_features % LANES
 
         def store_whole() -> None:
             for v, y in enumerate(results):
                 at = b.add(column, v * self.lanes)
-                b.vstore(self.epilogue.finish(b, y, given.bias, given.residual, 0, at), given.out, 0, at)
+                b.vstore(self.epilogue.finish(b, y, given.bias, given.residual, row, at), given.out, row, at)
 
         def store_ragged() -> None:
             for lane in range(ragged):
                 at = b.add(column, lane)
                 y = b.extract(results[lane // self.lanes], lane % self.lanes)
-                b.store(self.epilogue.finish(b, y, given.bias, given.residual, 0, at), given.out, 0, at)
+                b.store(self.epilogue.finish(b, y, given.bias, given.residual, row, at), given.out, row, at)
 
         if not ragged:
             store_whole()

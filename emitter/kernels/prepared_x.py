@@ -35,7 +35,7 @@ def tree_sum(b: Body, parts: Sequence[Value]) -> Value:
 
 
 class PreparedX:
-    """Up to `capacity` elements of each row of x [T, in_features].
+    """Up to `capacity` elements of each of T rows of x [rows, in_features], from row `row` on.
 
     The one row of T = 1 is RMS-normalised with the weight `norm` if there is one.
     """
@@ -51,9 +51,10 @@ class PreparedX:
         in_features: int,
         capacity: int,
         T: int = 1,
+        row: Index = 0,
     ):
         self.b, self.codec, self.lanes, self.in_features, self.T = b, codec, lanes, in_features, T
-        self.source, self.norm = x, norm
+        self.source, self.norm, self.row = x, norm, row
         # Rows of a power of two would all fall into the same sets of the cache.
         self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
         self.sums = b.stack(T, capacity // codec.group) if _needs_sums(codec) else None
@@ -77,7 +78,7 @@ class PreparedX:
             fill(token.index, first, last)
 
     def _read(self, token: Index, k: Index, width: int) -> Value:
-        return self.b.vload(self.source, width, token, k)
+        return self.b.vload(self.source, width, self.b.add(token, self.row), k)
 
     def _normalised(self, token: Index, k: Index, width: int) -> Value:
         b, x = self.b, self._read(token, k, width)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from emitter.kernels import gemm, gemm_few, gemv
+from emitter.kernels import gemm, gemm_few, gemv, gemv_experts
 from emitter.kernels.fusions import Epilogue, norm_name
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
@@ -17,7 +17,10 @@ Tiles = gemv.GemvTiles | gemm_few.FewTiles | gemm.GemmTiles
 @dataclass(frozen=True)
 class Product:
     """x [tokens, in] times a packed weight [out, in], with what is fused before and after: `gemv` for one token,
-    `gemm_few` for several and `gemm` for many, whose options these are. Equal products may have one kernel."""
+    `gemm_few` for several and `gemm` for many, whose options these are. Equal products may have one kernel.
+
+    With `experts` the weight is that of so many, `tokens` counts pairs of a token and an expert, of which `per_row` have
+    one row of x, and the kernel is `gemv_experts`."""
 
     codec: str
     tokens: int
@@ -28,11 +31,15 @@ class Product:
     residual: bool = False
     glu: str | None = None
     length: bool = False
+    experts: int = 0
+    per_row: int = 1
 
     @property
     def name(self) -> str:
         """Different for different products: `q4_1_1x960x576_rms1em05`."""
         sizes = f"{self.codec}_{self.tokens}x{self.out_features}x{self.in_features}"
+        if self.experts:
+            sizes += f"_of{self.experts}by{self.per_row}"
         return sizes + norm_name(self.rms_eps) + self.epilogue.name + "_length" * self.length
 
     @property
@@ -45,12 +52,18 @@ class Product:
         return self.epilogue.weight_rows(self.out_features)
 
     @property
+    def _single(self) -> bool:
+        return bool(self.tokens == 1 or self.experts)
+
+    @property
     def _few(self) -> bool:
-        return 1 < self.tokens <= gemm_few.MOST_TOKENS
+        return self.tokens <= gemm_few.MOST_TOKENS
 
     def default_tiles(self, isa: Isa, threads: int) -> Tiles:
         """Those that measured well for most."""
         sizes = (self.out_features, self.in_features, isa, self.epilogue.blocks, threads)
+        if self.experts:
+            return gemv_experts.default_tiles(self.codec, self.tokens, *sizes)
         if self.tokens == 1:
             return gemv.default_tiles(self.codec, *sizes)
         if self._few:
@@ -59,7 +72,7 @@ class Product:
 
     def tiles(self, values: Mapping[str, int]) -> Tiles:
         """Tiles out of their fields; ValueError for other fields, or values that are not whole numbers."""
-        kind = gemv.GemvTiles if self.tokens == 1 else gemm_few.FewTiles if self._few else gemm.GemmTiles
+        kind = gemv.GemvTiles if self._single else gemm_few.FewTiles if self._few else gemm.GemmTiles
         if set(values) != {field.name for field in fields(kind)} or any(type(v) is not int for v in values.values()):
             raise ValueError(f"{dict(values)} are not the fields of {kind.__name__}")
         return kind(**values)
@@ -77,7 +90,11 @@ def _kernel(product: Product, isa: Isa, threads: int, tiles: Tiles | None) -> Ke
         "bias": product.bias, "residual": product.residual, "glu": product.glu,
         "isa": isa, "threads": threads, "tiles": tiles,
     }  # fmt: skip
-    if product.tokens == 1:
+    if product.experts:
+        del options["bias"], options["residual"]
+        pairs = (product.codec, product.experts, product.tokens, *sizes[1:])
+        kernel = gemv_experts.gemv_experts(*pairs, per_row=product.per_row, length=product.length, **options)
+    elif product.tokens == 1:
         kernel = gemv.gemv(*sizes, rms_eps=product.rms_eps, **options)
     else:
         write = gemm_few.gemm_few if product._few else gemm.gemm

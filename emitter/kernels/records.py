@@ -26,11 +26,12 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """The packed weight `weight` [blocks, records, size] of i8 as seen by a kernel for `isa`.
 
-    Vector v of a block holds its rows v * lanes and up; `vectors` of them make the 16 rows.
+    Vector v of a block holds its rows v * lanes and up; `vectors` of them make the 16 rows. Blocks are counted from
+    block `base` on.
     """
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Value):
-        self.b, self.codec, self.weight = b, codec, weight
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Value, base: Index = 0):
+        self.b, self.codec, self.weight, self.base = b, codec, weight, base
         self.layout = layout(codec)
         self.lanes = isa.lanes
         self.vectors = LANES // isa.lanes
@@ -39,7 +40,7 @@ class Records:
         """Vector v of the 16 elements that stand at byte `at` = (block, record, offset)."""
         width = self.lanes * bits // 8
         block, record, offset = at
-        data = self.b.vload(self.weight, width, block, record, self.b.add(offset, v * width))
+        data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, v * width))
         type = vector_type(self.lanes, element)
         return data if bits == 8 else self.b.let(f"vector.bitcast {data} : {data.type} to {type}", type)
 
@@ -52,7 +53,7 @@ class Records:
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
         """Ask for the cache line of that byte, which may stand past the end of the weight."""
-        place = ", ".join(self.b.index(i) for i in (block, record, offset))
+        place = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
         self.b.do(f"memref.prefetch {self.weight}[{place}], read, locality<3>, data : {self.weight.type}")
 
     def d(self, block: Index, record: Index, v: int) -> Value:

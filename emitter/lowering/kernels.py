@@ -13,6 +13,7 @@ from emitter.kernels import norm as norms
 from emitter.kernels.argmax import argmax
 from emitter.kernels.attention_decode import attention_decode
 from emitter.kernels.attention_prefill import attention_prefill
+from emitter.kernels.fusions import ACTIVATIONS
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
 from emitter.kernels.product import Product, Tiles
@@ -20,7 +21,7 @@ from emitter.kernels.rope_append import rope_append
 from emitter.layers import ModelModule
 from emitter.lowering import portable
 from emitter.lowering.fusion import Heads, Linear, plan
-from emitter.lowering.projection import NORM_LIMIT, embed, project
+from emitter.lowering.projection import NORM_LIMIT, embed, project, project_experts
 from emitter.lowering.rewrite import Rule, rewrite
 from emitter.types import I32, TensorType
 
@@ -53,6 +54,7 @@ class _Lowering:
             "rms_norm": self.rms_norm,
             "layer_norm": self.layer_norm,
             "attention": self.attention,
+            "experts": self.experts,
             "argmax_rows": self.argmax,
         }
 
@@ -116,6 +118,25 @@ class _Lowering:
             glu=glu,
             length=self.length_of(x.shape[0]),
         )
+
+    def experts(self, op: Op, x: Value, chosen: Value, weights: Value, gate, up, down) -> Value:
+        count, function = op.attrs["experts"], op.attrs["function"]
+        (tokens, hidden), per_token = x.shape, chosen.shape[1]
+        chosen, length = ops.reshape(chosen, (tokens * per_token,)), self.length_of(tokens)
+
+        def through(x: Value, *stored: portable.Stored, glu: str | None = None, length: Value | None = length) -> Value:
+            weights = [s.weight for s in stored]
+            return project_experts(x, chosen, weights, count, kernel_of=self.kernel_of, glu=glu, length=length)
+
+        if gate.weight.codec == up.weight.codec and function in ACTIVATIONS:
+            inner = through(x, gate, up, glu=function)
+        else:
+            inner = ops.multiply(portable.activated(through(x, gate), function), through(x, up))
+        if length is not None:
+            length = ops.multiply(length, ops.constant(per_token, I32, ()))
+        y = through(inner, down, length=length)
+        y = ops.reshape(y, (tokens, per_token, hidden))
+        return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 
     def attention(self, op: Op, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None = None):
         heads: Heads = self.plan.heads[op]

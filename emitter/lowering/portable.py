@@ -207,10 +207,10 @@ def _seen(start: Value, tokens: int, context: int, window: int | None) -> Value:
 
 
 def activation(op: Op, x: Value) -> Value:
-    return _activated(x, op.attrs["function"])
+    return activated(x, op.attrs["function"])
 
 
-def _activated(x: Value, kind: str) -> Value:
+def activated(x: Value, kind: str) -> Value:
     if kind == "silu":
         return ops.multiply(x, ops.logistic(x))
     if kind == "relu":
@@ -287,7 +287,7 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str, pa
             return ops.dot_general(x, own, ((1,), (1,)))
 
         gate, up, down = parts
-        y = project(ops.multiply(_activated(project(x, *gate), function), project(x, *up)), *down)
+        y = project(ops.multiply(activated(project(x, *gate), function), project(x, *up)), *down)
         y = ops.multiply(y, ops.broadcast_in_dim(weight, y.shape, ()))
         total = y if total is None else ops.add(total, y)
     return total
@@ -309,7 +309,7 @@ def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str, pa
 
     x = ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, hidden), (0, 2)), (pairs, hidden))
     gate, up, down = parts
-    y = project(ops.multiply(_activated(project(x, *gate), function), project(x, *up)), *down)
+    y = project(ops.multiply(activated(project(x, *gate), function), project(x, *up)), *down)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 

@@ -67,16 +67,46 @@ def project(
     return ops.kernel_call(kernel_of(product), operands)[0]
 
 
-def packed_param(weights: Sequence[Weight], interleaved: bool = False) -> Param:
+def project_experts(
+    x: Value,
+    chosen: Value,
+    weights: Sequence[Weight],
+    experts: int,
+    *,
+    kernel_of: Callable[[Product], Kernel],
+    glu: str | None = None,
+    length: Value | None = None,
+) -> Value:
+    """Row i // per_row of x [T, in] through the weight of expert chosen[i] i32 [T * per_row]: [T * per_row, out].
+
+    weights [experts * out, in], all experts' rows in order, one of them or the two of a GLU. length: rows of x from it on
+    are padding.
+    """
+    (pairs,), out, inner = chosen.shape, weights[0].shape[0] // experts, x.shape[1]
+    per_row, padded = pairs // x.shape[0], length is not None
+    product = Product(weights[0].codec, pairs, out, inner, glu=glu, length=padded, experts=experts, per_row=per_row)
+    packed = parameter(packed_param(weights, glu is not None, experts))
+    return ops.kernel_call(kernel_of(product), (x, packed, chosen, *((length,) if padded else ())))[0]
+
+
+def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
     """Weights [out_i, in] of one codec in the kernels' layout, rows stacked in order.
 
-    interleaved: blocks of 16 rows are taken in turn from the two weights of a GLU.
+    interleaved: blocks of 16 rows are taken in turn from the two weights of a GLU. experts: each weight is that of so
+    many, whose packed weights stand one after another.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
-    rows = sum(-(-w.shape[0] // LANES) * LANES if interleaved else w.shape[0] for w in weights)
-    stack = interleave_rows if interleaved else lambda *raws: np.concatenate(raws)
-    type_ = TensorType(packed_shape(codec, rows, inner), I8)
-    return Param(_joined([w.name for w in weights]), type_, source(weights, lambda *raws: pack(codec, stack(*raws))))
+    own = [w.shape[0] // experts for w in weights]
+    rows = sum(-(-n // LANES) * LANES if interleaved else n for n in own)
+    blocks, *record = packed_shape(codec, rows, inner)
+
+    def packed(*raws: np.ndarray) -> np.ndarray:
+        stack = interleave_rows if interleaved else lambda *parts: np.concatenate(parts)
+        each = zip(*(np.split(raw, experts) for raw in raws))
+        return np.concatenate([pack(codec, stack(*parts)) for parts in each])
+
+    type_ = TensorType((experts * blocks, *record), I8)
+    return Param(_joined([w.name for w in weights]), type_, source(weights, packed))
 
 
 def _joined(names: list[str]) -> str:

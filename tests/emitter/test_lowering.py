@@ -53,10 +53,26 @@ def params_of(module, model: ModelModule) -> dict[str, np.ndarray]:
     return found
 
 
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3}
+
+
+def mixed(name: str) -> str:
+    return "q8_0" if ".w3." in name or "v_proj" in name else "q4_1"
+
+
 @pytest.mark.parametrize("codec", ["f32", "f16", "q4_0", "q4_1", "q5_0", "q8_0"])
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
 def test_both_lowerings_compute_the_same(codec, overrides):
-    model = build({**CONFIG, **overrides}, lambda name: codec, CONTEXT, [WIDTH])
+    compare_lowerings({**CONFIG, **overrides}, lambda name: codec)
+
+
+@pytest.mark.parametrize("codec", [lambda name: "f16", lambda name: "q4_1", mixed], ids=["f16", "q4_1", "mixed"])
+def test_both_lowerings_compute_the_same_experts(codec):
+    compare_lowerings({**CONFIG, **MIXTRAL}, codec)
+
+
+def compare_lowerings(config, codec):
+    model = build(config, codec, CONTEXT, [WIDTH])
     results = {}
     for lowering in ("portable", "kernels"):
         module = lower(model, lowering)
@@ -88,6 +104,15 @@ def test_mixed_codecs_split_what_cannot_be_stacked():
     codec = lambda name: "q8_0" if "v_proj" in name else "q4_1"
     counts = kernels_of(build(CONFIG, codec, CONTEXT, []), "decode_step")
     assert counts["gemv"] == 5 * 2 + 1 and counts["concatenate"] == 2
+
+
+def test_experts_are_two_dispatches_however_many_there_are():
+    """Gate and up of all chosen experts, and down; three where gate and up differ in codec."""
+    counts = kernels_of(build({**CONFIG, **MIXTRAL}, lambda name: "q4_1", CONTEXT, []), "decode_step")
+    # q, k, v; output; router; experts
+    for codec, experts in (lambda name: "q4_1", 2), (mixed, 3):
+        counts = kernels_of(build({**CONFIG, **MIXTRAL}, codec, CONTEXT, []), "decode_step")
+        assert counts["gemv"] == (3 + (codec is mixed) + experts) * 2 + 1 and "dot_general" not in counts
 
 
 def test_unknown_lowerings_and_instruction_sets_are_refused():

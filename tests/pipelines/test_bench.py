@@ -12,7 +12,7 @@ from pipelines import bench, cli
 from pipelines.bench import Measured, Settings, ratios, summarise
 from pipelines.errors import PipelineError
 from pipelines.machine import CHAINS, FMA_ITERATIONS, READ_FLOATS, Machine
-from pipelines.workload import Workload, bundle_bytes, parameter_sizes
+from pipelines.workload import Workload, bundle_bytes, bytes_read, parameter_sizes
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import read_json
 
@@ -127,6 +127,30 @@ def test_a_table_beside_the_head_is_not_read_for_a_token(bundle):
 
     opened = open_bundle(bundle)
     assert bundle_bytes(opened) == sum(parameter_sizes(opened.path / "weights.irpa").values()) > 0
+
+
+MIXTRAL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
+QWEN3_30B_A3B = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+                 "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "vocab_size": 151936,
+                 "num_experts": 128, "num_experts_per_tok": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "active"), [(MIXTRAL, 12.88e9), (QWEN3_30B_A3B, 3.35e9)])
+def test_a_token_passes_its_own_experts_only(config, active):
+    """The makers give active parameters with embedding and head."""
+    workload = Workload.of(config)
+    assert workload.matrices + 2 * workload.head == pytest.approx(active, rel=0.005)
+
+
+def test_layers_without_experts_and_weights_of_experts_are_told_apart():
+    two = {**QWEN3_30B_A3B, "num_hidden_layers": 2}
+    mlp, experts = 3 * 2048 * 6144, 3 * 2048 * 768 * 8 + 2048 * 128
+    attention = Workload.of(two).matrices - 2 * experts
+    assert Workload.of({**two, "mlp_only_layers": [1]}).matrices == attention + mlp + experts
+    assert Workload.of({**two, "decoder_sparse_step": 2}).matrices == attention + mlp + experts
+    sizes = {"model.embed_tokens.weight": 5, "l.0.mlp.experts.down_proj.weight": 128, "l.0.mlp.gate.weight": 3}
+    assert bytes_read(sizes, two, tied=False) == 8 + 3 and bytes_read(sizes, two, tied=True) == 5 + 8 + 3
 
 
 def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it(
