@@ -11,21 +11,25 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from emitter import types
 from emitter.codecs import row_bytes
 from emitter.ir import Function, Module, Param
+from emitter.kernels.isa import ISAS
 from emitter.layers import ModelModule
 from emitter.lowering import LOWERINGS, lower
 from emitter.models import build, family
 from emitter.printer import print_module
 from emitter.types import EmitError
 from pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
+from pipelines.tuning import store
 from vmfb import manifest as bundle_manifest
 from vmfb.bundle import Bundle, BundleWriter, file_sha256, open_bundle
 from vmfb.compiler import compile_mlir, compiler_version
+from vmfb.cpu import physical_cores
 from vmfb.manifest import BundleError, Cache, Manifest, Tokens, Versions, functions
 from vmfb.targets import Target, resolve
 from vmfb.weights import write_irpa
@@ -36,6 +40,8 @@ NUMERICS = ("exact",)
 # Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
 PREFILL_WIDTHS = (8, 32, 128)
 DEFAULT_CONTEXT = 8192
+# For a machine other than this one.
+DEFAULT_THREADS = 2
 
 Progress = Callable[[str, float], None]
 
@@ -46,7 +52,9 @@ class Options:
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
     checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable". batch: numbers of
-    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once.
+    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. threads: how many
+    will run the bundle, by which kernels share out their work; None takes one a physical core. tuned: what
+    `castiron tune` found on this machine is used, for the target "host".
     """
 
     context: int | None = None
@@ -56,6 +64,8 @@ class Options:
     target: str = "host"
     batch: tuple[int, ...] = ()
     speculate: tuple[int, ...] = (4, 8)
+    threads: int | None = None
+    tuned: bool = True
 
     def __post_init__(self) -> None:
         for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
@@ -65,6 +75,12 @@ class Options:
             sizes = getattr(self, field)
             if len(set(sizes)) != len(sizes) or min(sizes, default=least) < least or max(sizes, default=0) > 64:
                 raise EmitError(f"{field} takes different sizes from {least} to 64, not {', '.join(map(str, sizes))}")
+        if self.threads is not None and self.threads < 1:
+            raise EmitError(f"threads is {self.threads}; it must be at least 1")
+
+    @property
+    def threads_or_cores(self) -> int:
+        return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
 @dataclass(frozen=True)
@@ -108,10 +124,23 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     return module
 
 
-def build_module(checkpoint: Checkpoint, options: Options, target: Target | None = None) -> Module:
-    """The lowered and verified module."""
-    target = target or resolve(options.target)
-    return lower(build_model(checkpoint, options), options.lowering, target.isa)
+def build_module(
+    checkpoint: Checkpoint,
+    options: Options,
+    target: Target | None = None,
+    tiles: store.Chosen = MappingProxyType({}),
+) -> Module:
+    """The lowered and verified module; `tiles` as `tuned_tiles` gives them."""
+    isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
+    model = build_model(checkpoint, options)
+    return lower(model, options.lowering, isa, threads, lambda product: store.choose(product, tiles, ISAS[isa], threads))
+
+
+def tuned_tiles(options: Options, target: Target) -> store.Chosen:
+    """The tiles that tuning found for what these options compile; StoreError if they cannot be read."""
+    if not options.tuned or options.target != "host" or options.lowering != "kernels":
+        return {}
+    return store.tiles_at(store.place_of(target, options.threads_or_cores))
 
 
 def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
@@ -130,20 +159,26 @@ def pack(checkpoint: Checkpoint, param: Param) -> np.ndarray:
 
 
 def compile_model(
-    model: str | Path, out: Path, options: Options = Options(), progress: Progress | None = None
+    model: str | Path,
+    out: Path,
+    options: Options = Options(),
+    progress: Progress | None = None,
+    tiles: store.Chosen | None = None,
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
 
     A bundle that the same inputs made is left as it is. `progress(stage, done)` gets the share done of each stage.
-    Raises CheckpointError, EmitError, CompileError or BundleError, each one sentence; then nothing is written.
+    `tiles` are used instead of `tuned_tiles`. Raises CheckpointError, EmitError, CompileError, BundleError or
+    StoreError, each one sentence; then nothing is written.
     """
     told = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
     target = resolve(options.target)
     checkpoint = open_checkpoint(model, progress)
+    tiles = tuned_tiles(options, target) if tiles is None else tiles
     key = _key(checkpoint, options, target)
     existing = _existing(out)
-    if existing and existing.manifest.compile.get("key") == key:
+    if existing and existing.manifest.compile.get("key") == key and _has_tiles(existing, tiles):
         return CompileReport(existing.path, True, {}, _sizes(existing))
 
     class Stage:
@@ -159,7 +194,7 @@ def compile_model(
             told(self.name, 1.0)
 
     with Stage("emit"):
-        module = build_module(checkpoint, options, target)
+        module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
     with BundleWriter(out) as writer:
         with Stage("compile"):
@@ -176,11 +211,19 @@ def compile_model(
             writer.write("chat_template.jinja", checkpoint.chat_template)
         facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
         facts["work"] = {name: work_of(function) for name, function in module.functions.items()}
+        facts["threads"], facts["products"] = options.threads_or_cores, products_of(module)
+        facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         bundle = writer.commit(
             _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights.sha256}
         )
     return CompileReport(bundle.path, False, seconds, _sizes(bundle))
+
+
+def products_of(module: Module) -> list[str]:
+    """Names of the products that the module has kernels for, in order, each once."""
+    kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
+    return list(dict.fromkeys(kernel.product.name for kernel in kernels if kernel.product))
 
 
 def work_of(function: Function) -> dict[str, dict]:
@@ -243,16 +286,26 @@ def _existing(out: Path) -> Bundle | None:
         return None
 
 
+def _has_tiles(bundle: Bundle, tiles: store.Chosen) -> bool:
+    """Whether the bundle was compiled with these tiles, of which other models' may be among them."""
+    facts = bundle.manifest.compile
+    return facts.get("tuned") == {name: tiles[name] for name in facts.get("products", ()) if name in tiles}
+
+
 def _sizes(bundle: Bundle) -> dict[str, int]:
     return {name: file.size for name, file in bundle.manifest.files.items()}
 
 
 def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
-    """What a bundle depends on: the checkpoint's files, the options, the target, the compiler and castiron itself."""
+    """What a bundle depends on besides its tiles: the checkpoint's files, the options, the target, the compiler and
+    castiron itself."""
     path = checkpoint.path.resolve()
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    facts = [stamps, asdict(options), asdict(target), compiler_version(), _code()]
+    told = asdict(options) | {"threads": options.threads_or_cores}
+    # Whether there were tuned tiles to use is seen from those that were.
+    del told["tuned"]
+    facts = [stamps, told, asdict(target), compiler_version(), _code()]
     return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()
 
 

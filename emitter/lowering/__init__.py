@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 from emitter.ir import Module
 from emitter.kernels.isa import ISAS
@@ -21,17 +20,20 @@ def lower(
     lowering: str = "kernels",
     isa: str = "avx2",
     threads: int = 2,
-    tiles: Mapping[Product, Tiles] = MappingProxyType({}),
+    tiles: Callable[[Product], Tiles | None] = lambda product: None,
 ) -> Module:
     """The verified module without layer operations.
 
-    `isa` (a key of ISAS), `threads` (how many are expected to run it) and `tiles` (for products that have better ones
-    than the default) shape the kernels' tiles only. EmitError for a lowering or instruction set that is not known.
+    `isa` (a key of ISAS), `threads` (how many are expected to run it) and `tiles` (of a product, where it has better ones
+    than the default) change no result but by rounding. EmitError for a lowering or instruction set that is not known.
     """
     if lowering not in LOWERINGS:
         raise EmitError(f"lowering {lowering!r} is not one of {', '.join(LOWERINGS)}")
     if isa not in ISAS:
         raise EmitError(f"instruction set {isa!r} is not one of {', '.join(ISAS)}")
-    lowered = portable.lower(module) if lowering == "portable" else kernels.lower(module, ISAS[isa], threads, tiles)
+    if lowering == "portable":
+        lowered = portable.lower(module)
+    else:
+        lowered = kernels.lower(module, ISAS[isa], lambda product: product.kernel(ISAS[isa], threads, tiles(product)))
     verify(lowered)
     return lowered

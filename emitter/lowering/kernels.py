@@ -5,7 +5,7 @@ What no kernel covers is lowered by the definitions of `portable`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from emitter import ops
 from emitter.ir import Function, Module, Op, Value
@@ -16,7 +16,7 @@ from emitter.kernels.attention_prefill import attention_prefill
 from emitter.kernels.fusions import ACTIVATIONS
 from emitter.kernels.isa import Isa
 from emitter.kernels.kernel import Kernel
-from emitter.kernels.product import Product, Tiles
+from emitter.kernels.product import Product
 from emitter.kernels.rope_append import rope_append
 from emitter.layers import ModelModule
 from emitter.lowering import portable
@@ -29,11 +29,11 @@ from emitter.types import I32, TensorType
 SPLITS = 8
 
 
-def lower(module: ModelModule, isa: Isa, threads: int, tiles: Mapping[Product, Tiles]) -> Module:
-    """A module of StableHLO operations and kernel calls, with tiles for `isa` and `threads` where `tiles` has none."""
+def lower(module: ModelModule, isa: Isa, kernel_of: Callable[[Product], Kernel]) -> Module:
+    """A module of StableHLO operations and kernel calls, those of products by `kernel_of`, the others for `isa`."""
     into = Module(module.name)
     for function in module.functions.values():
-        lowering = _Lowering(function, isa, threads, tiles)
+        lowering = _Lowering(function, isa, kernel_of)
         rewrite(function, lowering.rule, into, lowering.mapped)
     return into
 
@@ -41,9 +41,9 @@ def lower(module: ModelModule, isa: Isa, threads: int, tiles: Mapping[Product, T
 class _Lowering:
     """The rules of one function; `mapped` holds what stands for each value, weights as `portable.Stored`."""
 
-    def __init__(self, function: Function, isa: Isa, threads: int, tiles: Mapping[Product, Tiles]) -> None:
+    def __init__(self, function: Function, isa: Isa, kernel_of: Callable[[Product], Kernel]) -> None:
         self.plan = plan(function, NORM_LIMIT)
-        self.isa, self.threads, self.tiles = isa, threads, tiles
+        self.isa, self.kernel_of = isa, kernel_of
         self.mapped: dict = {}
         self.counters: dict[TensorType, Value] = {}
         named = {v.name: v for v in function.inputs}
@@ -98,9 +98,6 @@ class _Lowering:
     def glu(self, op: Op, *operands) -> Value:
         fused = self.plan.glus[op]
         return self._project([fused.gate.op, fused.up.op], glu=fused.function)
-
-    def kernel_of(self, product: Product) -> Kernel:
-        return product.kernel(self.isa, self.threads, self.tiles.get(product))
 
     def _project(self, linears: list[Op], residual: Value | None = None, glu: str | None = None) -> Value:
         """Linear operations of one input and codec as one kernel."""

@@ -74,12 +74,21 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("context", f"{manifest.context} positions, cache {cache.type}, {megabytes(size)} when full"),
         ("functions", ", ".join(function.name for function in manifest.functions)),
         ("target", f"{manifest.target.name} ({manifest.target.arch}, {manifest.target.isa or 'no kernels'})"),
+        ("tuned", tuned(manifest.compile)),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
         *((name, json.dumps(value)) for name in ("accuracy", "speed") if (value := getattr(manifest, name))),
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
     ]
     return json.loads(dump(manifest)), table(rows)
+
+
+def tuned(facts: dict) -> str:
+    """How many products of a bundle have tiles by castiron tune, out of the facts about its compilation."""
+    found, products = facts.get("tuned"), facts.get("products", ())
+    if not found:
+        return "no"
+    return f"{len(found)} of {len(products)} matrix products, for {facts['threads']} thread{'s' * (facts['threads'] != 1)}"
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:

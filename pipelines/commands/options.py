@@ -17,6 +17,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         help="kernels: castiron's own; portable: StableHLO alone")  # fmt: skip
     parser.add_argument("--target", choices=("host", "x86-64-v3", "x86-64-v4", "aarch64"), default="host",
                         help="the CPU that will run the bundle")  # fmt: skip
+    parser.add_argument("--threads", type=int, metavar="N", help="threads that will run the bundle (default: one per "
+                        "physical core here, 2 for other targets); it runs on any number")  # fmt: skip
     parser.add_argument("--batch", type=_sizes, default=(), metavar="B[,B]",
                         help="also decode B sequences at once, for castiron serve: 4,8")  # fmt: skip
     parser.add_argument("--speculate", type=_sizes, default=(4, 8), metavar="T[,T]",
@@ -33,7 +35,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 def compile_options(args: argparse.Namespace):
     from ..compile import Options
 
-    return Options(args.context, args.weights, args.numerics, args.lowering, args.target, args.batch, args.speculate)
+    names = ("context", "weights", "numerics", "lowering", "target", "batch", "speculate", "threads")
+    return Options(**{name: getattr(args, name) for name in names}, tuned=not getattr(args, "no_tuned", False))
 
 
 def default_bundle(model: str) -> Path:

@@ -57,7 +57,7 @@ def test_a_lowering_takes_the_tiles_given_and_otherwise_the_default_for_the_thre
     model = build({**CONFIG, "intermediate_size": 512}, lambda name: "q4_1", CONTEXT, [8])
 
     def products(threads, tiles):
-        module = lower(model, threads=threads, tiles=tiles)
+        module = lower(model, threads=threads, tiles=tiles.get)
         calls = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
         return {kernel.product: kernel for kernel in calls if kernel.product}
 

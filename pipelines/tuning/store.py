@@ -1,0 +1,128 @@
+"""What tuning found, kept in one file for all models: `tuned.json` under the cache root."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import emitter
+from emitter.kernels.isa import Isa
+from emitter.kernels.product import Product, Tiles
+from vmfb.cache import cache_root, write_atomically
+from vmfb.compiler import compiler_version
+from vmfb.cpu import host_cpu
+from vmfb.record import RecordError, from_json, to_json
+from vmfb.targets import Target
+
+from ..errors import PipelineError
+
+# By a product's name, the fields of its tiles.
+Chosen = Mapping[str, Mapping[str, int]]
+
+SCHEMA = 1
+# Of the emitter, what decides the code of a product's kernel.
+SOURCES = ("kernels/*.py", "packing.py", "codecs.py")
+
+
+class StoreError(PipelineError):
+    """A store that is not to be trusted; one sentence with what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a measurement holds for: CPU model, instruction set of the kernels, version of IREE, hash of the kernels'
+    sources, threads."""
+
+    cpu: str
+    isa: str
+    iree: str
+    kernels: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The best `tiles` of a product by name, as fields of its tiles; None where nothing beat the default.
+
+    gain: the default's time over theirs, 1 for the default.
+    """
+
+    place: Place
+    product: str
+    tiles: dict[str, int] | None
+    gain: float
+
+
+@dataclass(frozen=True)
+class _Store:
+    schema: int
+    findings: tuple[Finding, ...]
+
+
+def store_path() -> Path:
+    """Where the findings stand; the file need not exist."""
+    return cache_root() / "tuned.json"
+
+
+def place_of(target: Target, threads: int) -> Place:
+    """What holds for code that this machine compiles for `target`, run on `threads` threads of it."""
+    return Place(host_cpu(), target.isa, compiler_version(), _kernels(), threads)
+
+
+@cache
+def _kernels() -> str:
+    root, digest = Path(emitter.__file__).parent, hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(root.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def read() -> tuple[Finding, ...]:
+    """All findings; none where there is no file. StoreError for a file that `keep` cannot have written."""
+    path = store_path()
+    try:
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+            raise RecordError(f"it has no schema {SCHEMA}")
+        return from_json(_Store, value).findings
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, RecursionError, RecordError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StoreError(
+            f"{path} is not what castiron tune writes ({reason}); delete it, or compile with --no-tuned"
+        ) from None
+
+
+def findings_at(place: Place) -> dict[str, Finding]:
+    """By the product's name, what holds at `place`."""
+    return {finding.product: finding for finding in read() if finding.place == place}
+
+
+def tiles_at(place: Place) -> Chosen:
+    """The tiles that beat the default at `place`."""
+    return {name: finding.tiles for name, finding in findings_at(place).items() if finding.tiles is not None}
+
+
+def keep(findings: Iterable[Finding]) -> None:
+    """Adds the findings to the file, over what it had for the same products and places; whole or not at all."""
+    found = {(finding.place, finding.product): finding for finding in (*read(), *findings)}
+    text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
+    write_atomically(store_path(), text.encode() + b"\n")
+
+
+def choose(product: Product, chosen: Chosen, isa: Isa, threads: int) -> Tiles | None:
+    """The product's tiles, or None if there are none; StoreError for some that its kernel does not take."""
+    if product.name not in chosen:
+        return None
+    try:
+        tiles = product.tiles(chosen[product.name])
+        product.kernel(isa, threads, tiles)
+        return tiles
+    except ValueError as error:
+        raise StoreError(f"{store_path()} has tiles that do not fit ({error}); delete it, or compile with --no-tuned") from None
