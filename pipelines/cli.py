@@ -11,6 +11,7 @@ from collections.abc import Sequence
 # is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
 COMMANDS = {
     "compile": "cast a checkpoint into a bundle",
+    "tune": "find better tiles for a model's kernels on this machine",
     "run": "generate text from a bundle",
     "chat": "talk with a bundle",
     "serve": "serve a bundle over HTTP with OpenAI's API",

@@ -48,20 +48,36 @@ def profile(
     The caches hold zeros, which cost what anything else costs. BundleError if the tools fail.
     """
     threads = threads or default_threads()
+    command = _command(bundle.file(MODEL), bundle.file(WEIGHTS), function, position, threads, repeats)
+    timed = json.loads(_tool("iree-benchmark-module", *command))["benchmarks"][0]
+    scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[timed["time_unit"]]
+    return Profile(function.name, position, threads, timed["real_time"] * scale, _dispatches(command, repeats))
+
+
+def dispatches(
+    model: Path, weights: Path, function: Function, *, position: int, threads: int, repeats: int
+) -> tuple[Dispatch, ...]:
+    """Those of `profile`, for a vmfb and parameters that need not be in one bundle."""
+    return _dispatches(_command(model, weights, function, position, threads, repeats), repeats)
+
+
+def _command(model: Path, weights: Path, function: Function, position: int, threads: int, repeats: int) -> list[str]:
     values = ["0", str(position), *[str(function.width)] * (function.role == "prefill")]
     inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, [*values, "0", "0"], strict=True)]
-    command = [
+    return [
         *_device_flags(threads),
-        f"--module={bundle.file(MODEL)}",
-        f"--parameters={SCOPE}={bundle.file(WEIGHTS)}",
+        f"--module={model}",
+        f"--parameters={SCOPE}={weights}",
         f"--function={function.name}",
         f"--benchmark_min_time={repeats}x",
         "--benchmark_format=json",
         *inputs,
     ]
+
+
+def _dispatches(command: list[str], repeats: int) -> tuple[Dispatch, ...]:
     with tempfile.TemporaryDirectory() as directory:
         trace = f"{directory}/trace.ireeprof"
-        timed = json.loads(_tool("iree-benchmark-module", *command))["benchmarks"][0]
         profiling = ("--device_profiling_mode=host-execution", f"--device_profiling_output={trace}")
         _tool("iree-benchmark-module", *command, *profiling)
         rows = [json.loads(line) for line in _tool("iree-profile", "dispatch", "--format=jsonl", trace).splitlines()]
@@ -73,8 +89,7 @@ def profile(
         if row["type"] == "host_dispatch_group"
     ]
     found.sort(key=lambda dispatch: -dispatch.seconds)
-    scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[timed["time_unit"]]
-    return Profile(function.name, position, threads, timed["real_time"] * scale, tuple(found))
+    return tuple(found)
 
 
 def _device_flags(threads: int) -> tuple[str, ...]:

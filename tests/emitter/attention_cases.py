@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +17,8 @@ from emitter.kernels.isa import ISAS, Isa
 from emitter.kernels.kernel import Kernel
 from emitter.kernels.rope_append import Heads, prepared_heads, rope_append
 from emitter.types import I32, TensorType
-from tests.emitter.kernel_runner import Runner, compile_kernels
-from vmfb.targets import missing_features, resolve
+from tests.emitter.kernel_runner import Runner, runnable
+from vmfb.targets import resolve
 
 UNIT = 2.0**-24  # half a last place of f32 at 1
 LAYERS, CONTEXT, LAYER = 3, 200, 1
@@ -155,19 +155,15 @@ def close(name: str, got: np.ndarray, want: np.ndarray, limit: float) -> None:
 
 
 @cache
-def kernels_of(found: tuple[Case, ...], target: str, directory) -> dict[Case, tuple[Kernel, Kernel, Kernel]]:
-    """Decode, append and prefill of every case, compiled as one module."""
+def kernels_of(found: tuple[Case, ...], target: str, directory) -> tuple[dict[Case, tuple[Kernel, Kernel, Kernel]], Path]:
+    """Decode, append and prefill of every case, and one module with them."""
     isa = ISAS[resolve(target).isa]
     kernels = {case: (case.decode(isa), case.append(isa), case.prefill(isa)) for case in found}
     unique = {kernel.name: kernel for case, three in kernels.items() for kernel in (*three, case.decode(isa, BATCH))}
-    compile_kernels(list(unique.values()), directory / f"{target}.vmfb", target)
-    return kernels
+    return kernels, runnable(list(unique.values()), target, directory)
 
 
 def running(found: Sequence[Case], target: str, threads: int, directory) -> tuple[Runner, Iterator[tuple[Case, tuple]]]:
-    """A runner and (case, kernels) for each case; skips on other CPUs once everything has compiled."""
-    kernels = kernels_of(tuple(found), target, directory)
-    missing = missing_features(resolve(target))
-    if missing:
-        pytest.skip(f"compiled, but this CPU lacks {', '.join(missing)}")
-    return Runner(directory / f"{target}.vmfb", threads), kernels.items()
+    """A runner and (case, kernels) for each case; see `runnable` for other CPUs."""
+    kernels, module = kernels_of(tuple(found), target, directory)
+    return Runner(module, threads), kernels.items()

@@ -12,7 +12,7 @@ import numpy as np
 from emitter.kernels.kernel import Kernel
 from emitter.types import TensorType
 from vmfb.compiler import compile_mlir
-from vmfb.targets import Target, resolve
+from vmfb.targets import Target, missing_features, resolve
 
 THREADS = {1: "local-sync", 2: "local-task"}
 
@@ -51,6 +51,18 @@ def compile_kernels(kernels: Sequence[Kernel], out: Path, target: str | Target =
     target = resolve(target) if isinstance(target, str) else target
     compile_mlir(module_text(kernels), target, out, extra_flags=flags)
     return out
+
+
+def runnable(kernels: Sequence[Kernel], target: str, directory: Path) -> Path:
+    """The kernels compiled for `target`, or, where this CPU cannot run that, the same kernels compiled for this CPU.
+
+    The compiler cuts vectors wider than the CPU's and spills what needs more registers: another instruction set's lanes,
+    tiles and edges are computed as there, by other instructions.
+    """
+    path = compile_kernels(kernels, directory / f"{target}.vmfb", target)
+    if missing_features(resolve(target)):
+        path = compile_kernels(kernels, directory / f"{target}-here.vmfb", "host")
+    return path
 
 
 @cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +17,8 @@ from emitter.kernels.isa import ISAS, Isa
 from emitter.kernels.kernel import Kernel
 from emitter.packing import interleave_rows, pack
 from emitter.types import DTYPES, F32, TensorType, from_f32
-from tests.emitter.kernel_runner import Runner, compile_kernels
-from vmfb.targets import missing_features, resolve
+from tests.emitter.kernel_runner import Runner, runnable
+from vmfb.targets import resolve
 
 UNIT = 2.0**-24  # half a last place of f32 at 1
 
@@ -131,19 +131,15 @@ def in_features(codec_name: str) -> st.SearchStrategy[int]:
 
 
 @cache
-def _compiled(cases: tuple[Case, ...], target: str, directory) -> dict[Case, Kernel]:
+def _compiled(cases: tuple[Case, ...], target: str, directory) -> tuple[dict[Case, Kernel], Path]:
     kernels = {case: case.kernel(ISAS[resolve(target).isa]) for case in cases}
-    compile_kernels(list({k.name: k for k in kernels.values()}.values()), directory / f"{target}.vmfb", target)
-    return kernels
+    return kernels, runnable(list({k.name: k for k in kernels.values()}.values()), target, directory)
 
 
 def run_all(cases: Sequence[Case], target: str, threads: int, directory) -> list[tuple[Case, list, tuple, tuple]]:
-    """(case, arguments, results, reference) of every case, compiled as one module for `target`; skips for other CPUs."""
-    kernels = _compiled(tuple(cases), target, directory)
-    missing = missing_features(resolve(target))
-    if missing:
-        pytest.skip(f"compiled, but this CPU lacks {', '.join(missing)}")
-    runner = Runner(directory / f"{target}.vmfb", threads)
+    """(case, arguments, results, reference) of every case, compiled as one module; see `runnable` for other CPUs."""
+    kernels, module = _compiled(tuple(cases), target, directory)
+    runner = Runner(module, threads)
     rows = []
     for case, kernel in kernels.items():
         arguments = case.arguments(kernel)

@@ -1,0 +1,57 @@
+"""Whether tiles leave a bundle's tokens as they were: greedy, through every function that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vmfb.batch import Batch
+from vmfb.bundle import Bundle
+from vmfb.session import Session
+
+from ..errors import PipelineError
+from ..text import load_text
+from ..verify import drawn_prompts, encode, read_prompts
+
+PROMPTS, TOKENS, BATCHED = 12, 32, 8
+
+
+def prompts_of(bundle: Bundle) -> list[list[int]]:
+    """The first of verify's that leave room for an answer; PipelineError if none does."""
+    text = load_text(bundle) if bundle.tokenizer else None
+    vocab, room = bundle.manifest.vocab, bundle.manifest.context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
+    encoded = (encode(p, text, vocab) for p in (read_prompts() if text else drawn_prompts(vocab)))
+    found = [tokens for tokens in encoded if len(tokens) <= room][:PROMPTS]
+    if not found:
+        raise PipelineError(f"a context of {bundle.manifest.context} leaves no room to compare answers; tune with a larger one")
+    return found
+
+
+def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
+    """What the bundle gives for the prompts: greedy tokens one by one, those of verify's passes, those of batches."""
+    session, found = Session(bundle, threads), []
+    for prompt in prompts:
+        session.rewind(0)
+        tokens = [session.prefill(prompt)]
+        while len(tokens) < TOKENS:
+            tokens.append(session.step(tokens[-1]))
+        found.append(tokens)
+        for width in bundle.manifest.widths("verify"):
+            session.rewind(len(prompt))
+            found.append(session.verify((2 * tokens)[:width]))
+    for size in bundle.manifest.widths("batch"):
+        batch = Batch(bundle, threads)
+        last = {slot: batch.slots[slot].prefill(prompts[slot % len(prompts)]) for slot in range(size)}
+        for _ in range(BATCHED):
+            last = batch.step(last)
+            found.append([last[slot] for slot in range(size)])
+    return found
+
+
+def exact_part(tiles: dict, same: Callable[[dict], bool]) -> dict:
+    """Those of the products' tiles that leave the tokens as they are: all, or those that do so each alone and together."""
+    if not tiles or same(tiles):
+        return tiles
+    if len(tiles) == 1:
+        return {}
+    alone = {name: found for name, found in tiles.items() if same({name: found})}
+    return alone if len(alone) < len(tiles) and alone and same(alone) else {}

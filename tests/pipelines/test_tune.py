@@ -1,0 +1,215 @@
+"""castiron tune: which candidates there are, what is kept of them, and that a wrong kernel never is."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from emitter.kernels import gemv, product
+from emitter.kernels.isa import AVX2
+from emitter.kernels.product import Product
+from emitter.kernels.text import Body
+from pipelines import cli
+from pipelines.compile import Options
+from pipelines.tuning import store
+from pipelines.tuning.candidates import combined, neighbours
+from pipelines.tuning.exact import answers, exact_part
+from pipelines.tuning.search import LOOKS_TO_CONFIRM, Bench, Trial, search
+from tests.pipelines.tiny_gguf import write_llama
+from tests.pipelines.toy_text import read_json
+from vmfb.bundle import open_bundle
+from vmfb.compiler import CompileError
+
+PRODUCTS = [
+    Product("q4_1", 1, 960, 576, rms_eps=1e-5),
+    Product("f16", 1, 96, 64),
+    Product("q4_1", 8, 960, 576),
+    Product("q4_1", 128, 960, 576, length=True),
+    Product("q4_1", 8, 96, 64, experts=4, per_row=2),
+]
+
+
+@pytest.mark.parametrize("tried", PRODUCTS, ids=lambda tried: tried.name)
+def test_neighbours_change_one_field_and_the_code(tried):
+    default, found = tried.default_tiles(AVX2, 2), list(neighbours(tried, AVX2, 2))
+    texts = {tried.kernel(AVX2, 2).text}
+    for tiles in found:
+        assert sum(getattr(tiles, f.name) != getattr(default, f.name) for f in fields(tiles)) == 1
+        texts.add(tried.kernel(AVX2, 2, tiles).text)
+    assert len(texts) == 1 + len(found) >= 5
+    # A float codec alone has records to unroll in a GEMV.
+    if tried.tokens == 1:
+        assert any(tiles.unroll != default.unroll for tiles in found) == (tried.codec == "f16")
+
+
+def test_a_combination_takes_the_best_value_of_each_field():
+    first = PRODUCTS[0]
+    default = first.default_tiles(AVX2, 2)
+    better = [(1.1, replace(default, chains=1)), (1.3, replace(default, chains=4)), (1.2, replace(default, ahead=32))]
+    assert combined(first, AVX2, 2, better) == replace(default, chains=4, ahead=32)
+    assert combined(first, AVX2, 2, better[:2]) is None and combined(first, AVX2, 2, []) is None
+
+
+class FakeBench:
+    """Times out of a table: how many times as fast a field's value makes a product."""
+
+    isa, threads = AVX2, 2
+
+    def __init__(self, gain, confirmed=None, fails=lambda tiles: False):
+        self.gain, self.confirmed, self.fails = gain, confirmed or gain, fails
+
+    def gains(self, tiles, looks):
+        if any(map(self.fails, tiles.values())):
+            raise CompileError("no")
+        gain = self.confirmed if looks == LOOKS_TO_CONFIRM else self.gain
+        return {name: (1e-5, gain(found)) for name, found in tiles.items()}
+
+
+def searched(bench) -> tuple[dict[str, Trial], int]:
+    trials = {tried.name: Trial(tried, "decode_step") for tried in PRODUCTS[:2]}
+    return trials, search(bench, trials, lambda stage, done: None)
+
+
+def test_the_fastest_is_kept_if_it_is_faster_again():
+    gain = lambda tiles: (1.2 if tiles.chains == 3 else 1.0) * (1.1 if tiles.ahead == 32 else 1.0)
+    trials, refused = searched(FakeBench(gain))
+    for trial in trials.values():
+        assert (trial.tiles.chains, trial.gain) == (3, pytest.approx(1.32 if trial.tiles.ahead == 32 else 1.2))
+    assert trials[PRODUCTS[0].name].tiles.ahead == 32 and refused == 0
+    trials, _ = searched(FakeBench(gain, confirmed=lambda tiles: 1.02))
+    assert all(trial.tiles is None and trial.gain == 1.0 for trial in trials.values())
+    trials, _ = searched(FakeBench(lambda tiles: 1.02))
+    assert all(trial.tiles is None for trial in trials.values())
+
+
+def test_rounds_that_do_not_compile_are_counted_and_left_out():
+    trials, refused = searched(FakeBench(lambda tiles: 1.5, fails=lambda tiles: tiles.chains == 3))
+    assert refused >= 1 and all(trial.tiles is not None and trial.tiles.chains != 3 for trial in trials.values())
+
+
+def test_of_tiles_that_change_tokens_none_stays():
+    tiles = {"a": 1, "b": 2, "c": 3}
+    assert exact_part(tiles, lambda found: True) == tiles and exact_part({}, lambda found: False) == {}
+    assert exact_part(tiles, lambda found: "b" not in found) == {"a": 1, "c": 3}
+    assert exact_part(tiles, lambda found: len(found) == 1) == {} == exact_part(tiles, lambda found: False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """With a cache of its own, in which compilations and findings are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CASTIRON_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield str(write_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+
+
+@pytest.fixture(autouse=True)
+def no_findings(checkpoint):
+    store.store_path().unlink(missing_ok=True)
+
+
+@pytest.fixture
+def four_chains_are_faster(monkeypatch):
+    """Those of the products that take in their norm."""
+
+    def gains(bench, tiles, looks):
+        faster = lambda name, found: "rms" in name and getattr(found, "chains", 0) == 4
+        return {name: (1e-5, 2.0 if faster(name, found) else 0.5) for name, found in tiles.items()}
+
+    monkeypatch.setattr(Bench, "gains", gains)
+    monkeypatch.setattr("pipelines.tuning.candidates._STEPS", {"chains": lambda value: (4,)})
+
+
+TUNE = ["--speculate", "4", "--batch", "2", "--threads", "2"]
+
+
+def tune(checkpoint, capsys, *more: str) -> tuple[dict, str]:
+    assert cli.main(["tune", checkpoint, *TUNE, "--json", *more]) == 0
+    out, err = capsys.readouterr()
+    return read_json(out), err
+
+
+def test_measured_gains_are_of_the_kernels_asked_for(checkpoint, tmp_path):
+    options = Options(speculate=(4,), threads=2)
+    bench = Bench(checkpoint, options, ["decode_step", "verify_4"], tmp_path, lambda stage, done: None)
+    trials = bench.products()
+    assert {trial.function for trial in trials.values()} == {"decode_step", "verify_4"}
+    tiles = {name: next(neighbours(trial.product, bench.isa, 2)) for name, trial in trials.items()}
+    gains = bench.gains(tiles, looks=1)
+    assert gains.keys() == trials.keys()
+    assert all(0 < seconds < 1 and 0 < gain < 100 for seconds, gain in gains.values())
+
+
+def test_findings_are_kept_and_compiled_in(checkpoint, four_chains_are_faster, tmp_path, capsys):
+    found, err = tune(checkpoint, capsys)
+    assert err == "" and found["refused"] == 0 and found["changed_tokens"] == []
+    tuned = {row["name"]: row["tiles"] for row in found["products"] if row["tiles"]}
+    assert tuned and all(tiles["chains"] == 4 for tiles in tuned.values())
+    assert all(row["function"] == "decode_step" and row["gain"] == 2.0 for row in found["products"] if row["tiles"])
+    assert found["decode"]["ratio"] == pytest.approx(
+        found["decode"]["tuned_tok_s"] / found["decode"]["default_tok_s"], abs=0.01
+    )
+    assert cli.main(["compile", checkpoint, "-o", str(tmp_path / "out"), *TUNE]) == 0
+    assert open_bundle(tmp_path / "out").manifest.compile["tuned"] == tuned
+    capsys.readouterr()
+    # What is known is not searched again, unless asked.
+    again, _ = tune(checkpoint, capsys)
+    assert all(row["known"] for row in again["products"]) and again["decode"] is None
+    assert {row["name"]: row["tiles"] for row in again["products"] if row["tiles"]} == tuned
+    again, _ = tune(checkpoint, capsys, "--again", "--functions", "decode_step")
+    assert not any(row["known"] for row in again["products"]) and again["decode"]
+    assert cli.main(["tune", checkpoint, *TUNE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("product") and lines[1].endswith("unroll 4") and "have better tiles on 2 threads" in lines[-2]
+    assert lines[-1].endswith(str(store.store_path()))
+
+
+def test_a_faster_kernel_that_is_wrong_is_dropped(checkpoint, four_chains_are_faster, monkeypatch, capsys):
+    """The sum of four chains leaves one out here."""
+    right = gemv.tree_sum
+
+    def wrong(b: Body, parts):
+        return right(b, parts[:3] if len(parts) == 4 else parts)
+
+    monkeypatch.setattr(gemv, "tree_sum", wrong)
+    product._kernel.cache_clear()
+    found, err = tune(checkpoint, capsys, "--functions", "verify_4,prefill_8")
+    product._kernel.cache_clear()
+    assert found["changed_tokens"] and found["decode"] is None and not any(row["tiles"] for row in found["products"])
+    assert "changed a token" in err and err.count("\n") == 1
+    assert all(finding.tiles is None for finding in store.read())
+
+
+def test_answers_cover_every_function(checkpoint, tmp_path):
+    options = Options(speculate=(4,), batch=(2,), threads=2)
+    bundle = Bench(checkpoint, options, [], tmp_path, lambda stage, done: None).bundle
+    prompts = [[1, 2, 3], list(range(60))]
+    found = answers(bundle, 2, prompts)
+    assert [len(tokens) for tokens in found] == [32, 4, 32, 4] + [2] * 8
+    assert found[1] == (found[0] * 2)[1:5] and found == answers(bundle, 1, prompts)
+    assert [row[0] for row in found[4:]] == found[0][1:9]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--target", "x86-64-v3"], "leave --target and --lowering as they are"),
+        (["--lowering", "portable"], "leave --target and --lowering as they are"),
+        (["--functions", "decode_step,verify_9"], "no function verify_9: use decode_step, prefill_8"),
+        (["--context", "16"], "a context of 16 leaves no room"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_sentence(checkpoint, four_chains_are_faster, more, sentence, capsys):
+    assert cli.main(["tune", checkpoint, *TUNE, *more]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and sentence in err and err.count("\n") == 1
+    assert not store.store_path().exists()
+
+
+def test_an_interrupted_search_keeps_nothing(checkpoint, monkeypatch, capsys):
+    def interrupted(bench, tiles, looks):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "gains", interrupted)
+    assert cli.main(["tune", checkpoint, *TUNE]) == 130
+    assert not store.store_path().exists() and capsys.readouterr().err == "castiron: interrupted\n"
