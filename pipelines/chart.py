@@ -22,7 +22,7 @@ def draw(result: dict, path: str | Path) -> None:
         "prefill": f"{settings['prompt']} tokens",
     }
     # Equal results give equal files, so that a chart under version control changes with its numbers only.
-    with pyplot.rc_context({"svg.hashsalt": "castiron", "font.size": 10}):
+    with pyplot.rc_context({"svg.hashsalt": "castiron", "svg.fonttype": "none", "font.size": 10}):
         figure, axes = pyplot.subplots(1, 2, figsize=(8, 0.9 + 0.55 * len(engines)), layout="constrained")
         for axis, (key, title) in zip(axes, PANELS, strict=True):
             values = [engine[key] for engine in engines.values()]
