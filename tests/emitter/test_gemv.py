@@ -66,6 +66,12 @@ def test_text_differs_where_names_differ():
         assert texts.setdefault(kernel.name, kernel.text) == kernel.text
 
 
+def test_a_pair_of_blocks_ends_at_the_last_one():
+    """Of an odd number, where a store past the end of y would show in no result."""
+    clamped = {blocks: "minsi" in gemv("q8_0", 16 * blocks, 32, isa=AVX2).text for blocks in (1, 2, 3, 4, 5)}
+    assert clamped == {1: False, 2: False, 3: True, 4: False, 5: True}
+
+
 def test_wrong_options_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="activation 'relu' is unknown: use one of silu, gelu_tanh, gelu"):
         gemv("q4_1", 16, 32, isa=AVX2, glu="relu")
