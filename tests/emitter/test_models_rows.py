@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emitter.lowering import lower
+from emitter.lowering import LOWERINGS, lower
 from emitter.models import FAMILIES, build
 from pipelines.compile import pack
 from reference import hf, interpreter
@@ -15,13 +15,14 @@ from tests.emitter.test_models import SHAPES
 WIDTH, SEQUENCES = 5, 2
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[(family, lowering) for family in FAMILIES for lowering in LOWERINGS], ids="-".join)
 def rows(request, tmp_path_factory):
     """HF's model, a prompt, and `run(function, *inputs)` of ours."""
-    models = pair(request.param, tmp_path_factory.mktemp(request.param), **SHAPES[request.param][0])
+    family, lowering = request.param
+    models = pair(family, tmp_path_factory.mktemp(family), **SHAPES[family][0])
     checkpoint = models.checkpoint
     codec = lambda name: checkpoint.tensors[name].codec if name in checkpoint.tensors else "f32"
-    module = lower(build(checkpoint.config, codec, CONTEXT, WIDTHS, verify=(WIDTH,), batches=(SEQUENCES,)), "portable")
+    module = lower(build(checkpoint.config, codec, CONTEXT, WIDTHS, verify=(WIDTH,), batches=(SEQUENCES,)), lowering)
     params = {p.name: pack(checkpoint, p) for p in module.params.values()}
 
     def run(function: str, *inputs: np.ndarray) -> list[np.ndarray]:
