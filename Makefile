@@ -1,5 +1,6 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
 # make test          run the test suite
+# make lint          ruff and mypy, as CI runs them
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart
 # make clean         remove what was built; make distclean removes .venv too
 #
@@ -30,7 +31,7 @@ export MODEL CONTEXT WEIGHTS PROMPT TOKENS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test bench clean distclean
+.PHONY: compile-llm test lint bench clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -41,6 +42,11 @@ compile-llm: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	@$(BIN)/python -m ruff check
+	@$(BIN)/python -m ruff format --check --quiet
+	@$(BIN)/python -m mypy
 
 bench: $(INSTALLED) $(BENCH_INSTALLED)
 	@$(OUT); set -e; \

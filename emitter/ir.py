@@ -1,7 +1,7 @@
 """The typed SSA graph: values, operations, functions, modules, and the scopes that name where in a model one stands.
 
 Operations are appended to the function being built (`with module.function(...)`) under the current module path
-(`with scope("layers.3")`). Nothing is a string until `emitter.printer` prints it.
+(`with scope("layers.3")`). Nothing is a string until `castiron.emitter.printer` prints it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from emitter.types import EmitError, TensorType
+from castiron.emitter.types import EmitError, TensorType
 
 
 @dataclass(eq=False, slots=True)

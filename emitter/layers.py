@@ -1,6 +1,6 @@
 """The vocabulary that model families are written in: layer operations over weights named as the checkpoint names them.
 
-A layer operation is one node of the graph that says what is computed; `emitter.lowering` says how (StableHLO, or
+A layer operation is one node of the graph that says what is computed; `castiron.emitter.lowering` says how (StableHLO, or
 kernels of our own). Scopes name both the module path and the weights: inside `scope("self_attn")`,
 `linear(x, "q_proj", n)` reads the checkpoint tensor `<path>.self_attn.q_proj.weight`.
 
@@ -15,10 +15,10 @@ from itertools import islice
 
 import numpy as np
 
-from emitter import ops
-from emitter.ir import Module, Source, Value, append, current_path, fail, scope
-from emitter.rotary import Rotary
-from emitter.types import F32, I32, EmitError, TensorType
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, Source, Value, append, current_path, fail, scope
+from castiron.emitter.rotary import Rotary
+from castiron.emitter.types import F32, I32, EmitError, TensorType
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -28,7 +28,7 @@ class Weight:
     """A tensor that the model reads.
 
     name, shape: the checkpoint's tensor, or the name of a table computed from the config.
-    codec: how it is stored in the bundle (a key of `emitter.codecs.CODECS`).
+    codec: how it is stored in the bundle (a key of `castiron.emitter.codecs.CODECS`).
     transform: applied to its f32 values before storing (`w + 1` of Gemma's norms); then the codec is f32.
     values: computes a table that is in no checkpoint.
     parts, rows: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of

@@ -10,8 +10,8 @@ from math import prod
 
 import numpy as np
 
-from emitter.ir import Value, append, fail
-from emitter.types import BF16, F32, I1, I32, DType, TensorType, from_f32
+from castiron.emitter.ir import Value, append, fail
+from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, from_f32
 
 FLOAT_UNARY = ("negate", "exponential", "log", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs")
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power")

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from emitter.ir import Function, Module, Op, Value
-from emitter.ops import ARITHMETIC, BITWISE, FLOAT_UNARY
-from emitter.types import F32, I32, DType, EmitError, TensorType, to_f32
+from castiron.emitter.ir import Function, Module, Op
+from castiron.emitter.ops import ARITHMETIC, BITWISE, FLOAT_UNARY
+from castiron.emitter.types import F32, I32, DType, EmitError, TensorType, to_f32
 
 SCOPE = "model"
 
@@ -166,7 +166,8 @@ def _dot_general(op: Op, args: list[str]) -> str:
 
 def _reduce(op: Op, args: list[str]) -> str:
     dims = list(op.attrs["dims"])
-    return f"stablehlo.reduce({args[0]} init: {args[1]}) applies stablehlo.{op.attrs['reducer']} across dimensions = {dims} : {_types(op)}"
+    reducer = f"stablehlo.{op.attrs['reducer']}"
+    return f"stablehlo.reduce({args[0]} init: {args[1]}) applies {reducer} across dimensions = {dims} : {_types(op)}"
 
 
 def _argmax(op: Op, args: list[str]) -> str:

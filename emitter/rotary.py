@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from emitter.types import EmitError
+from castiron.emitter.types import EmitError
 
 
 @dataclass(frozen=True, eq=False)

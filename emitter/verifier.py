@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from math import prod
 
-from emitter.ir import Function, Module, Op
-from emitter.ops import ARITHMETIC, BITWISE, COMPARISONS, FLOAT_UNARY
-from emitter.types import BF16, DTYPES, F32, I1, I32, EmitError, TensorType
+from castiron.emitter.ir import Function, Module, Op
+from castiron.emitter.ops import ARITHMETIC, BITWISE, COMPARISONS, FLOAT_UNARY
+from castiron.emitter.types import BF16, DTYPES, F32, I1, I32, EmitError, TensorType
 
 
 def verify(module: Module) -> None:
@@ -181,12 +181,16 @@ def _reshape(op: Op) -> str | None:
 
 def _transpose(op: Op) -> str | None:
     (shape, result), dims = _shapes(op), op.attrs["dims"]
-    return None if len(dims) == len(shape) and _distinct(dims, len(shape)) and tuple(shape[d] for d in dims) == result else f"dims {dims} do not fit"
+    return (
+        None
+        if len(dims) == len(shape) and _distinct(dims, len(shape)) and tuple(shape[d] for d in dims) == result
+        else f"dims {dims} do not fit"
+    )
 
 
 def _slice(op: Op) -> str | None:
     (shape, result), starts = _shapes(op), op.attrs["starts"]
-    ok = len(shape) == len(result) == len(starts) and all(0 <= s and s + r <= n for s, r, n in zip(starts, result, shape))
+    ok = len(shape) == len(result) == len(starts) and all(s >= 0 and s + r <= n for s, r, n in zip(starts, result, shape))
     return None if ok else "the window leaves the operand"
 
 
@@ -230,7 +234,11 @@ def _reduce(op: Op) -> str | None:
     if x.dtype.kind != "float" or op.attrs["reducer"] not in ("add", "maximum") or not _distinct(dims, x.type.rank):
         return "only sums and maxima of floats, over dimensions of the operand"
     left = tuple(n for i, n in enumerate(x.shape) if i not in dims)
-    ok = x.dtype is op.results[0].dtype and left == op.results[0].shape and op.operands[1].type == TensorType((), op.results[0].dtype)
+    ok = (
+        x.dtype is op.results[0].dtype
+        and left == op.results[0].shape
+        and op.operands[1].type == TensorType((), op.results[0].dtype)
+    )
     return None if ok else "the result or the initial value has another type"
 
 

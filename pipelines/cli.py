@@ -1,13 +1,16 @@
 """The command line: a table of commands, and the errors that a user sees as one sentence."""
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
 
-# Name, line of help. The module pipelines.commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
+import castiron
+
+# Name, line of help. The module commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
 # is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
 COMMANDS = {
     "compile": "cast a checkpoint into a bundle",
@@ -24,7 +27,7 @@ COMMANDS = {
     "diff": "find the first module whose activations differ from HF transformers",
 }
 EPILOG = """\
-MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a packed file.
+MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a file.
 
 examples:
   castiron compile smollm2-135m-instruct -o build/smollm2-135m-instruct
@@ -71,11 +74,11 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=Version, nargs=0, help="print castiron's version and exit")
+    parser.add_argument("--version", action="version", version=f"castiron {castiron.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"pipelines.commands.{name}") if name == chosen else None
+        module = importlib.import_module(f"castiron.pipelines.commands.{name}") if name == chosen else None
         command = commands.add_parser(
             name,
             help=summary,
@@ -91,7 +94,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def explain(error: Exception) -> str | None:
     """The sentence for a failure that is the user's or the machine's; None for one that is ours."""
-    from .errors import user_errors
+    from castiron.pipelines.errors import user_errors
 
     if isinstance(error, user_errors()):
         return str(error)
@@ -115,25 +118,9 @@ def _extra_with(module: str | None) -> str | None:
     return extras.get(module or "")
 
 
-class Version(argparse.Action):
-    """--version; looks the version up when asked only, because importlib.metadata takes a tenth of a run's start."""
-
-    def __call__(self, parser, *_):
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("castiron")
-        except PackageNotFoundError:
-            found = "(not installed)"
-        print(f"castiron {found}")
-        parser.exit()
-
-
 def _complain(sentence: str) -> None:
-    try:
+    with contextlib.suppress(BrokenPipeError):
         print(f"castiron: {sentence}", file=sys.stderr)
-    except BrokenPipeError:
-        pass
 
 
 if __name__ == "__main__":

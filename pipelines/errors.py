@@ -10,14 +10,14 @@ class PipelineError(Exception):
 # Module and class. A class is looked up only in modules that are already imported, so that the command line does not
 # import torch or the compiler to learn that neither failed.
 USER_ERRORS = (
-    ("pipelines.errors", "PipelineError"),
-    ("pipelines.checkpoints.checkpoint", "CheckpointError"),
-    ("emitter.types", "EmitError"),
-    ("vmfb.compiler", "CompileError"),
-    ("vmfb.targets", "TargetError"),
-    ("vmfb.manifest", "BundleError"),
-    ("vmfb.weights", "WeightsError"),
-    ("vmfb.session", "SessionError"),
+    ("castiron.pipelines.errors", "PipelineError"),
+    ("castiron.pipelines.checkpoints.checkpoint", "CheckpointError"),
+    ("castiron.emitter.types", "EmitError"),
+    ("castiron.vmfb.compiler", "CompileError"),
+    ("castiron.vmfb.targets", "TargetError"),
+    ("castiron.vmfb.manifest", "BundleError"),
+    ("castiron.vmfb.weights", "WeightsError"),
+    ("castiron.vmfb.session", "SessionError"),
 )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from emitter.ir import Module, Op, Value, users
-from emitter.types import F32, I8, DType, EmitError, TensorType, from_f32, to_f32
+from castiron.emitter.ir import Module, Op, Value, users
+from castiron.emitter.types import F32, I8, DType, EmitError, TensorType, from_f32, to_f32
 
 Trace = Callable[[Op, tuple[np.ndarray, ...]], None]
 

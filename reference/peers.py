@@ -51,7 +51,7 @@ class HuggingFace:
         """`model` is a GGUF file or an HF directory; OSError or ValueError if transformers does not take it."""
         import torch
 
-        from reference import hf
+        from castiron.reference import hf
 
         self.torch = torch
         self.model = hf.load(model, threads)
@@ -83,9 +83,7 @@ class HuggingFace:
 
     def _forward(self, tokens: Sequence[int]):
         with self.torch.inference_mode():
-            out = self.model(
-                self.torch.tensor([list(tokens)]), past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
+            out = self.model(self.torch.tensor([list(tokens)]), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.cache = out.past_key_values
         return out.logits
 

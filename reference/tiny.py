@@ -60,9 +60,7 @@ FAMILIES: dict[str, dict] = {
 }
 
 
-def tiny_model(
-    model_type: str, directory: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config
-) -> Path:
+def tiny_model(model_type: str, directory: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> Path:
     """Write a small random model of this type (config.json, safetensors) to `directory`, which is returned.
 
     `config` overrides any key of the HF config; `dtype` is how weights are stored. The same arguments give the same

@@ -9,7 +9,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from pathlib import Path
 
 import iree.runtime as rt
@@ -18,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from iree.runtime import HalElementType
 
-from emitter.types import DTYPES, TensorType
-from vmfb.compiler import compile_mlir
-from vmfb.targets import TARGETS
+from castiron.emitter.types import DTYPES, TensorType
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.targets import TARGETS
 
 # A shell's background jobs start with Ctrl-C ignored, and so would the programs that are tested on it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.compile import Options, compile_model
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.reference import tiny
+from castiron.vmfb.batch import Batch
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session, SessionError
 from tests.test_end_to_end import greedy, prompt
-from reference import tiny
-from vmfb.batch import Batch
-from vmfb.bundle import open_bundle
-from vmfb.session import Session, SessionError
 
 CONTEXT = 64
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from packaging.utils import canonicalize_name
 
+from castiron.vmfb.bundle import open_bundle, pack_bundle
+from castiron.vmfb.session import Session
 from tests.pipelines import toy_text
-from vmfb.bundle import open_bundle, pack_bundle
-from vmfb.session import Session
 
 ROOT = Path(__file__).parent.parent
 # What a bundle needs, and what the runtime and jinja2 cannot be imported without.
@@ -62,8 +62,11 @@ def copies(away, tmp_path_factory) -> dict[str, Path]:
     home = away / "home" / "other"
     shutil.copytree(bundle, home / "toy")
     pack_bundle(open_bundle(bundle), home / "toy.castiron")
+    (home / "code/castiron").mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py"):
+        shutil.copy(ROOT / "castiron" / name, home / "code/castiron")
     for package in ("pipelines", "vmfb"):
-        shutil.copytree(ROOT / package, home / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, home / "code/castiron" / package, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["chmod", "-R", "a-w,a+rX", home], check=True)
     return {"home": home, "directory": home / "toy", "packed": home / "toy.castiron", "here": bundle}
 
@@ -81,12 +84,12 @@ def test_four_packages_are_enough_offline_read_only_for_another_user(python, cop
     # As root files are never read-only, so root becomes nobody.
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if not os.geteuid() else []
     arguments = ["run", str(copies[form]), "-p", "bcd", "-n", "6", "--ignore-eos", "--json"]
-    command = [*offline(), *user, str(python), "-m", "pipelines", *arguments]
+    command = [*offline(), *user, str(python), "-m", "castiron", *arguments]
     environment = {"PATH": os.environ["PATH"], "HOME": str(copies["home"]), "PYTHONPATH": str(copies["home"] / "code")}
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     arguments[1] = str(copies["here"])
-    here = subprocess.run([sys.executable, "-m", "pipelines", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    here = subprocess.run([sys.executable, "-m", "castiron", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["text"] == json.loads(here.stdout)["text"] != ""
 
 
@@ -107,7 +110,7 @@ def test_iree_run_module_drives_a_bundle_as_the_page_says(python, copies, tmp_pa
 
 def test_the_page_names_what_the_modules_have():
     """The table of functions against the manifest's own, and the packages against the project's."""
-    from vmfb.manifest import ROLES, Cache, functions
+    from castiron.vmfb.manifest import ROLES, Cache, functions
 
     made = functions(Cache(1, 32, 1, 4), 10, (8,), (4,), (2,))
     rows = dict(re.findall(r"^\| `(\w+?)` \| (.*) \|$", PAGE, re.MULTILINE))

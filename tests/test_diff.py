@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from emitter import ops
-from emitter.lowering import portable
-from pipelines.checkpoints import open_checkpoint
-from pipelines.cli import main
-from pipelines.diff import compare
-from reference import tiny
+from castiron.emitter import ops
+from castiron.emitter.lowering import portable
+from castiron.pipelines.checking.diff import compare
+from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.cli import main
+from castiron.reference import tiny
 
 TOKENS = [5, 17, 3, 99, 42, 8]
 
@@ -49,7 +49,7 @@ def test_a_rotation_the_wrong_way_is_found_in_the_first_attention(checkpoint_dir
 
 
 def test_a_forgotten_residual_is_found_in_its_block(checkpoint_dir, monkeypatch):
-    from emitter.models import llama
+    from castiron.emitter.models import llama
 
     monkeypatch.setattr(llama, "add", lambda x, y: y)
     found = compare(open_checkpoint(checkpoint_dir), TOKENS, 1e-3)

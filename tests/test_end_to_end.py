@@ -8,15 +8,15 @@ import subprocess
 import numpy as np
 import pytest
 
-from emitter.printer import argument_params, print_module
-from pipelines.checkpoints import CheckpointError, open_checkpoint
-from pipelines.compile import Options, build_module, compile_model, pack
-from emitter.types import EmitError
-from reference import hf, tiny, xla
-from vmfb.bundle import open_bundle
-from vmfb.compiler import compiler_path
-from vmfb.session import Session, SessionError
-from vmfb.targets import resolve
+from castiron.emitter.printer import argument_params, print_module
+from castiron.emitter.types import EmitError
+from castiron.pipelines.casting.compile import Options, build_module, compile_model, pack
+from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
+from castiron.reference import hf, tiny, xla
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.compiler import compiler_path
+from castiron.vmfb.session import Session, SessionError
+from castiron.vmfb.targets import resolve
 
 CONTEXT = 160
 # Around the borders of every chunk width (8, 32, 128), and past them.

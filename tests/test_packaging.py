@@ -42,15 +42,20 @@ def requirements(*extras: str) -> list[Requirement]:
 
 
 def imports(path: Path) -> set[tuple[str, bool]]:
-    """Top-level modules that a file imports, and whether at import time; relative ones are its own package."""
+    """Top-level modules that a file imports, castiron's packages by their own names, and whether at import time."""
     found = set()
+
+    def top(module: str) -> str:
+        return module.removeprefix("castiron.").split(".")[0]
 
     def walk(node: ast.AST, outside: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                found.update((alias.name.split(".")[0], outside) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom) and not child.level:
-                found.add((child.module.split(".")[0], outside))
+                found.update((top(alias.name), outside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert not child.level, f"{path} imports relatively; the project's imports say the whole name"
+                names = (f"castiron.{a.name}" for a in child.names) if child.module == "castiron" else (child.module,)
+                found.update((top(name), outside) for name in names)
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             walk(child, outside and not inside)
 
@@ -117,9 +122,9 @@ def test_packages_import_each_other_one_way():
 
 def test_a_runtime_environment_is_enough_to_run():
     """Of third-party packages, what runs a bundle imports those that the project depends on without extras."""
-    allowed = set(sys.stdlib_module_names) | {"numpy", "iree", "tokenizers", "jinja2", "vmfb", "pipelines"}
-    names = ("cli", "generate", "sampling", "text", "chat_template", "progress", "memory", "errors", "commands/run")
-    files = [*sources("vmfb"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
+    allowed = set(sys.stdlib_module_names) | {"numpy", "iree", "tokenizers", "jinja2", "vmfb", "pipelines", "castiron"}
+    names = ("cli", "progress", "errors", "measuring/memory", "commands/run", "commands/chat", "commands/console")
+    files = [*sources("vmfb"), *sources("pipelines/generation"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
     for path in files:
         assert {name for name, _ in imports(path)} <= allowed, path
 
@@ -128,8 +133,8 @@ def test_a_runtime_environment_is_enough_to_run():
 def tree(tmp_path_factory):
     """A copy of what is packaged."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("castiron", *PACKAGES, "tests"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree)
@@ -148,14 +153,16 @@ def wheel(tree, tmp_path_factory):
 
 def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert {str(path.relative_to(tree)) for package in PACKAGES for path in (tree / package).rglob("*.py")} <= names
-    assert {"pipelines/verify_prompts.jsonl", "pipelines/serve/chat.html"} <= names
-    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+    sources = {f"castiron/{path.relative_to(tree)}" for package in PACKAGES for path in (tree / package).rglob("*.py")}
+    assert sources <= names
+    assert {"castiron/pipelines/checking/verify_prompts.jsonl", "castiron/pipelines/serve/chat.html"} <= names
+    # One name in site-packages, so that nobody's own `pipelines` or `reference` is in the way of castiron's.
+    assert {name.split("/")[0] for name in names} == {"castiron"}
 
 
 def test_the_wheel_has_the_command_and_the_licence(wheel):
     texts = {name.split("/", 1)[1]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
-    assert "castiron = pipelines.cli:main" in texts["entry_points.txt"]
+    assert "castiron = castiron.pipelines.cli:main" in texts["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in texts["METADATA"]
     assert "Version 2.0, January 2004" in texts["licenses/LICENSE"]
 
@@ -186,7 +193,7 @@ def calls(directory: Path) -> list[list[str]]:
 def test_make_installs_the_lock_once_and_again_when_it_changes(installed_tree):
     assert make("test", directory=installed_tree).returncode == 0
     first = calls(installed_tree)
-    assert ["-r", "requirements.lock"] == first[1][-2:] and first[0][-1].startswith("torch==")
+    assert first[1][-2:] == ["-r", "requirements.lock"] and first[0][-1].startswith("torch==")
     assert first[-1] == ["python", "-m", "pytest"]
     assert make("test", directory=installed_tree).returncode == 0
     assert calls(installed_tree) == [["python", "-m", "pytest"]]

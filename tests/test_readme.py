@@ -33,7 +33,7 @@ def test_a_command_of_the_readme_works(line, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "readme"
     folder.mkdir(exist_ok=True)
     program, *words = shlex.split(line)
-    own = [sys.executable, "-m", "pipelines"]
+    own = [sys.executable, "-m", "castiron"]
     command = [*(own if program == "castiron" else [Path(sys.executable).parent / program]), *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     # What a person would say to a chat, and no other command reads.
@@ -60,4 +60,6 @@ def test_the_server_of_the_readme_answers_its_client(tmp_path_factory, tmp_path)
 
 
 def test_every_command_of_the_readme_is_run_here():
-    assert all(line.startswith(("make ", "castiron ", "iree-run-module ", CLIENT)) for line in LINES), "a line that no test runs"
+    assert all(line.startswith(("make ", "castiron ", "iree-run-module ", CLIENT)) for line in LINES), (
+        "a line that no test runs"
+    )

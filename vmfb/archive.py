@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vmfb.manifest import FILES, BundleError
+from castiron.vmfb.manifest import FILES, BundleError
 
 MANIFEST = "manifest.json"
 # The largest page of common systems is 16 KB (arm64 macOS); mapping needs no page, vmfb and tensors need 64 bytes.
@@ -87,7 +87,9 @@ def parts_of(path: Path) -> dict[str, Part]:
     return found
 
 
-def pack(parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None) -> None:
+def pack(
+    parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None
+) -> None:
     """Writes `parts` by name as one archive at `out`, complete or not at all; the same parts give the same bytes.
 
     BundleError for a part whose sha256 is not the one in `hashes`, or if `out` cannot be written. `progress` gets
@@ -103,7 +105,10 @@ def pack(parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progre
             for name, part in parts.items():
                 digest = hashlib.sha256()
                 # Always ZIP64: the size of the header is then known before.
-                with open(part.path, "rb") as source, archive.open(_entry(name, archive.fp.tell(), part.size), "w", force_zip64=True) as entry:
+                with (
+                    open(part.path, "rb") as source,
+                    archive.open(_entry(name, archive.fp.tell(), part.size), "w", force_zip64=True) as entry,
+                ):
                     source.seek(part.offset)
                     left = part.size
                     while left and (data := source.read(min(left, _CHUNK))):

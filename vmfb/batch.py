@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vmfb.bundle import Bundle
-from vmfb.program import Call, Program
-from vmfb.session import Row, Session, SessionError
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.program import Call, Program
+from castiron.vmfb.session import Row, Session, SessionError
 
 
 class Batch:

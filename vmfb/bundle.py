@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vmfb.archive import MANIFEST, Part, pack, parts_of
-from vmfb.cache import cache_root, write_atomically
-from vmfb.cpu import host_arch, host_cpu
-from vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
-from vmfb.record import RecordError
-from vmfb.targets import missing_features
+from castiron.vmfb.archive import MANIFEST, Part, pack, parts_of
+from castiron.vmfb.cache import cache_root, write_atomically
+from castiron.vmfb.cpu import host_arch, host_cpu
+from castiron.vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
+from castiron.vmfb.record import RecordError
+from castiron.vmfb.targets import missing_features
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,15 @@ def open_bundle(place: Path | str, *, full_check: bool = False, run: bool = True
 
 
 def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], None] | None = None) -> None:
-    """Writes `bundle` as one archive, its files' sha256 checked on the way; see `vmfb.archive.pack`."""
+    """Writes `bundle` as one archive, its files' sha256 checked on the way; see `castiron.vmfb.archive.pack`."""
     place, out = bundle.path, Path(out)
     if out.exists() and place.exists() and out.samefile(place):
         raise BundleError(f"{out} is the bundle itself; give another file")
     head = bundle.packed[MANIFEST] if bundle.packed else Part(place / MANIFEST, 0, (place / MANIFEST).stat().st_size)
     files = bundle.manifest.files
-    pack({MANIFEST: head, **{name: bundle.part(name) for name in files}}, {n: f.sha256 for n, f in files.items()}, out, progress)
+    pack(
+        {MANIFEST: head, **{name: bundle.part(name) for name in files}}, {n: f.sha256 for n, f in files.items()}, out, progress
+    )
 
 
 def _manifest_data(path: Path) -> bytes:

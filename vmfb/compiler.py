@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vmfb.cache import cache_root, write_atomically
-from vmfb.targets import Target
+from castiron.vmfb.cache import cache_root, write_atomically
+from castiron.vmfb.targets import Target
 
 # The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
 QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-on-diagnostic=false")

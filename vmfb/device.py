@@ -9,7 +9,7 @@ import threading
 import iree.runtime as rt
 from iree.runtime._binding import create_hal_driver
 
-from vmfb.cpu import physical_cores
+from castiron.vmfb.cpu import physical_cores
 
 # How long a worker looks for work before it sleeps. Within a call workers hardly wait; between two tokens a few
 # microseconds are bridged. Measured on 2 cores, SmolLM2-135M: 10 gives the steadiest tokens (p90 5.2 ms, with 0 or 50

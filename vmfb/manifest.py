@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from vmfb.record import Json, RecordError, from_json, to_json
-from vmfb.targets import Target
+from castiron.vmfb.record import Json, RecordError, from_json, to_json
+from castiron.vmfb.targets import Target
 
 SCHEMA = 2  # since 2, kernels leave a batch's rows alone whose position is negative
 ROLES = ("decode", "prefill", "verify", "batch")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from vmfb.bundle import Bundle
-from vmfb.device import default_threads, task_flags
-from vmfb.manifest import MODEL, WEIGHTS, BundleError, Function
-from vmfb.program import SCOPE
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.device import default_threads, task_flags
+from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, Function
+from castiron.vmfb.program import SCOPE
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ class Profile:
     dispatches: tuple[Dispatch, ...]
 
 
-def profile(
-    bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20
-) -> Profile:
+def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20) -> Profile:
     """Profiles a function of the bundle at `position` (of every sequence, in a batch), over `repeats` calls.
 
     The caches hold zeros, which cost what anything else costs. BundleError if the tools fail.
@@ -82,9 +80,7 @@ def _dispatches(command: list[str], repeats: int) -> tuple[Dispatch, ...]:
         _tool("iree-benchmark-module", *command, *profiling)
         rows = [json.loads(line) for line in _tool("iree-profile", "dispatch", "--format=jsonl", trace).splitlines()]
     found = [
-        Dispatch(
-            row["key"], row["count"] // repeats, row["total_ns"] / repeats * 1e-9, prod(row["last_workgroup_count"])
-        )
+        Dispatch(row["key"], row["count"] // repeats, row["total_ns"] / repeats * 1e-9, prod(row["last_workgroup_count"]))
         for row in rows
         if row["type"] == "host_dispatch_group"
     ]

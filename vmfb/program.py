@@ -11,9 +11,9 @@ from math import prod
 import iree.runtime as rt
 import numpy as np
 
-from vmfb.bundle import Bundle
-from vmfb.device import default_threads, device, give_way
-from vmfb.manifest import MODEL, WEIGHTS, BundleError
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.device import default_threads, device, give_way
+from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
 
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
 SCOPE = "model"

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from vmfb.bundle import Bundle
-from vmfb.chunks import chunks
-from vmfb.program import Buffer, Call, Program
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.chunks import chunks
+from castiron.vmfb.program import Buffer, Call, Program
 
 
 class SessionError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from vmfb.cpu import host_arch, host_cpu, host_features
+from castiron.vmfb.cpu import host_arch, host_cpu, host_features
 
 COMMON_FLAGS = (
     "--iree-input-type=stablehlo",

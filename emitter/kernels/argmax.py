@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from emitter.kernels.isa import Isa
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.text import Body, Index, Value, executable, largest_width
-from emitter.kernels.vector_math import lane_max
-from emitter.types import F32, I32, TensorType
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.writing.body import Body, Index, Value, executable, largest_width
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.vectors import lane_max
+from castiron.emitter.types import F32, I32, TensorType
 
 
 def argmax(vocab: int, *, isa: Isa, rows: int | None = None, block: int = 512) -> Kernel:
@@ -31,9 +31,7 @@ def argmax(vocab: int, *, isa: Isa, rows: int | None = None, block: int = 512) -
         def block_max(low: Index, high: Index, width: int, ways: int) -> Value:
             with b.loop(low, high, ways * width, carry=[b.splat(float("-inf"), width)] * ways) as loop:
                 places = [b.add(loop.index, i * width) for i in range(ways)]
-                loop.give(
-                    *[b.maxf(b.vload(logits, width, *lead, p), m) for p, m in zip(places, loop.values, strict=True)]
-                )
+                loop.give(*[b.maxf(b.vload(logits, width, *lead, p), m) for p, m in zip(places, loop.values, strict=True)])
             tops = loop.results
             while len(tops) > 1:
                 tops = [b.maxf(x, y) for x, y in zip(tops[::2], tops[1::2], strict=True)]

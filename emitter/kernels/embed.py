@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from emitter.codecs import codec_of
-from emitter.kernels.isa import Isa
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.panel import Panel, units
-from emitter.kernels.rope_append import number
-from emitter.kernels.text import Body, Value, executable
-from emitter.packing import LANES, layout, packed_shape, unpack
-from emitter.types import F32, I8, I32, TensorType
+from castiron.emitter.codecs import codec_of
+from castiron.emitter.kernels.attention.rope_append import number
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.weights.packing import LANES, layout, packed_shape, unpack
+from castiron.emitter.kernels.weights.panel import Panel, units
+from castiron.emitter.kernels.writing.body import Body, Value, executable
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.types import F32, I8, I32, TensorType
 
 DEPTH = 256  # of k decoded at once; 16 KB on the stack
 MOST_WORKGROUPS = 64

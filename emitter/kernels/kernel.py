@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emitter.types import TensorType
+from castiron.emitter.types import TensorType
 
 if TYPE_CHECKING:
-    from emitter.kernels.product import Product
+    from castiron.emitter.kernels.products.product import Product
 
 INDEX = "index"
 Work = int | Callable[[int], int]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from emitter.kernels.isa import Isa
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.rope_append import inverse_rms, number
-from emitter.kernels.text import Body, Index, Value, executable, largest_width
-from emitter.kernels.vector_math import row_sum
-from emitter.types import F32, I32, TensorType
+from castiron.emitter.kernels.attention.rope_append import inverse_rms, number
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.writing.body import Body, Index, Value, executable, largest_width
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.vectors import row_sum
+from castiron.emitter.types import F32, I32, TensorType
 
 
 def rms_norm(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emitter.ir import Module
-from emitter.kernels.isa import ISAS
-from emitter.kernels.product import Product, Tiles
-from emitter.layers import ModelModule
-from emitter.lowering import kernels, portable
-from emitter.types import EmitError
-from emitter.verifier import verify
+from castiron.emitter.ir import Module
+from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.layers import ModelModule
+from castiron.emitter.lowering import kernels, portable
+from castiron.emitter.types import EmitError
+from castiron.emitter.verifier import verify
 
 LOWERINGS = ("kernels", "portable")
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from emitter.ir import Function, Op, Value, users
-from emitter.kernels.fusions import ACTIVATIONS
+from castiron.emitter.ir import Function, Op, Value, users
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 
 
 @dataclass(eq=False)
@@ -165,11 +165,7 @@ def _stacks(graph: _Graph, values: list[Value], absorbed: set[Op]) -> list[Value
 
 
 def _stackable(graph: _Graph, a: Op, b: Op) -> bool:
-    return (
-        a.operands[0] is b.operands[0]
-        and len(a.operands) == len(b.operands)
-        and _codec(graph, a) == _codec(graph, b)
-    )
+    return a.operands[0] is b.operands[0] and len(a.operands) == len(b.operands) and _codec(graph, a) == _codec(graph, b)
 
 
 def _codec(graph: _Graph, linear: Op) -> str:

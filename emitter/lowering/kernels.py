@@ -1,4 +1,4 @@
-"""Layer operations as kernels of our own: the fusions of `emitter.lowering.fusion`, one kernel call each.
+"""Layer operations as kernels of our own: the fusions of `castiron.emitter.lowering.fusion`, one kernel call each.
 
 What no kernel covers is lowered by the definitions of `portable`.
 """
@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emitter import ops
-from emitter.ir import Function, Module, Op, Value
-from emitter.kernels import norm as norms
-from emitter.kernels.argmax import argmax
-from emitter.kernels.attention_decode import attention_decode
-from emitter.kernels.attention_prefill import attention_prefill
-from emitter.kernels.fusions import ACTIVATIONS
-from emitter.kernels.isa import Isa
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.product import Product
-from emitter.kernels.rope_append import rope_append
-from emitter.layers import ModelModule
-from emitter.lowering import portable
-from emitter.lowering.fusion import Heads, Linear, plan
-from emitter.lowering.projection import NORM_LIMIT, embed, project, project_experts
-from emitter.lowering.rewrite import Rule, rewrite
-from emitter.types import I32, TensorType
+from castiron.emitter import ops
+from castiron.emitter.ir import Function, Module, Op, Value
+from castiron.emitter.kernels import norm as norms
+from castiron.emitter.kernels.argmax import argmax
+from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.prefill import attention_prefill
+from castiron.emitter.kernels.attention.rope_append import rope_append
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.layers import ModelModule
+from castiron.emitter.lowering import portable
+from castiron.emitter.lowering.fusion import Heads, Linear, plan
+from castiron.emitter.lowering.projection import NORM_LIMIT, embed, project, project_experts
+from castiron.emitter.lowering.rewrite import Rule, rewrite
+from castiron.emitter.types import I32, TensorType
 
 # Parts that a long context is split into for one token's attention, so that threads have equal shares.
 SPLITS = 8
@@ -142,9 +142,7 @@ class _Lowering:
         shape = (count, kv_heads, head_dim)
         scores = {key: op.attrs[key] for key in ("scale", "window", "softcap")}
         prepared = {"rope": heads.rotary_dim, "qk_norm": heads.eps, "qk_norm_row": heads.norm_row}
-        rows = [
-            self._project(source) if isinstance(source, list) else _flat(self.mapped[source]) for source in heads.sources
-        ]
+        rows = [self._project(source) if isinstance(source, list) else _flat(self.mapped[source]) for source in heads.sources]
         qkv = rows[0] if len(rows) == 1 else ops.concatenate(rows, 1)
         options = [self.mapped[v].value() for v in (*(heads.tables or ()), *(heads.norms or ()))]
         layer = (op.attrs["layer"],)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from emitter import ops
-from emitter.codecs import CODECS
-from emitter.ir import Module, Op, Param, Source, Value, parameter
-from emitter.layers import ModelModule, Weight, source
-from emitter.lowering.rewrite import Rule, rewrite
-from emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
+from castiron.emitter import ops
+from castiron.emitter.codecs import CODECS
+from castiron.emitter.ir import Module, Op, Param, Source, Value, parameter
+from castiron.emitter.layers import ModelModule, Weight, source
+from castiron.emitter.lowering.rewrite import Rule, rewrite
+from castiron.emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
 
 _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 

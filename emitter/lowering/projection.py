@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from emitter import ops
-from emitter.ir import Param, Value, parameter
-from emitter.kernels.embed import embed as embed_kernel
-from emitter.kernels.isa import Isa
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.product import Product
-from emitter.layers import Weight, source
-from emitter.packing import LANES, interleave_rows, pack, packed_shape
-from emitter.types import F32, I8, TensorType
+from castiron.emitter import ops
+from castiron.emitter.ir import Param, Value, parameter
+from castiron.emitter.kernels.embed import embed as embed_kernel
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.layers import Weight, source
+from castiron.emitter.types import F32, I8, TensorType
 
 # A projection of one token takes its RMS norm in up to this width: every workgroup computes the norm again.
 NORM_LIMIT = 8192

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emitter.ir import Function, Module, Op, Value, append, building, scope
+from castiron.emitter.ir import Function, Module, Op, Value, append, building, scope
 
 # A rule makes the replacement of one operation out of its already replaced operands.
 Rule = Callable[..., tuple[Value, ...] | Value]
 
 
-def rewrite(
-    function: Function, rule_of: Callable[[Op], Rule | None], into: Module, mapped: dict | None = None
-) -> None:
+def rewrite(function: Function, rule_of: Callable[[Op], Rule | None], into: Module, mapped: dict | None = None) -> None:
     """Copy `function` into module `into`, replacing each operation that has a rule; dead operations are dropped.
 
     `mapped` is filled with what stands for each value of the original, for rules that look beyond their operands.

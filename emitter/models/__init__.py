@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 
-from emitter import ops
-from emitter.layers import ModelModule, Step, argmax
-from emitter.ir import current_function
-from emitter.types import F32, I32, EmitError, TensorType
+from castiron.emitter import ops
+from castiron.emitter.ir import current_function
+from castiron.emitter.layers import ModelModule, Step, argmax
+from castiron.emitter.types import F32, I32, EmitError, TensorType
 
 # HF model types; each is the name of its file.
 FAMILIES = (
@@ -39,7 +39,7 @@ def family(config: dict) -> ModuleType:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
-    return import_module(f"emitter.models.{model_type}")
+    return import_module(f"castiron.emitter.models.{model_type}")
 
 
 def build(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, rotary
-from emitter.types import EmitError
+from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, rotary
+from castiron.emitter.types import EmitError
 
 # Keys that change training, bookkeeping or generation defaults, but not the mathematics of a forward pass.
 HARMLESS = frozenset(
@@ -77,9 +77,7 @@ class ConfigReader:
         """A key whose value is looked up in a table."""
         value = self.take(key, default, str)
         if value not in choices:
-            raise EmitError(
-                f"{key!r} in the {self.model_type} config is {value!r}; supported are {', '.join(choices)}"
-            )
+            raise EmitError(f"{key!r} in the {self.model_type} config is {value!r}; supported are {', '.join(choices)}")
         return choices[value]
 
     def unused(self, *keys: str) -> None:
@@ -98,9 +96,7 @@ class ConfigReader:
             raise EmitError(f"the {self.model_type} config has layers with a sliding window, but no 'sliding_window'")
         return [window if type_ == _SLIDING else None for type_ in types]
 
-    def rotary(
-        self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None
-    ) -> Rotary:
+    def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
         """Frequencies from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
         theta: HF's default. partial: the share of a head that turns by default, None in a family where all of it must.
@@ -135,7 +131,7 @@ class ConfigReader:
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-# HF's names of activations: `emitter.layers.ACTIVATIONS`.
+# HF's names of activations: `castiron.emitter.layers.ACTIVATIONS`.
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",

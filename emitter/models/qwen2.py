@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emitter.ir import Value, scope
-from emitter.layers import (
+from castiron.emitter.ir import Value, scope
+from castiron.emitter.layers import (
     Step,
     activation,
     attention,
@@ -18,9 +18,9 @@ from emitter.layers import (
     rotary_tables,
     split_heads,
 )
-from emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from emitter.ops import add, multiply
-from emitter.rotary import Rotary
+from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from castiron.emitter.ops import add, multiply
+from castiron.emitter.rotary import Rotary
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from .audit import missing_and_left_over
-from .checkpoint import Checkpoint, CheckpointError, Tensor
-from .gguf_checkpoint import open_gguf
-from .hf_directory import open_hf_directory
+from castiron.pipelines.checkpoints.audit import missing_and_left_over
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
+from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
 
 __all__ = ["Checkpoint", "CheckpointError", "Tensor", "missing_and_left_over", "open_checkpoint"]
 
@@ -18,7 +18,7 @@ def open_checkpoint(path: str | Path, progress: Callable[[str, float], None] | N
     the tensors are views of the mapped files. `progress` gets ("fetch", share done). CheckpointError (one sentence) if
     there is nothing sound at `path`.
     """
-    from ..catalogue import CATALOGUE, fetch
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
 
     place = Path(path)
     if place.is_dir():

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .checkpoint import Checkpoint
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 
 # Tensors of some checkpoints that hold nothing of the model: buffers that are computed from the config.
 IGNORABLE = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from emitter.codecs import dequantise
+from castiron.emitter.codecs import dequantise
 
 
 class CheckpointError(Exception):
@@ -17,7 +17,7 @@ class CheckpointError(Exception):
 class Tensor:
     """One tensor under its HF name, still in the file's own number format.
 
-    shape is logical, (out, in) for a linear layer; codec is a key of `emitter.codecs.CODECS`; source is the name
+    shape is logical, (out, in) for a linear layer; codec is a key of `castiron.emitter.codecs.CODECS`; source is the name
     of the tensor in the file.
     """
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from emitter.codecs import CODECS, dequantise
-
-from .checkpoint import Checkpoint, CheckpointError, Tensor
-from .gguf_architectures import TOP_TENSORS, Architecture
-from .gguf_config import architecture_of, hf_config
-from .gguf_file import GgufFile, GgufTensor, read_gguf
-from .gguf_rope import RULE_OF_ROPE_TENSOR
-from .gguf_tokenizer import eos_token_ids, tokenizer_json
+from castiron.emitter.codecs import CODECS, dequantise
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.gguf_architectures import TOP_TENSORS, Architecture
+from castiron.pipelines.checkpoints.gguf_config import architecture_of, hf_config
+from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
+from castiron.pipelines.checkpoints.gguf_rope import RULE_OF_ROPE_TENSOR
+from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
 
 _BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _TOP_TENSOR = re.compile(r"(.+)\.(weight|bias)")

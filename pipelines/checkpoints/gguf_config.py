@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .checkpoint import CheckpointError
-from .gguf_architectures import Architecture, architecture_names, architecture_row
-from .gguf_file import GgufFile
-from .gguf_rope import ROPE_RULES
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.gguf_architectures import Architecture, architecture_names, architecture_row
+from castiron.pipelines.checkpoints.gguf_file import GgufFile
+from castiron.pipelines.checkpoints.gguf_rope import ROPE_RULES
 
 # What llama.cpp takes where a file is silent.
 _ROPE_BASE = 10000.0

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from emitter.codecs import CODECS, row_bytes
-
-from .checkpoint import CheckpointError
+from castiron.emitter.codecs import CODECS, row_bytes
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 
 CODEC_OF_GGML_TYPE = {
     0: "f32", 1: "f16", 30: "bf16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0",

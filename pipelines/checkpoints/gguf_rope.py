@@ -8,9 +8,8 @@ import math
 
 import numpy as np
 
-from emitter.codecs import dequantise
-
-from .gguf_file import GgufFile
+from castiron.emitter.codecs import dequantise
+from castiron.pipelines.checkpoints.gguf_file import GgufFile
 
 # Llama 3.1 and later; the GGUF keeps their effect, one factor a frequency, and not these numbers.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

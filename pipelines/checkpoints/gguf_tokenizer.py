@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .checkpoint import CheckpointError
-from .gguf_file import GgufFile
-from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.gguf_file import GgufFile
+from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
@@ -248,7 +248,5 @@ def _post_processor(metadata: _Metadata, adds_bos: bool) -> dict | None:
         "type": "TemplateProcessing",
         "single": around("A", 0),
         "pair": around("A", 0) + around("B", 1),
-        "special_tokens": {
-            token: {"id": token, "ids": [number], "tokens": [token]} for token, number in numbers.items()
-        },
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in numbers.items()},
     }

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from .audit import IGNORABLE
-from .checkpoint import Checkpoint, CheckpointError, Tensor
-from .safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
+from castiron.pipelines.checkpoints.audit import IGNORABLE
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 

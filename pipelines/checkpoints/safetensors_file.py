@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 
 CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _HEADER_LENGTH_BYTES = 8
@@ -46,9 +46,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         if name == "__metadata__":
             continue
         start, end = entry["data_offsets"]
-        tensors[name] = StoredTensor(
-            name, tuple(entry["shape"]), entry["dtype"], data[data_start + start : data_start + end]
-        )
+        tensors[name] = StoredTensor(name, tuple(entry["shape"]), entry["dtype"], data[data_start + start : data_start + end])
     return tensors
 
 

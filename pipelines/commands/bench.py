@@ -10,8 +10,8 @@ import json
 import statistics
 from pathlib import Path
 
-from ..errors import PipelineError
-from ..progress import Progress, say
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
@@ -54,11 +54,10 @@ def peers(text: str) -> tuple[str, ...]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from vmfb.bundle import open_bundle
-    from vmfb.device import default_threads
-
-    from ..bench import Settings, measure, ratios, spread, summarise
-    from ..machine import Machine, describe
+    from castiron.pipelines.measuring.bench import Settings, measure, ratios, spread, summarise
+    from castiron.pipelines.measuring.machine import Machine, describe
+    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.device import default_threads
 
     if args.chart:
         check_chart()
@@ -102,10 +101,9 @@ def main(args: argparse.Namespace) -> int:
 
 def speculation(bundle, settings, args: argparse.Namespace) -> int:
     """The bench of --speculation; exit status 1 if a token differs."""
-    from vmfb.session import Session
-
-    from ..bench_speculation import measure, summarise, table
-    from ..text import load_text
+    from castiron.pipelines.generation.text import load_text
+    from castiron.pipelines.measuring.bench_speculation import measure, summarise, table
+    from castiron.vmfb.session import Session
 
     session = Session(bundle, threads=settings.threads)
     with Progress() as progress:
@@ -135,11 +133,10 @@ def check_chart() -> None:
 
 def contestants(args: argparse.Namespace, bundle) -> tuple[dict, dict, dict]:
     """The model of each engine, what will hold its measurements, and the peers that cannot run, with why."""
-    from reference.peers import PEERS
-
-    from ..bench import Measured
-    from ..workload import Workload, bundle_bytes, gguf_bytes
-    from .verify import checkpoint_path
+    from castiron.pipelines.commands.verify import checkpoint_path
+    from castiron.pipelines.measuring.bench import Measured
+    from castiron.pipelines.measuring.workload import Workload, bundle_bytes, gguf_bytes
+    from castiron.reference.peers import PEERS
 
     models = {"castiron": str(args.bundle)}
     measured = {"castiron": Measured("castiron", bundle_bytes(bundle), 4)}
@@ -159,7 +156,7 @@ def contestants(args: argparse.Namespace, bundle) -> tuple[dict, dict, dict]:
 
 
 def workload_of(bundle):
-    from ..workload import Workload
+    from castiron.pipelines.measuring.workload import Workload
 
     return Workload.of(bundle.manifest.config)
 
@@ -176,7 +173,7 @@ def publish(result: dict, args: argparse.Namespace) -> None:
     if args.output:
         Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
     if args.chart:
-        from ..chart import draw
+        from castiron.pipelines.measuring.chart import draw
 
         draw(result, args.chart)
     print(json.dumps(result) if args.json else table(result))
@@ -184,12 +181,12 @@ def publish(result: dict, args: argparse.Namespace) -> None:
 
 def table(result: dict) -> str:
     """The result for a person."""
-    from ..bench import count
+    from castiron.pipelines.measuring.bench import count
 
     settings, machine = result["settings"], result["machine"]
     lines = [
-        f"{settings['model']}, {count(settings['threads'], 'thread')}, decode {settings['gen']} from position {settings['depth']}, "
-        f"prefill {settings['prompt']}",
+        f"{settings['model']}, {count(settings['threads'], 'thread')}, decode {settings['gen']} from position "
+        f"{settings['depth']}, prefill {settings['prompt']}",
         f"{machine['cpu']}: reads {machine['read_gb_s']:.1f} GB/s, f32 peak {machine['peak_gflop_s']:.0f} GFLOP/s",
         "",
         f"{'':<12}{'decode tok/s':>14}{'of limit':>10}{'prefill tok/s':>15}{'of peak':>9}{'first ms':>10}{'RSS MB':>8}",

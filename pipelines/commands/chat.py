@@ -7,8 +7,8 @@ the answer. When the context is full the oldest turns are dropped, and said to b
 import argparse
 import sys
 
-from ..progress import say
-from .run import add_sampling_arguments, sampling_of, stops_of
+from castiron.pipelines.commands.run import add_sampling_arguments, sampling_of, stops_of
+from castiron.pipelines.progress import say
 
 EXAMPLES = """\
 examples:
@@ -32,13 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from vmfb.bundle import open_bundle
-    from vmfb.session import Session
-
-    from ..chat import Chat
-    from ..console import Console
-    from ..errors import PipelineError
-    from ..text import load_text
+    from castiron.pipelines.commands.console import Console
+    from castiron.pipelines.errors import PipelineError
+    from castiron.pipelines.generation.chat import Chat
+    from castiron.pipelines.generation.text import load_text
+    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.session import Session
 
     sampling, _ = sampling_of(args), stops_of(args)
     if args.max_tokens is not None and args.max_tokens < 1:

@@ -7,8 +7,8 @@ MODEL is a GGUF file, an HF directory (config.json, safetensors, tokenizer.json)
 import argparse
 import json
 
-from ..progress import Progress
-from .options import add_compile_arguments, compile_options, default_bundle, megabytes
+from castiron.pipelines.commands.options import add_compile_arguments, compile_options, default_bundle, megabytes
+from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ..compile import compile_model
+    from castiron.pipelines.casting.compile import compile_model
 
     out = args.output or default_bundle(args.model)
     with Progress() as progress:

@@ -7,7 +7,7 @@ Our side is the emitted graph in a NumPy interpreter, so that a difference is on
 import argparse
 import json
 
-from ..progress import Progress
+from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ..checkpoints import open_checkpoint
-    from ..diff import compare
+    from castiron.pipelines.checking.diff import compare
+    from castiron.pipelines.checkpoints import open_checkpoint
 
     with Progress() as progress:
         checkpoint = open_checkpoint(args.model, progress)
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
 def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
     """The ids to run, at least two."""
-    from ..errors import PipelineError
+    from castiron.pipelines.errors import PipelineError
 
     if args.tokens:
         try:
@@ -83,6 +83,9 @@ def report(found, everything: bool) -> list[str]:
     lines = [f"{m.module:<{width}}  {m.difference:.1e}" for m in (found.modules[i] for i in shown)]
     if found.first is None:
         worst = max(found.modules, key=lambda m: m.difference)
-        return [*lines, f"all {len(found.modules)} modules agree; the largest difference is {worst.difference:.1e} in {worst.module}"]
+        return [
+            *lines,
+            f"all {len(found.modules)} modules agree; the largest difference is {worst.difference:.1e} in {worst.module}",
+        ]
     lines.append(f"first difference: {found.modules[found.first].module}, after these operations:")
     return lines + [f"  {kind:<12} {path}" for kind, path in found.operations]

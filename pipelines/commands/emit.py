@@ -7,8 +7,8 @@ import argparse
 import json
 import sys
 
-from ..progress import Progress
-from .options import add_compile_arguments, compile_options
+from castiron.pipelines.commands.options import add_compile_arguments, compile_options
+from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -29,10 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from emitter.printer import print_module
-
-    from ..checkpoints import open_checkpoint
-    from ..compile import build_module
+    from castiron.emitter.printer import print_module
+    from castiron.pipelines.casting.compile import build_module
+    from castiron.pipelines.checkpoints import open_checkpoint
 
     options = compile_options(args)
     with Progress() as progress:

@@ -28,11 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from vmfb.bundle import open_bundle
-    from vmfb.profile import profile
-
-    from ..errors import PipelineError
-    from ..machine import Machine
+    from castiron.pipelines.errors import PipelineError
+    from castiron.pipelines.measuring.machine import Machine
+    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.profile import profile
 
     bundle = open_bundle(args.bundle)
     functions = {function.name: function for function in bundle.manifest.functions}
@@ -86,7 +85,7 @@ def row(dispatch, work: dict, measured, limits: dict) -> dict:
 
 def python_microseconds(bundle, threads: int, steps: int = 200) -> float:
     """Microseconds that `Session.step` spends outside the runtime's invoke, the median of some steps."""
-    from vmfb.session import Session
+    from castiron.vmfb.session import Session
 
     session = Session(bundle, threads)
     call, inside = session._decode, []

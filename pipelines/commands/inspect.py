@@ -6,8 +6,8 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 
-from ..progress import Progress
-from .options import megabytes
+from castiron.pipelines.commands.options import megabytes
+from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -52,15 +52,15 @@ def is_bundle(path: Path) -> bool:
 def catalogue() -> tuple[dict, list[str]]:
     from dataclasses import asdict
 
-    from ..catalogue import CATALOGUE
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
     lines = [f"{m.name:<28} {megabytes(m.size):>10}  {m.licence}" for m in CATALOGUE.values()]
     return {"catalogue": [asdict(model) for model in CATALOGUE.values()]}, lines
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
-    from vmfb.bundle import open_bundle
-    from vmfb.manifest import CACHE_ITEM_BYTES, dump
+    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.manifest import CACHE_ITEM_BYTES, dump
 
     manifest = open_bundle(path, run=False).manifest
     cache = manifest.cache
@@ -92,16 +92,14 @@ def tuned(facts: dict) -> str:
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
-    from emitter.codecs import row_bytes
-
-    from ..checkpoints import open_checkpoint
+    from castiron.emitter.codecs import row_bytes
+    from castiron.pipelines.checkpoints import open_checkpoint
 
     with Progress() as progress:
         found = open_checkpoint(path, progress)
     # Sizes come from shapes: reading a tensor could mean computing it.
     sizes = {
-        name: prod(tensor.shape[:-1]) * row_bytes(tensor.codec, tensor.shape[-1])
-        for name, tensor in found.tensors.items()
+        name: prod(tensor.shape[:-1]) * row_bytes(tensor.codec, tensor.shape[-1]) for name, tensor in found.tensors.items()
     }
     elements = sum(prod(tensor.shape) for tensor in found.tensors.values())
     counts = Counter(tensor.codec for tensor in found.tensors.values())
@@ -137,4 +135,3 @@ def table(rows: list[tuple[str, str]]) -> list[str]:
     """Lines with the names in one column."""
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
-

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `pipelines.compile.Options` takes; read back with `compile_options`."""
+    """What `castiron.pipelines.casting.compile.Options` takes; read back with `compile_options`."""
     # The choices stand here, not in an import, because parsing must not load the emitter; Options checks them again.
     parser.add_argument("--context", type=int, metavar="N", help="positions of the KV cache (default: the model's limit, "
                         "at most 8192)")  # fmt: skip
@@ -33,7 +33,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def compile_options(args: argparse.Namespace):
-    from ..compile import Options
+    from castiron.pipelines.casting.compile import Options
 
     names = ("context", "weights", "numerics", "lowering", "target", "batch", "speculate", "threads")
     return Options(**{name: getattr(args, name) for name in names}, tuned=not getattr(args, "no_tuned", False))

@@ -8,8 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
-from ..progress import Progress
-from .options import megabytes
+from castiron.pipelines.commands.options import megabytes
+from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from vmfb.bundle import open_bundle, pack_bundle
+    from castiron.vmfb.bundle import open_bundle, pack_bundle
 
     # Packing asks nothing of this machine.
     bundle = open_bundle(args.bundle, run=False)

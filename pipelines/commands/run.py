@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import PipelineError
-from ..generate import Generation
-from ..memory import peak_rss_mb
-from ..progress import Progress
-from ..sampling import Sampler, Sampling
-from ..serve.stops import StopStrings
-from ..streaming import pieces
-from ..text import load_text
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.sampling import Sampler, Sampling
+from castiron.pipelines.generation.stops import StopStrings
+from castiron.pipelines.generation.streaming import pieces
+from castiron.pipelines.generation.text import load_text
+from castiron.pipelines.measuring.memory import peak_rss_mb
+from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -91,8 +91,8 @@ def token_ids(text: str) -> list[int]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from vmfb.bundle import open_bundle
-    from vmfb.session import Session
+    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.session import Session
 
     start = time.perf_counter()
     sampler, stops = Sampler(sampling_of(args)), stops_of(args)

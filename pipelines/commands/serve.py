@@ -12,8 +12,8 @@ import argparse
 import os
 from pathlib import Path
 
-from ..errors import PipelineError
-from ..progress import say
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.progress import say
 
 EXAMPLES = """\
 examples:
@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer than to say that a package is missing.
-    from ..serve.app import create_app
-    from ..serve.server import listen, serve, url
+    from castiron.pipelines.serve.app import create_app
+    from castiron.pipelines.serve.server import listen, serve, url
 
     check(args)
     keys = api_keys(args)
@@ -95,13 +95,12 @@ def api_keys(args: argparse.Namespace) -> list[str]:
 
 def load(args: argparse.Namespace):
     """The bundle at `args.bundle` behind an API, and its metrics."""
-    from vmfb.batch import Batch
-    from vmfb.bundle import open_bundle
-
-    from ..serve.api import Api, Limits
-    from ..serve.engine import Engine
-    from ..serve.scheduler import Scheduler
-    from ..text import load_text
+    from castiron.pipelines.generation.scheduler import Scheduler
+    from castiron.pipelines.generation.text import load_text
+    from castiron.pipelines.serve.api import Api, Limits
+    from castiron.pipelines.serve.engine import Engine
+    from castiron.vmfb.batch import Batch
+    from castiron.vmfb.bundle import open_bundle
 
     bundle = open_bundle(args.bundle)
     if bundle.tokenizer is None:

@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from ..progress import Progress, say
-from .options import add_compile_arguments, compile_options
+from castiron.pipelines.commands.options import add_compile_arguments, compile_options
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ..errors import PipelineError
-    from ..tuning import store
-    from ..tuning.search import Bench, search
+    from castiron.pipelines.errors import PipelineError
+    from castiron.pipelines.tuning import store
+    from castiron.pipelines.tuning.search import Bench, search
 
     options, start = compile_options(args), time.monotonic()
     if options.target != "host" or options.lowering != "kernels":
@@ -60,7 +60,9 @@ def main(args: argparse.Namespace) -> int:
         found = {name: trial.tiles for name, trial in trials.items() if trial.tiles is not None}
         kept, decode = accept(bench, found, progress)
         findings = [
-            store.Finding(place, name, asdict(kept[name]) if name in kept else None, round(trial.gain, 3) if name in kept else 1.0)
+            store.Finding(
+                place, name, asdict(kept[name]) if name in kept else None, round(trial.gain, 3) if name in kept else 1.0
+            )
             for name, trial in trials.items()
         ]
         store.keep(findings)
@@ -81,17 +83,14 @@ def main(args: argparse.Namespace) -> int:
 
 def accept(bench, found: dict, progress) -> tuple[dict, dict | None]:
     """Those of the tiles that leave the tokens as they are, and what they bring to decoding."""
-    from vmfb.session import Session
-
-    from ..tuning.exact import answers, exact_part, prompts_of
+    from castiron.pipelines.tuning.exact import answers, exact_part, prompts_of
+    from castiron.vmfb.session import Session
 
     if not found:
         return {}, None
     prompts = prompts_of(bench.bundle)
     wanted = answers(bench.bundle, bench.threads, prompts)
-    kept = exact_part(
-        found, lambda tiles: answers(bench.compiled(tiles, "tuned", progress), bench.threads, prompts) == wanted
-    )
+    kept = exact_part(found, lambda tiles: answers(bench.compiled(tiles, "tuned", progress), bench.threads, prompts) == wanted)
     if not kept:
         return {}, None
     # exact_part looked at these last.

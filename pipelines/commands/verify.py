@@ -8,9 +8,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ..errors import PipelineError
-from ..progress import Progress, say
-from .run import token_ids
+from castiron.pipelines.commands.run import token_ids
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
@@ -39,10 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from vmfb.bundle import open_bundle
-    from vmfb.session import Session
-
-    from ..verify import compare, load_reference
+    from castiron.pipelines.checking.verify import compare, load_reference
+    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.session import Session
 
     if args.max_tokens < 1:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
@@ -74,8 +73,8 @@ def main(args: argparse.Namespace) -> int:
 
 def gather(args: argparse.Namespace, bundle) -> list:
     """(prompt, ids) of everything to compare."""
-    from ..text import load_text
-    from ..verify import Prompt, drawn_prompts, encode, read_prompts
+    from castiron.pipelines.checking.verify import Prompt, drawn_prompts, encode, read_prompts
+    from castiron.pipelines.generation.text import load_text
 
     vocab = bundle.manifest.vocab
     text = load_text(bundle) if bundle.tokenizer else None
@@ -98,8 +97,8 @@ def fitting(prompts: list, context: int, n: int) -> tuple[list, list[str]]:
 
 
 def checkpoint_path(args: argparse.Namespace, bundle) -> Path:
-    from ..catalogue import CATALOGUE, fetch
-    from ..verify import check_source, source_of
+    from castiron.pipelines.checking.verify import check_source, source_of
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
 
     if args.model is None:
         return source_of(bundle)

@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from ..sampling import Sampling
-from ..text import Text
-from .choosing import Choosing
-from .engine import Engine
-from .errors import ApiError
-from .replies import ChatReply, CompletionReply, Reply, usage
-from .schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
-from .sequence import Event, Failed, Finished, Piece, Sequence
-from .token_bytes import TokenBytes
+from castiron.pipelines.generation.choosing import Choosing
+from castiron.pipelines.generation.sampling import Sampling
+from castiron.pipelines.generation.sequence import Event, Failed, Finished, Piece, Sequence
+from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.token_bytes import TokenBytes
+from castiron.pipelines.serve.engine import Engine
+from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
 
 # OpenAI's defaults.
 TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
@@ -149,12 +149,19 @@ class Api:
                 job.prompts.append(place)
                 job.sequences.append(
                     Sequence(
-                        self.text, prompt, _teller(events, len(job.sequences)), max_tokens=rooms[place],
+                        self.text,
+                        prompt,
+                        _teller(events, len(job.sequences)),
+                        max_tokens=rooms[place],
                         choosing=Choosing(
-                            self._sampling(body, choice), body.frequency_penalty or 0.0, body.presence_penalty or 0.0,
-                            bias, top,
+                            self._sampling(body, choice),
+                            body.frequency_penalty or 0.0,
+                            body.presence_penalty or 0.0,
+                            bias,
+                            top,
                         ),
-                        stop_strings=stops, stop_tokens=() if body.ignore_eos else self.text.eos,
+                        stop_strings=stops,
+                        stop_tokens=() if body.ignore_eos else self.text.eos,
                     )  # fmt: skip
                 )
         self.engine.submit(job.sequences)
@@ -202,8 +209,7 @@ class Api:
                 texts[index] += event.text
                 said[index] += event.said
         choices = [
-            job.reply.choice(index, texts[index], said[index], job.ends[index].reason)
-            for index in range(len(job.sequences))
+            job.reply.choice(index, texts[index], said[index], job.ends[index].reason) for index in range(len(job.sequences))
         ]
         return job.reply.whole(choices, self._usage(job))
 

@@ -15,12 +15,12 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import PipelineError
-from ..progress import say
-from .api import Api, Job
-from .errors import ApiError
-from .metrics import Metrics
-from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.progress import say
+from castiron.pipelines.serve.api import Api, Job
+from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
 
 # For the log alone: the client is no longer there to read it. nginx's number.
 LEFT = 499
@@ -42,7 +42,7 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: list[str] = (), quiet: b
     """The application; its lifespan starts and stops the engine of `api`. Without `quiet` each request is a line on
     stderr."""
     started = int(time.time())
-    page = files("pipelines.serve").joinpath("chat.html").read_text("utf-8")
+    page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
 
     async def chat(request: Request) -> Response:
         body = read(ChatRequest, await _body(request, api.limits.body_bytes))

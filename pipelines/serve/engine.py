@@ -1,12 +1,13 @@
 """The one thread that runs the model, and the requests that come to it from the event loop."""
 
 import asyncio
+import contextlib
 import threading
 import traceback
 
-from .errors import ApiError
-from .scheduler import Scheduler, Told
-from .sequence import Failed, Finished, Sequence
+from castiron.pipelines.generation.scheduler import Scheduler, Told
+from castiron.pipelines.generation.sequence import Failed, Finished, Sequence
+from castiron.pipelines.serve.errors import ApiError
 
 STOPPING = ApiError(503, "the server is shutting down", code="shutting_down")
 
@@ -106,12 +107,10 @@ class Engine:
             self._deliver(told)
 
     def _deliver(self, told: Told) -> None:
-        if told:
-            try:
+        # Once the loop is closed nobody listens any more.
+        with contextlib.suppress(RuntimeError):
+            if told:
                 self._loop.call_soon_threadsafe(self._hand_over, told)
-            except RuntimeError:
-                # The loop is closed: nobody listens any more.
-                pass
 
     def _hand_over(self, told: Told) -> None:
         for sequence, event in told:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 EXAMPLES = """\
 examples:
   castiron serve build/model --quiet &
-  python -m pipelines.serve.load http://127.0.0.1:8000
-  python -m pipelines.serve.load http://127.0.0.1:8000 --parallel 8 --tokens 256 --rounds 3 --json
+  python -m castiron.pipelines.serve.load http://127.0.0.1:8000
+  python -m castiron.pipelines.serve.load http://127.0.0.1:8000 --parallel 8 --tokens 256 --rounds 3 --json
 
 --json prints one object: parallel, tokens, rounds, serial_tok_s and parallel_tok_s (all requests' tokens over the time
 of all), ratio (medians of the rounds), texts_equal, ttft_ms and token_ms (medians for serial and parallel), prefix
@@ -148,7 +148,7 @@ def measure_prefix(client: Client, args: argparse.Namespace, rng: random.Random)
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelines.serve.load", description=__doc__, epilog=EXAMPLES,
+        prog="python -m castiron.pipelines.serve.load", description=__doc__, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("url", metavar="URL", help="the server: http://127.0.0.1:8000")

@@ -4,8 +4,8 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 
-from .sequence import Finished, Said
-from .token_bytes import TokenBytes
+from castiron.pipelines.generation.sequence import Finished, Said
+from castiron.pipelines.generation.token_bytes import TokenBytes
 
 
 def usage(ends: Sequence[tuple[int, Finished]]) -> dict:

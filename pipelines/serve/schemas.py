@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from .errors import ApiError
+from castiron.pipelines.serve.errors import ApiError
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
@@ -108,9 +108,11 @@ class ChatRequest(Generating):
 class CompletionRequest(Generating):
     """POST /v1/completions; a prompt is text or token ids, or a list of such."""
 
-    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | Annotated[
-        list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)
-    ]
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+    )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1)

@@ -7,9 +7,9 @@ import socket
 
 import uvicorn
 
-from ..errors import PipelineError
-from ..progress import say
-from .engine import Engine
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.progress import say
+from castiron.pipelines.serve.engine import Engine
 
 # After the requests have been told to end, how long their last bytes may take.
 LAST_BYTES_SECONDS = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 
-from emitter.kernels.isa import Isa
-from emitter.kernels.product import Product, Tiles
+from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.writing.isa import Isa
 
 Steps = Callable[[int], Iterable[int]]
 _SCALED: Steps = lambda value: (value // 2, value * 2)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vmfb.batch import Batch
-from vmfb.bundle import Bundle
-from vmfb.session import Session
-
-from ..errors import PipelineError
-from ..text import load_text
-from ..verify import drawn_prompts, encode, read_prompts
+from castiron.pipelines.checking.verify import drawn_prompts, encode, read_prompts
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.text import load_text
+from castiron.vmfb.batch import Batch
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.session import Session
 
 PROMPTS, TOKENS, BATCHED = 12, 32, 8
 

@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from emitter.ir import Module
-from emitter.kernels.isa import ISAS
-from emitter.kernels.product import Product, Tiles
-from emitter.lowering import lower
-from emitter.printer import print_module
-from vmfb.bundle import open_bundle
-from vmfb.compiler import CompileError, compile_mlir
-from vmfb.manifest import MODEL, WEIGHTS, Function
-from vmfb.profile import dispatches
-
-from ..checkpoints import open_checkpoint
-from ..compile import Options, build_model, compile_model
-from .candidates import combined, neighbours
+from castiron.emitter.ir import Module
+from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.lowering import lower
+from castiron.emitter.printer import print_module
+from castiron.pipelines.casting.compile import Options, build_model, compile_model
+from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.tuning.candidates import combined, neighbours
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.compiler import CompileError, compile_mlir
+from castiron.vmfb.manifest import MODEL, WEIGHTS, Function
+from castiron.vmfb.profile import dispatches
 
 # What a candidate has to gain to be worth its place, over the default measured beside it.
 LEAST_GAIN = 1.03
@@ -98,9 +97,7 @@ class Bench:
     def _look(self, model: Path, function: Function) -> Iterable[tuple[str, float]]:
         """Kernel and seconds of one call of it, in a run of about LOOK_SECONDS."""
         repeats = self._repeats.get(function.name, 2)
-        rows = dispatches(
-            model, self.bundle.file(WEIGHTS), function, position=POSITION, threads=self.threads, repeats=repeats
-        )
+        rows = dispatches(model, self.bundle.file(WEIGHTS), function, position=POSITION, threads=self.threads, repeats=repeats)
         if function.name not in self._repeats:
             seconds = sum(row.seconds for row in rows)
             self._repeats[function.name] = max(3, min(100, int(LOOK_SECONDS / max(seconds, 1e-6))))

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import emitter
-from emitter.kernels.isa import Isa
-from emitter.kernels.product import Product, Tiles
-from vmfb.cache import cache_root, write_atomically
-from vmfb.compiler import compiler_version
-from vmfb.cpu import host_cpu
-from vmfb.record import RecordError, from_json, to_json
-from vmfb.targets import Target
-
-from ..errors import PipelineError
+import castiron.emitter as emitter
+from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.cache import cache_root, write_atomically
+from castiron.vmfb.compiler import compiler_version
+from castiron.vmfb.cpu import host_cpu
+from castiron.vmfb.record import RecordError, from_json, to_json
+from castiron.vmfb.targets import Target
 
 # By a product's name, the fields of its tiles.
 Chosen = Mapping[str, Mapping[str, int]]
@@ -94,9 +93,7 @@ def read() -> tuple[Finding, ...]:
         return ()
     except (OSError, ValueError, RecursionError, RecordError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise StoreError(
-            f"{path} is not what castiron tune writes ({reason}); delete it, or compile with --no-tuned"
-        ) from None
+        raise StoreError(f"{path} is not what castiron tune writes ({reason}); delete it, or compile with --no-tuned") from None
 
 
 def findings_at(place: Place) -> dict[str, Finding]:

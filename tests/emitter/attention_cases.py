@@ -11,14 +11,14 @@ import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from emitter.kernels.attention_decode import attention_decode
-from emitter.kernels.attention_prefill import attention_prefill
-from emitter.kernels.isa import ISAS, Isa
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.rope_append import Heads, prepared_heads, rope_append
-from emitter.types import I32, TensorType
+from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.prefill import attention_prefill
+from castiron.emitter.kernels.attention.rope_append import Heads, prepared_heads, rope_append
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.writing.isa import ISAS, Isa
+from castiron.emitter.types import I32, TensorType
+from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
-from vmfb.targets import resolve
 
 UNIT = 2.0**-24  # half a last place of f32 at 1
 LAYERS, CONTEXT, LAYER = 3, 200, 1

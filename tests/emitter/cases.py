@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from emitter import ops
-from emitter.ir import Module, Value, current_function, scope
-from emitter.types import BF16, DTYPES, F16, F32, I1, I8, I32, I64, UI8, UI32, DType, TensorType, from_f32
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, Value, current_function, scope
+from castiron.emitter.types import BF16, DTYPES, F16, F32, I1, I8, I32, I64, UI8, UI32, DType, TensorType, from_f32
 
 FLOATS, INTS = (F32, F16, BF16), (I8, UI8, I32, UI32, I64)
 NUMBERS = FLOATS + INTS
@@ -38,7 +38,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(str(t) for t, _ in self.inputs)})"
-
 
     def outputs(self, inputs: Sequence[Value]) -> list[Value]:
         built = self.build(*inputs)
@@ -113,7 +112,9 @@ def any_bits(rng: np.random.Generator, type_: TensorType) -> np.ndarray:
         return filled(rng, type_, 0, 1)
     limits = np.iinfo(type_.dtype.numpy)
     values = rng.integers(limits.min, limits.max, type_.shape, dtype=type_.dtype.numpy, endpoint=True)
-    return np.where(rng.random(type_.shape) < 0.2, rng.choice([0, 1, limits.min, limits.max], type_.shape), values).astype(values.dtype)
+    return np.where(rng.random(type_.shape) < 0.2, rng.choice([0, 1, limits.min, limits.max], type_.shape), values).astype(
+        values.dtype
+    )
 
 
 @st.composite
@@ -129,7 +130,9 @@ def divide_integers(draw, dtype: DType):
     type_, rng = TensorType(draw(shapes), dtype), draw(generators)
     divisor = any_bits(rng, type_)
     # By zero, and the least number by -1, are left open by the specification.
-    divisor = np.where(divisor == 0, 3, np.where(divisor == np.array(-1).astype(divisor.dtype), 2, divisor)).astype(divisor.dtype)
+    divisor = np.where(divisor == 0, 3, np.where(divisor == np.array(-1).astype(divisor.dtype), 2, divisor)).astype(
+        divisor.dtype
+    )
     return Case("divide", ((type_, any_bits(rng, type_)), (type_, divisor)), ops.divide)
 
 
@@ -216,7 +219,9 @@ def reshape(draw, dtype: DType):
     type_, rng = TensorType(draw(shapes), dtype), draw(generators)
     factors = [1, *type_.shape]
     order = draw(st.permutations(factors))
-    return Case("reshape", ((type_, any_bits(rng, type_)),), lambda x: [ops.reshape(x, order), ops.reshape(x, (type_.elements,))])
+    return Case(
+        "reshape", ((type_, any_bits(rng, type_)),), lambda x: [ops.reshape(x, order), ops.reshape(x, (type_.elements,))]
+    )
 
 
 @st.composite
@@ -353,7 +358,13 @@ def _strategies() -> list[tuple[st.SearchStrategy[Case], int]]:
         "cosine": (ops.cosine, 8, 1, -9, 9, (0.0,)),
         "sine": (ops.sine, 8, 1, -9, 9, (0.0,)),
     }
-    binary = {"add": ops.add, "subtract": ops.subtract, "multiply": ops.multiply, "maximum": ops.maximum, "minimum": ops.minimum}
+    binary = {
+        "add": ops.add,
+        "subtract": ops.subtract,
+        "multiply": ops.multiply,
+        "maximum": ops.maximum,
+        "minimum": ops.minimum,
+    }
     moves = (broadcast, reshape, transpose, constant, concatenate, slice_, dynamic_slice, dynamic_update_slice, gather)
     found = [(elementwise(k, f, d, 1, u, fl, lo, hi, sp), 1) for k, (f, u, fl, lo, hi, sp) in unary.items() for d in FLOATS]
     found += [(elementwise(kind, f, d, 2), 1) for kind, f in binary.items() for d in NUMBERS]
@@ -363,7 +374,11 @@ def _strategies() -> list[tuple[st.SearchStrategy[Case], int]]:
     shifts = {"shift_left": ops.shift_left, "shift_right_logical": ops.shift_right_logical}
     found += [(shift(k, f, d), 1) for k, f in shifts.items() for d in INTS]
     found += [(strategy(d), 1) for strategy in (compare, select, convert) for d in ALL]
-    found += [(convert_floats(d), 1) for d in FLOATS] + [(bitcast(d), 1) for d in NUMBERS] + [(iota(d), 1) for d in NUMBERS if d is not BF16]
+    found += (
+        [(convert_floats(d), 1) for d in FLOATS]
+        + [(bitcast(d), 1) for d in NUMBERS]
+        + [(iota(d), 1) for d in NUMBERS if d is not BF16]
+    )
     found += [(strategy(d), 1) for strategy in moves for d in (BF16, I1, UI8, I64)] + [(strategy(F32), 2) for strategy in moves]
     found += [(dot_general(F32), 8)] + [(dot_general(d), 1) for d in NUMBERS[1:]]
     found += [(reduce(kind, d), 2) for kind in ("add", "maximum") for d in FLOATS]

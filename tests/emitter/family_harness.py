@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from emitter.ir import Module
-from emitter.layers import ModelModule
-from emitter.lowering import lower
-from emitter.models import build
-from pipelines.checkpoints import Checkpoint, missing_and_left_over, open_checkpoint
-from pipelines.compile import pack
-from reference import hf, interpreter
-from reference.tiny import tiny_model
+from castiron.emitter.ir import Module
+from castiron.emitter.layers import ModelModule
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import build
+from castiron.pipelines.casting.compile import pack
+from castiron.pipelines.checkpoints import Checkpoint, missing_and_left_over, open_checkpoint
+from castiron.reference import hf, interpreter
+from castiron.reference.tiny import tiny_model
 
 # Prompts of the check go past the windows of tiny models (24) and past several chunks of either width.
 CONTEXT, WIDTHS, LENGTH = 64, (4, 16), 44
@@ -86,7 +86,7 @@ class Pair:
 
 
 def pair(model_type: str, directory: Path, seed: int = 0, **config) -> Pair:
-    """A tiny random model of this type, as `reference.tiny` makes it, in `directory`."""
+    """A tiny random model of this type, as `castiron.reference.tiny` makes it, in `directory`."""
     tiny_model(model_type, directory, seed=seed, **config)
     # On matrices this small a second thread only waits.
     return Pair(hf.load(directory, threads=1), open_checkpoint(directory))

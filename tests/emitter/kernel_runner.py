@@ -9,10 +9,10 @@ from pathlib import Path
 import iree.runtime as rt
 import numpy as np
 
-from emitter.kernels.kernel import Kernel
-from emitter.types import TensorType
-from vmfb.compiler import compile_mlir
-from vmfb.targets import Target, missing_features, resolve
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.types import TensorType
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.targets import Target, missing_features, resolve
 
 THREADS = {1: "local-sync", 2: "local-task"}
 
@@ -33,9 +33,7 @@ def module_text(kernels: Sequence[Kernel]) -> str:
                 casts.append(f"    %n{i} = arith.index_cast %a{i} : i32 to index\n")
                 names.append(f"%n{i}")
             types.append(str(operand))
-        results = [
-            f"%a{place}" if place is not None else str(t) for t, place in zip(kernel.results, kernel.tied, strict=True)
-        ]
+        results = [f"%a{place}" if place is not None else str(t) for t, place in zip(kernel.results, kernel.tied, strict=True)]
         result = f"({', '.join(results)})" if len(results) > 1 else results[0]
         returned = ", ".join(f"%r#{i}" if len(results) > 1 else "%r" for i in range(len(results)))
         plain = ", ".join(map(str, kernel.results))
@@ -81,9 +79,7 @@ class Runner:
 
     def __call__(self, kernel: Kernel, *arguments: np.ndarray | int) -> tuple[np.ndarray, ...]:
         """The results of one call; caches are copied in, so that the caller's stay as they were."""
-        given = [
-            a if isinstance(a, int) else rt.asdevicearray(self.device, np.asarray(a, order="C")) for a in arguments
-        ]
+        given = [a if isinstance(a, int) else rt.asdevicearray(self.device, np.asarray(a, order="C")) for a in arguments]
         results = self.modules[f"call_{kernel.name}"](*given)
         results = results if isinstance(results, tuple | list) else (results,)
         return tuple(np.array(r.to_host()) for r in results)

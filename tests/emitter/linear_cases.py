@@ -11,14 +11,14 @@ import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from emitter.codecs import CODECS, dequantise
-from emitter.kernels.fusions import norm_of
-from emitter.kernels.isa import ISAS, Isa
-from emitter.kernels.kernel import Kernel
-from emitter.packing import interleave_rows, pack
-from emitter.types import DTYPES, F32, TensorType, from_f32
+from castiron.emitter.codecs import CODECS, dequantise
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.products.epilogue import norm_of
+from castiron.emitter.kernels.weights.packing import interleave_rows, pack
+from castiron.emitter.kernels.writing.isa import ISAS, Isa
+from castiron.emitter.types import DTYPES, F32, TensorType, from_f32
+from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
-from vmfb.targets import resolve
 
 UNIT = 2.0**-24  # half a last place of f32 at 1
 

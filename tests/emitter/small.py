@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from emitter import ops
-from emitter.ir import Module, Param, Source, Value, current_function, parameter, scope
-from emitter.kernels.kernel import INDEX, Kernel
-from emitter.types import BF16, F32, I32, TensorType, to_f32
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, Param, Source, Value, current_function, parameter, scope
+from castiron.emitter.kernels.kernel import INDEX, Kernel
+from castiron.emitter.types import BF16, F32, I32, TensorType, to_f32
 
 LAYERS, CONTEXT, WIDTH, VOCAB = 2, 6, 8, 5
 CACHE = TensorType((LAYERS, CONTEXT, WIDTH), F32)

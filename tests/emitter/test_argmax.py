@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emitter.kernels.argmax import argmax
-from emitter.kernels.isa import AVX2, ISAS
+from castiron.emitter.kernels.argmax import argmax
+from castiron.emitter.kernels.writing.isa import AVX2, ISAS
+from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
-from vmfb.targets import resolve
 
 VOCABS = [1, 5, 97, 512, 1000, 1024 + 64, 32001, 49152]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emitter.kernels.attention_decode import attention_decode
-from emitter.kernels.attention_prefill import attention_prefill
-from emitter.kernels.isa import AVX2, AVX512, ISAS, NEON
-from emitter.kernels.rope_append import Heads
+from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.prefill import attention_prefill
+from castiron.emitter.kernels.attention.rope_append import Heads
+from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
+from castiron.vmfb.targets import resolve
 from tests.emitter.attention_cases import (
     BATCH,
     CONTEXT,
@@ -24,7 +25,6 @@ from tests.emitter.attention_cases import (
     prepared,
     running,
 )
-from vmfb.targets import resolve
 
 CASES = drawn(8) + REAL
 # Around blocks of rows, the tiles of 48, parts of 32, where splitting begins, inside and past windows, and the last.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emitter.lowering import LOWERINGS, lower
-from emitter.models import build
-from reference import interpreter
+from castiron.emitter.lowering import LOWERINGS, lower
+from castiron.emitter.models import build
+from castiron.reference import interpreter
 from tests.emitter.test_lowering import CONFIG, CONTEXT, params_of
 
 LAYERS = CONFIG["num_hidden_layers"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emitter.codecs import CODECS, dequantise, row_bytes
+from castiron.emitter.codecs import CODECS, dequantise, row_bytes
 
 gguf = pytest.importorskip("gguf")
 BLOCKED = [name for name, codec in CODECS.items() if codec.quantised]

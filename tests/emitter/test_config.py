@@ -7,12 +7,12 @@ from dataclasses import fields
 import pytest
 from transformers import AutoConfig
 
-from emitter.models import FAMILIES, build, family
-from emitter.models.config import ConfigReader
-from emitter.rotary import Rotary
-from emitter.types import EmitError
-from reference.tiny import COMMON
-from reference.tiny import FAMILIES as TINY
+from castiron.emitter.models import FAMILIES, build, family
+from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.rotary import Rotary
+from castiron.emitter.types import EmitError
+from castiron.reference.tiny import COMMON
+from castiron.reference.tiny import FAMILIES as TINY
 
 # As published before transformers 5, with the keys that those checkpoints carry besides.
 _LISTED = {"short_factor": [1.0 + i / 48 for i in range(48)], "long_factor": [1.5 + i for i in range(48)]}

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emitter.codecs import CODECS, dequantise
-from emitter.kernels.embed import embed
-from emitter.kernels.isa import ISAS
-from emitter.packing import pack
+from castiron.emitter.codecs import CODECS, dequantise
+from castiron.emitter.kernels.embed import embed
+from castiron.emitter.kernels.weights.packing import pack
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 from tests.emitter.linear_cases import raw_rows
-from vmfb.targets import resolve
 
 VOCAB = 50
 SIZES = {codec: 512 if CODECS[codec].block == 256 else 288 if CODECS[codec].quantised else 301 for codec in CODECS}

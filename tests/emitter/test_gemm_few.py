@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from emitter.codecs import CODECS
-from emitter.kernels.fusions import ACTIVATIONS
-from emitter.kernels.gemm_few import FewTiles, default_tiles, gemm_few
-from emitter.kernels.isa import AVX2, AVX512, ISAS, NEON
+from castiron.emitter.codecs import CODECS
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.products.gemm_few import FewTiles, default_tiles, gemm_few
+from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
 from tests.emitter.linear_cases import Case, check, draw, in_features, run_all
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from emitter.codecs import CODECS
-from emitter.kernels.fusions import ACTIVATIONS
-from emitter.kernels.gemv import GemvTiles, gemv
-from emitter.kernels.isa import AVX2, AVX512, NEON
+from castiron.emitter.codecs import CODECS
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.products.gemv import GemvTiles, gemv
+from castiron.emitter.kernels.writing.isa import AVX2, AVX512, NEON
 from tests.emitter.linear_cases import Case, check, draw, in_features, run_all
 
 

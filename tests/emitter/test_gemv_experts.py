@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from emitter.codecs import CODECS
-from emitter.kernels.fusions import ACTIVATIONS
-from emitter.kernels.gemv import GemvTiles, gemv
-from emitter.kernels.gemv_experts import gemv_experts
-from emitter.kernels.isa import AVX2, ISAS
-from emitter.types import I32
+from castiron.emitter.codecs import CODECS
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.products.experts import gemv_experts
+from castiron.emitter.kernels.products.gemv import GemvTiles, gemv
+from castiron.emitter.kernels.writing.isa import AVX2, ISAS
+from castiron.emitter.types import I32
+from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, compile_kernels
 from tests.emitter.linear_cases import Case, allowed_error, draw, in_features, run_all
-from vmfb.targets import resolve
 
 
 class Experts(Case):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from emitter import ops
-from emitter.ir import Module, Param, Source, append, current_function, current_path, parameter, scope, users
-from emitter.types import DTYPES, F32, I32, EmitError, TensorType, dtype
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, Param, Source, append, current_function, current_path, parameter, scope, users
+from castiron.emitter.types import DTYPES, F32, I32, EmitError, TensorType, dtype
 
 ROW = TensorType((4,), F32)
 

@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from emitter.codecs import CODECS, row_bytes
-from emitter.layers import ModelModule
-from emitter.lowering import lower
-from emitter.models import build
-from emitter.types import EmitError
-from reference import interpreter
+from castiron.emitter.codecs import CODECS, row_bytes
+from castiron.emitter.layers import ModelModule
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import build
+from castiron.emitter.types import EmitError
+from castiron.reference import interpreter
 
 CONTEXT, WIDTH = 40, 8
 CONFIG = {

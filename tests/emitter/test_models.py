@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from emitter.models import FAMILIES, build
-from emitter.types import EmitError
-from reference import hf, tiny
+from castiron.emitter.models import FAMILIES, build
+from castiron.emitter.types import EmitError
+from castiron.reference import hf, tiny
 from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, pair, prompt
 
 # Sizes that divide nothing, one KV head, the other choice of a tied head.
@@ -27,7 +27,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LONGROPE = {"rope_type": "longrope", "short_factor": [1 + 0.2 * i for i in range(8)], "long_factor": [3.0] * 8}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
 
-# family: what differs from reference.tiny's model of it, one model each.
+# family: what differs from castiron.reference.tiny's model of it, one model each.
 SHAPES: dict[str, list[dict]] = {
     "llama": [
         {**BIASED, "tie_word_embeddings": True},

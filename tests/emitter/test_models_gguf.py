@@ -8,17 +8,17 @@ import gguf
 import pytest
 import torch
 
-from emitter.models import FAMILIES
-from pipelines.checkpoints import open_checkpoint
-from reference import hf
-from reference.tiny import tiny_model
+from castiron.emitter.models import FAMILIES
+from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.reference import hf
+from castiron.reference.tiny import tiny_model
 from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
 from tests.pipelines.hf_to_gguf import GGUF_NAMES, metadata_of, tensors_of
 from tests.pipelines.tiny_gguf import write_gguf
 
 Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1"))
 
-# Where reference.tiny's model has what a GGUF file cannot say: what it implies instead.
+# Where castiron.reference.tiny's model has what a GGUF file cannot say: what it implies instead.
 GGUF_SHAPES: dict[str, dict] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": None},

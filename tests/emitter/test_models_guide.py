@@ -11,10 +11,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from emitter import layers, models
-from emitter.models.config import ConfigReader
-from pipelines.cli import main
-from reference import hf, tiny
+from castiron.emitter import layers, models
+from castiron.emitter.models.config import ConfigReader
+from castiron.pipelines.cli import main
+from castiron.reference import hf, tiny
 from tests.emitter.family_harness import WIDTHS, Agreement, pair, prompt
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,7 +31,7 @@ def followed(monkeypatch):
     """`followed(source)` puts the guide's family, or a variant of it, in its place."""
 
     def put(source: str = FAMILY) -> None:
-        module = ModuleType("emitter.models.gemma")
+        module = ModuleType("castiron.emitter.models.gemma")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(source, "docs/porting.md", "exec"), module.__dict__)
         monkeypatch.setattr(models, "FAMILIES", (*models.FAMILIES, "gemma"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from reference import hf
+from castiron.reference import hf
 from tests.emitter.family_harness import WIDTHS, Agreement, pair, prompt
 from tests.emitter.test_models import CASES, SHAPES
 

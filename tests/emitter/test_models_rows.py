@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emitter.lowering import LOWERINGS, lower
-from emitter.models import FAMILIES, build
-from pipelines.compile import pack
-from reference import hf, interpreter
+from castiron.emitter.lowering import LOWERINGS, lower
+from castiron.emitter.models import FAMILIES, build
+from castiron.pipelines.casting.compile import pack
+from castiron.reference import hf, interpreter
 from tests.emitter.family_harness import CONTEXT, WIDTHS, Agreement, pair, prompt
 from tests.emitter.test_models import SHAPES
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from emitter import ops
-from emitter.ir import Op
-from emitter.layers import ModelModule
-from emitter.lowering import portable
-from emitter.models import FAMILIES
-from reference import hf
+from castiron.emitter import ops
+from castiron.emitter.ir import Op
+from castiron.emitter.layers import ModelModule
+from castiron.emitter.lowering import portable
+from castiron.emitter.models import FAMILIES
+from castiron.reference import hf
 from tests.emitter.family_harness import LENGTH, TOLERANCE, Model, Pair, pair, prompt
 from tests.emitter.test_models import SHAPES
 
@@ -105,8 +105,7 @@ def ways(module: ModelModule) -> dict[str, list[Callable[[ModelModule], None]]]:
         return lambda module: dict(spoilt_ways(_ops(module)[place], _constants(module)))[name](_ops(module)[place])
 
     return {
-        name: [spoil(*found[i]) for i in dict.fromkeys((len(found) // 2, 0, len(found) - 1))]
-        for name, found in places.items()
+        name: [spoil(*found[i]) for i in dict.fromkeys((len(found) // 2, 0, len(found) - 1))] for name, found in places.items()
     }
 
 
@@ -161,9 +160,7 @@ def test_every_detail_matters(spoilable):
 def test_a_mask_shifted_by_one_is_noticed(spoilable, monkeypatch):
     models, expected = spoilable
     seen = portable._seen
-    monkeypatch.setattr(
-        portable, "_seen", lambda start, *rest: seen(ops.add(start, ops.constant(1, start.dtype, ())), *rest)
-    )
+    monkeypatch.setattr(portable, "_seen", lambda start, *rest: seen(ops.add(start, ops.constant(1, start.dtype, ())), *rest))
     assert distance(last_logits(models, models.prefill()), expected) > FAR
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emitter.lowering import lower
-from emitter.models import FAMILIES
-from emitter.printer import argument_params, print_module
-from pipelines.compile import pack
-from reference import hf
-from reference.xla import run_stablehlo
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import FAMILIES
+from castiron.emitter.printer import argument_params, print_module
+from castiron.pipelines.casting.compile import pack
+from castiron.reference import hf
+from castiron.reference.xla import run_stablehlo
 from tests.emitter.family_harness import Agreement, pair, prompt
 from tests.emitter.test_models import SHAPES
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from emitter.kernels.isa import ISAS
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.norm import layer_norm, rms_norm
-from emitter.types import I32
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.norm import layer_norm, rms_norm
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.types import I32
+from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
-from vmfb.targets import resolve
 
 UNIT = 2.0**-24
 SIZES = [(1, 576), (1, 97), (13, 640), (13, 20), (4, 2048)]
@@ -31,9 +31,7 @@ def kernels(target: str) -> list[Kernel]:
 
 def arguments(kernel: Kernel, seed: int, length: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    return [
-        np.int32(length) if t.dtype is I32 else rng.standard_normal(t.shape).astype(np.float32) for t in kernel.operands
-    ]
+    return [np.int32(length) if t.dtype is I32 else rng.standard_normal(t.shape).astype(np.float32) for t in kernel.operands]
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from emitter import ops
-from emitter.ir import Module, current_function, scope
-from emitter.printer import _PRINT, print_module
-from emitter.types import BF16, F16, F32, I1, I8, I32, DType, EmitError, TensorType, to_f32
-from reference.interpreter import run
-from reference.xla import run_stablehlo
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, current_function, scope
+from castiron.emitter.printer import _PRINT, print_module
+from castiron.emitter.types import BF16, F16, F32, I1, I8, I32, DType, EmitError, TensorType, to_f32
+from castiron.reference.interpreter import run
+from castiron.reference.xla import run_stablehlo
 from tests.emitter.cases import Case, all_cases, joined, module_of
 from tests.emitter.small import append_kernel
 
@@ -148,7 +148,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("kind, call, types", [(k, c, t) for k, c, *t in REFUSED], ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    "kind, call, types", [(k, c, t) for k, c, *t in REFUSED], ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)]
+)
 def test_wrong_operands_are_refused_with_op_operands_and_path(kind, call, types):
     module = Module("m")
     with pytest.raises(EmitError) as error, module.function("f", **{f"x{i}": t for i, t in enumerate(types)}) as inputs:

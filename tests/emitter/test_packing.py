@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emitter.codecs import CODECS, dequantise
-from emitter.packing import interleave_rows, pack, packed_shape, unpack
+from castiron.emitter.codecs import CODECS, dequantise
+from castiron.emitter.kernels.weights.packing import interleave_rows, pack, packed_shape, unpack
 
 
 def rows_of(codec: str, rows: int, blocks: int, seed: int) -> np.ndarray:

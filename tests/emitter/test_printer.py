@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from jax.extend.mlir import ir
 from jax.interpreters.mlir import make_ir_context
 
-from emitter import ops
-from emitter.ir import Module, Op, Value, current_function
-from emitter.printer import argument_params, number, print_module
-from emitter.types import BF16, DTYPES, F16, F32, DType, EmitError, TensorType
-from reference.interpreter import run
-from reference.xla import run_stablehlo
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, Op, Value, current_function
+from castiron.emitter.printer import argument_params, number, print_module
+from castiron.emitter.types import BF16, DTYPES, F16, F32, DType, EmitError, TensorType
+from castiron.reference.interpreter import run
+from castiron.reference.xla import run_stablehlo
 from tests.emitter.small import append_kernel, small_arguments, small_module, small_results
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,7 +40,7 @@ def test_golden(form):
 
 def test_equal_graphs_print_equal_bytes_in_every_process():
     program = (
-        "import sys; from emitter.printer import print_module; from tests.emitter.small import small_module\n"
+        "import sys; from castiron.emitter.printer import print_module; from tests.emitter.small import small_module\n"
         f"for form in {list(FORMS.values())}: sys.stdout.write(print_module(small_module(form[0]), form[1]))"
     )
     texts = {
@@ -131,7 +131,7 @@ def test_integers_print_whole(dtype):
 
 
 def test_weights_have_two_places_and_no_other():
-    with pytest.raises(EmitError, match="as \"parameters\" or \"arguments\", not 'inline'"):
+    with pytest.raises(EmitError, match='as "parameters" or "arguments", not \'inline\''):
         print_module(small_module(False), weights="inline")
 
 

@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from emitter.kernels.isa import AVX2, NEON
-from emitter.kernels.product import Product
-from emitter.lowering import lower
-from emitter.models import build
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.writing.isa import AVX2, NEON
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import build
 from tests.emitter.test_lowering import CONFIG, CONTEXT
 
 GEMV = Product("q4_1", 1, 64, 96, rms_eps=1e-5)

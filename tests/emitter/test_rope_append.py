@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from emitter.kernels.rope_append import rotated
+from castiron.emitter.kernels.attention.rope_append import rotated
 from tests.emitter.attention_cases import CONTEXT, LAYER, REAL, UNIT, close, drawn, fill, prepared, running
 
 CASES = drawn(8) + REAL

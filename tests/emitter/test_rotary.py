@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from emitter.rotary import rotary
-from emitter.types import EmitError
+from castiron.emitter.rotary import rotary
+from castiron.emitter.types import EmitError
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {
@@ -36,7 +36,10 @@ POSITIONS = 512
 def test_frequencies_are_those_of_transformers(name, theta, head_dim):
     entry = {"rope_type": name.replace(",", "").split()[0], "rope_theta": theta, **SCALINGS[name]}
     config = LlamaConfig(
-        head_dim=head_dim, hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=dict(entry),
+        head_dim=head_dim,
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        rope_parameters=dict(entry),
         max_position_embeddings=POSITIONS,
     )
     theirs = LlamaRotaryEmbedding(config)
@@ -62,7 +65,10 @@ def test_longrope_takes_the_short_factors_for_the_original_length(partial, given
         **given,
     }
     config = Phi3Config(
-        hidden_size=64, num_attention_heads=2, max_position_embeddings=1024, original_max_position_embeddings=128,
+        hidden_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        original_max_position_embeddings=128,
         rope_parameters=dict(entry),
     )
     theirs = Phi3RotaryEmbedding(config)

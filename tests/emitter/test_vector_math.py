@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emitter.kernels.isa import ISAS
-from emitter.kernels.kernel import Kernel
-from emitter.kernels.text import Body, Value, executable, f32_literal
-from emitter.kernels.vector_math import exp, lane_max, lane_sums, tanh, transpose
-from emitter.types import F32, TensorType
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.writing.body import Body, Value, executable, f32_literal
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, tanh, transpose
+from castiron.emitter.types import F32, TensorType
+from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, compile_kernels
-from vmfb.targets import resolve
 
 COUNT = 1 << 16
 EXP_ULP, TANH_ULP = 1.1, 4.5

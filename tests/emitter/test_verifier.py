@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from emitter import ops
-from emitter.ir import Function, Module, Op, Param, Source, Value
-from emitter.printer import print_module
-from emitter.types import BF16, DTYPES, F32, I1, I32, DType, EmitError, TensorType
-from emitter.verifier import _RULES, verify
-from reference.xla import run_stablehlo
+from castiron.emitter import ops
+from castiron.emitter.ir import Function, Module, Op, Param, Source, Value
+from castiron.emitter.printer import print_module
+from castiron.emitter.types import BF16, DTYPES, F32, I1, I32, DType, EmitError, TensorType
+from castiron.emitter.verifier import _RULES, verify
+from castiron.reference.xla import run_stablehlo
 from tests.emitter.cases import Case, all_cases, module_of
 from tests.emitter.small import CACHE, small_module
 

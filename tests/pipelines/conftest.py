@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.catalogue import fetch
-from pipelines.checkpoints import Checkpoint, open_checkpoint
+from castiron.pipelines.checkpoints import Checkpoint, open_checkpoint
+from castiron.pipelines.checkpoints.catalogue import fetch
 
 
 @pytest.fixture(scope="session")

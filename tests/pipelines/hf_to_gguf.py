@@ -138,10 +138,7 @@ def _rope_scaling(rope: dict, config) -> dict:
 def _rope_tensors(config) -> dict[str, np.ndarray]:
     rope = config.rope_parameters
     if rope.get("rope_type") == "longrope":
-        return {
-            f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32)
-            for length in ("long", "short")
-        }
+        return {f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32) for length in ("long", "short")}
     if rope.get("rope_type") == "llama3":
         return {"rope_freqs.weight": _llama3_factors(rope, config.head_dim)}
     return {}

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pipelines.compile import Options, compile_model
-from pipelines.text import Text, load_text
-from reference import tiny
-from vmfb.bundle import open_bundle
-from vmfb.session import Session
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.pipelines.generation.text import Text, load_text
+from castiron.reference import tiny
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
 
 CONTEXT, SLOTS = 126, 4
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -86,15 +86,15 @@ class Served:
 # The small model answers faster than a test can look; every step and prompt takes at least so many seconds here.
 SLOW = """
 import sys, time
-from vmfb.batch import Batch
-from vmfb.session import Session
+from castiron.vmfb.batch import Batch
+from castiron.vmfb.session import Session
 def slowly(function):
     def slow(*arguments):
         time.sleep(float(sys.argv[1]))
         return function(*arguments)
     return slow
 Batch.step, Session.prefill = slowly(Batch.step), slowly(Session.prefill)
-from pipelines.cli import main
+from castiron.pipelines.cli import main
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -102,7 +102,7 @@ sys.exit(main(sys.argv[2:]))
 @contextlib.contextmanager
 def served(path: Path, log: Path, *options: str, slow: float = 0, **environment: str):
     """`castiron serve` on a free port, with steps of at least `slow` seconds; killed at the end if it still runs."""
-    start = ["-c", SLOW, str(slow)] if slow else ["-m", "pipelines"]
+    start = ["-c", SLOW, str(slow)] if slow else ["-m", "castiron"]
     command = [sys.executable, *start, "serve", str(path), "--port", "0", "--threads", "1", *options]
     with open(log, "wb") as file:
         process = subprocess.Popen(

@@ -8,11 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from pipelines import bench, cli
-from pipelines.bench import Measured, Settings, ratios, summarise
-from pipelines.errors import PipelineError
-from pipelines.machine import CHAINS, FMA_ITERATIONS, READ_FLOATS, Machine
-from pipelines.workload import Workload, bundle_bytes, bytes_read, parameter_sizes
+from castiron.pipelines import cli
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.measuring import bench
+from castiron.pipelines.measuring.bench import Measured, Settings, ratios, summarise
+from castiron.pipelines.measuring.machine import CHAINS, FMA_ITERATIONS, READ_FLOATS, Machine
+from castiron.pipelines.measuring.workload import Workload, bundle_bytes, bytes_read, parameter_sizes
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import read_json
 
@@ -41,7 +42,7 @@ class FixedMachine:
 
 @pytest.fixture
 def fixed_machine(monkeypatch):
-    monkeypatch.setattr("pipelines.machine.Machine", FixedMachine)
+    monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
     # The toy's context is shorter than the prompt that first tokens are timed with.
     monkeypatch.setattr(bench, "FIRST_PROMPT", 8)
 
@@ -123,7 +124,7 @@ def test_ratios_above_one_are_in_castirons_favour():
 
 
 def test_a_table_beside_the_head_is_not_read_for_a_token(bundle):
-    from vmfb.bundle import open_bundle
+    from castiron.vmfb.bundle import open_bundle
 
     opened = open_bundle(bundle)
     assert bundle_bytes(opened) == sum(parameter_sizes(opened.path / "weights.irpa").values()) > 0
@@ -177,8 +178,8 @@ def test_an_engine_that_fails_says_why_in_one_sentence(tmp_path):
 
 
 def test_hf_is_timed_at_the_depth_asked_for_and_gives_its_own_tokens(tmp_path):
-    from reference import hf, tiny
-    from reference.peers import HuggingFace
+    from castiron.reference import hf, tiny
+    from castiron.reference.peers import HuggingFace
 
     path = tiny.tiny_model("llama", tmp_path / "llama")
     peer = HuggingFace(path, 1, 64)
@@ -212,16 +213,16 @@ def test_the_probes_do_the_work_that_they_are_counted_for():
 
 @pytest.mark.parametrize("isa", CHAINS)
 def test_the_probes_compile_for_every_kind_of_cpu(isa, tmp_path):
-    from pipelines.machine import probe_text
-    from vmfb.compiler import compile_mlir
-    from vmfb.targets import TARGETS
+    from castiron.pipelines.measuring.machine import probe_text
+    from castiron.vmfb.compiler import compile_mlir
+    from castiron.vmfb.targets import TARGETS
 
     target = next(target for target in TARGETS.values() if target.isa == isa and target.name != "host")
     compile_mlir(probe_text(*CHAINS[isa]), target, tmp_path / "probe.vmfb")
 
 
 def test_a_chart_shows_every_engine(tmp_path):
-    from pipelines.chart import draw
+    from castiron.pipelines.measuring.chart import draw
 
     def engine(decode, prefill):
         runs = {"decode_tok_s": bench.spread([decode]), "prefill_tok_s": bench.spread([prefill * 0.9, prefill])}

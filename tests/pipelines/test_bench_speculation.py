@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from pipelines import bench_speculation, cli
-from pipelines.bench_speculation import Answer, summarise
-from pipelines.speculate import Speculator
+from castiron.pipelines import cli
+from castiron.pipelines.generation.speculate import Speculator
+from castiron.pipelines.measuring import bench_speculation
+from castiron.pipelines.measuring.bench_speculation import Answer, summarise
 from tests.pipelines import served
 
 

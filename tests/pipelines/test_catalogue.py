@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import catalogue
-from pipelines.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Part, fetch
-from pipelines.checkpoints import CheckpointError
+from castiron.pipelines.checkpoints import CheckpointError, catalogue
+from castiron.pipelines.checkpoints.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Part, fetch
 
 CONTENT = (b"first half, ", b"second half")
 WHOLE = b"".join(CONTENT)

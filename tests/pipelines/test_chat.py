@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli
-from pipelines.chat import Chat
-from pipelines.errors import PipelineError
-from pipelines.generate import Generation
-from pipelines.text import Text, load_text
+from castiron.pipelines import cli
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.chat import Chat
+from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.text import Text, load_text
+from castiron.vmfb.bundle import open_bundle, pack_bundle
+from castiron.vmfb.session import Session
 from tests.pipelines import toy_text
-from vmfb.bundle import open_bundle, pack_bundle
-from vmfb.session import Session
 
 CONTEXT, EOS = toy_text.CONTEXT, toy_text.EOS
 
@@ -94,10 +94,10 @@ def test_a_turn_feeds_only_what_is_new(make):
     chat = make()
     say(chat, "bcd")
     first, answer = chat.session.fed, chat.messages[-1]["content"]
-    assert first == len("u" "bcd" "a")
+    assert first == len("ubcda")
     say(chat, "ef")
     # The last token of the answer was never fed.
-    assert chat.session.fed - first == len(answer[-1:] + "u" "ef" "a") and chat.generation.prompt_tokens < 6
+    assert chat.session.fed - first == len(answer[-1:] + "uefa") and chat.generation.prompt_tokens < 6
 
 
 def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_message(make):
@@ -185,7 +185,7 @@ def test_what_cannot_be_saved_is_one_sentence_and_harms_nothing(make, tmp_path):
 
 
 def piped(path, words: str, *argv: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pipelines", "chat", str(path), "-n", "2", *argv]
+    command = [sys.executable, "-m", "castiron", "chat", str(path), "-n", "2", *argv]
     return subprocess.run(command, input=words, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -219,13 +219,13 @@ def test_refusals_come_before_the_first_turn(path, capsys):
 
 SLOW = """
 import sys, time
-import vmfb.session
-step = vmfb.session.Session.step
+import castiron.vmfb.session
+step = castiron.vmfb.session.Session.step
 def slow(self, token):
     time.sleep(0.3)
     return step(self, token)
-vmfb.session.Session.step = slow
-from pipelines.cli import main
+castiron.vmfb.session.Session.step = slow
+from castiron.pipelines.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

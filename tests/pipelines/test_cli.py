@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from pipelines import cli
-from pipelines.commands import run as run_command
+from castiron.pipelines import cli
+from castiron.pipelines.commands import run as run_command
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import CONTEXT, EOS, read_json
 
@@ -27,7 +27,7 @@ def bare_bundle(tmp_path_factory):
 
 
 def castiron(*argv: str, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pipelines", *argv]
+    command = [sys.executable, "-m", "castiron", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
@@ -83,8 +83,8 @@ def test_chat_template_system_and_raw(bundle, capsys):
         return read_json(capsys.readouterr().out)["prompt_tokens"]
 
     assert prompt_tokens("bc", "--raw") == 2
-    assert prompt_tokens("bc") == len("u" "bc" "a")
-    assert prompt_tokens("bc", "--system", "de") == len("s" "de" "u" "bc" "a")
+    assert prompt_tokens("bc") == len("ubca")
+    assert prompt_tokens("bc", "--system", "de") == len("sdeubca")
 
 
 def test_seeds(bundle, capsys):
@@ -155,7 +155,7 @@ def test_an_interrupt_is_exit_status_130(bundle, monkeypatch, capsys):
 def test_a_reader_that_leaves_ends_the_command_quietly(bundle):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "pipelines", "run", bundle, "-p", "abc", "--ignore-eos"]
+    command = [sys.executable, "-m", "castiron", "run", bundle, "-p", "abc", "--ignore-eos"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(write)
     assert done.returncode == 141 and "Traceback" not in done.stderr and "Broken" not in done.stderr
@@ -173,9 +173,9 @@ def test_help_names_every_option_and_shows_examples(command, capsys):
 
 def test_run_loads_neither_compiler_nor_torch_nor_jinja(bundle):
     code = (
-        "import sys; from pipelines.cli import main; status = main(sys.argv[1:])\n"
+        "import sys; from castiron.pipelines.cli import main; status = main(sys.argv[1:])\n"
         "print(status, sorted(m for m in sys.modules if m in "
-        "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'emitter', 'pipelines.checkpoints')))"
+        "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'castiron.emitter', 'castiron.pipelines.checkpoints')))"
     )
     command = [sys.executable, "-c", code, "run", bundle, "--tokens", "1,2", "-n", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -193,7 +193,7 @@ def test_inspect_describes_bundles_and_the_catalogue(bundle, bare_bundle, capsys
 
 PROGRESS = """
 import sys, time
-from pipelines.progress import Progress
+from castiron.pipelines.progress import Progress
 with Progress() as progress:
     progress('melting', 0.5)
     time.sleep(1)
@@ -223,7 +223,7 @@ def test_without_a_terminal_progress_is_quiet():
 
 
 def test_what_is_over_at_once_is_not_drawn():
-    code = "from pipelines.progress import Progress\nwith Progress() as progress: progress('melting', 0.5)"
+    code = "from castiron.pipelines.progress import Progress\nwith Progress() as progress: progress('melting', 0.5)"
     terminal, inside = os.openpty()
     subprocess.run([sys.executable, "-c", code], stderr=inside, check=True)
     os.write(inside, b"end")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipelines.errors import PipelineError
-from pipelines.generate import Generation
-from pipelines.sampling import REPEAT_WINDOW, Sampler, Sampling, candidates, penalise
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, Sampling, candidates, penalise
 
 VOCAB = 40
 CONTEXT = 30

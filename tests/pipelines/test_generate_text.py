@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pipelines.chat_template import render
-from pipelines.errors import PipelineError
-from pipelines.text import Detokeniser, Text
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.chat_template import render
+from castiron.pipelines.generation.text import Detokeniser, Text
 
 SPECIAL = "<|end|>"
 

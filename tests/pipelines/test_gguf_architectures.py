@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
-from pipelines.checkpoints.gguf_architectures import ARCHITECTURES, architecture_names
+from castiron.pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, architecture_names
 from tests.pipelines.hf_to_gguf import GGUF_NAMES, convert
 from tests.pipelines.tiny_gguf import write_llama
 

@@ -7,10 +7,18 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
-from pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints.gguf_file import read_gguf
 from tests.pipelines.tiny_gguf import (
-    HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LLAMA_SIZES, VOCAB, llama_tensors, write_gguf, write_llama,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LLAMA_SIZES,
+    VOCAB,
+    llama_tensors,
+    write_gguf,
+    write_llama,
 )  # fmt: skip
 
 # What a config says about where it came from, or about training.

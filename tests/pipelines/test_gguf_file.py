@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emitter.codecs import CODECS, dequantise
-from pipelines.checkpoints import CheckpointError, open_checkpoint
-from pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE, read_gguf
+from castiron.emitter.codecs import CODECS, dequantise
+from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
+from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE, read_gguf
 from tests.pipelines.tiny_gguf import entry, raw_gguf, string, tensor_info, write_gguf, write_llama
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
@@ -36,9 +36,7 @@ def test_reads_what_gguf_wrote(tmp_path):
         ours = file.tensors[tensor.name]
         assert ours.shape == (3, 5, 64)
         assert ours.codec == tensor.tensor_type.name.lower()
-        assert np.array_equal(
-            dequantise(ours.codec, file.rows(ours)), gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        )
+        assert np.array_equal(dequantise(ours.codec, file.rows(ours)), gguf.quants.dequantize(tensor.data, tensor.tensor_type))
 
 
 def test_codec_table_agrees_with_gguf():

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

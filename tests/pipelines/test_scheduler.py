@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.sampling import Sampling
-from pipelines.serve.choosing import Choosing
-from pipelines.serve.engine import Engine
-from pipelines.serve.errors import ApiError
-from pipelines.serve.prefix_cache import PrefixCache
-from pipelines.serve.scheduler import INTERLEAVED, PATIENCE, Scheduler
-from pipelines.serve.sequence import Failed, Finished, Piece, Sequence
-from pipelines.text import Text
+from castiron.pipelines.generation.choosing import Choosing
+from castiron.pipelines.generation.prefix_cache import PrefixCache
+from castiron.pipelines.generation.sampling import Sampling
+from castiron.pipelines.generation.scheduler import INTERLEAVED, PATIENCE, Scheduler
+from castiron.pipelines.generation.sequence import Failed, Finished, Piece, Sequence
+from castiron.pipelines.generation.text import Text
+from castiron.pipelines.serve.engine import Engine
+from castiron.pipelines.serve.errors import ApiError
+from castiron.vmfb.session import SessionError
 from tests.pipelines.served import tokenizer
-from vmfb.session import SessionError
 
 VOCAB, CONTEXT, EOS = 40, 100, 2
 WIDTHS = (8, 16, 64)
@@ -83,7 +83,7 @@ class Slot:
 
 
 class FakeBatch:
-    """Slots as `vmfb.batch.Batch` has them, and a record of what was run."""
+    """Slots as `castiron.vmfb.batch.Batch` has them, and a record of what was run."""
 
     def __init__(self, size: int):
         self.work: list[tuple] = []

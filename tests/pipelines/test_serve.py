@@ -128,7 +128,9 @@ def test_log_probabilities_of_a_chat_are_the_models(client, alone):
     assert [entry.logprob for entry in content[0].top_logprobs] == pytest.approx(list(expected[likeliest]), abs=1e-4)
     assert [entry.token for entry in content[0].top_logprobs] == [alone.text.decode([t]) for t in likeliest]
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
-    streamed = [c.choices[0].logprobs for c in chat(client, 8, logprobs=True, top_logprobs=5, stream=True) if c.choices[0].logprobs]
+    streamed = [
+        c.choices[0].logprobs for c in chat(client, 8, logprobs=True, top_logprobs=5, stream=True) if c.choices[0].logprobs
+    ]
     assert [e.token for l in streamed for e in l.content] == [e.token for e in content]
     assert chat(client, 2, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
@@ -187,7 +189,10 @@ def test_biases_and_penalties_change_the_choice(client, alone):
     token = alone.text.tokenizer.token_to_id("x")
     assert chat(client, 6, logit_bias={str(token): 100}).choices[0].message.content == "x" * 6
     once = chat(client, 6, logit_bias={str(token): 60}, presence_penalty=2, frequency_penalty=2).choices[0].message.content
-    assert once.startswith("x") and chat(client, 60).choices[0].message.content != chat(client, 60, frequency_penalty=2).choices[0].message.content
+    assert (
+        once.startswith("x")
+        and chat(client, 60).choices[0].message.content != chat(client, 60, frequency_penalty=2).choices[0].message.content
+    )
     repeat = past_eos(60)
     repeat["extra_body"]["repeat_penalty"] = 1.8
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **repeat).choices[0].message.content
@@ -200,6 +205,7 @@ def test_many_at_once_get_what_each_gets_alone(server, alone):
 
     async def all_of_them():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
             async def one(i: int) -> str:
                 stream = await client.completions.create(model=MODEL, prompt=prompts[i], stream=True, **past_eos(20 + 2 * i))
                 text = ""

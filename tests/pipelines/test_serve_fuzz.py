@@ -9,7 +9,7 @@ import urllib.parse
 
 import pytest
 
-from pipelines.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.pipelines.served import Alone, bundle, served
 
 # A whole request of each kind.

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli
+from castiron.pipelines import cli
+from castiron.vmfb.bundle import open_bundle, pack_bundle
 from tests.pipelines.served import CONTEXT, MESSAGES, RENDERED, SLOTS, Alone, bundle, served
-from vmfb.bundle import open_bundle, pack_bundle
 
 # A request of so many choices keeps the small model busy for seconds, at STEP seconds a step.
 MANY, STEP = 60, 0.003
@@ -49,7 +49,9 @@ def server(path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def strict(path, tmp_path_factory):
     options = ("--api-key", "first", "--queue", "2", "--max-body", "0.002", "--timeout", "1.5")
-    with served(path, tmp_path_factory.mktemp("strict") / "log", *options, slow=STEP, CASTIRON_API_KEY="second, third") as found:
+    with served(
+        path, tmp_path_factory.mktemp("strict") / "log", *options, slow=STEP, CASTIRON_API_KEY="second, third"
+    ) as found:
         yield found
 
 
@@ -258,7 +260,7 @@ def test_a_packed_bundle_is_served_as_its_directory(path, alone, tmp_path):
 
 def test_the_load_script_finds_texts_equal_and_prefixes_cached(path, tmp_path):
     with served(path, tmp_path / "log", "--quiet") as server:
-        command = [sys.executable, "-m", "pipelines.serve.load", server.url, "--parallel", "4", "--tokens", "5",
+        command = [sys.executable, "-m", "castiron.pipelines.serve.load", server.url, "--parallel", "4", "--tokens", "5",
                    "--rounds", "1", "--words", "2", "--json"]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": "."}
 

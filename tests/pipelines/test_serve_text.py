@@ -9,15 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipelines.sampling import Sampling
-from pipelines.serve.choosing import Chooser, Choosing, log_probabilities
-from pipelines.serve.errors import ApiError
-from pipelines.serve.metrics import Metrics
-from pipelines.serve.schemas import ChatRequest, CompletionRequest, TokenizeRequest, read
-from pipelines.serve.sequence import Finished, Piece, Sequence
-from pipelines.serve.stops import StopStrings
-from pipelines.serve.token_bytes import TokenBytes
-from pipelines.text import Text
+from castiron.pipelines.generation.choosing import Chooser, Choosing, log_probabilities
+from castiron.pipelines.generation.sampling import Sampling
+from castiron.pipelines.generation.sequence import Finished, Piece, Sequence
+from castiron.pipelines.generation.stops import StopStrings
+from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.token_bytes import TokenBytes
+from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, TokenizeRequest, read
 from tests.pipelines.test_generate_text import TEXTS, byte_level
 
 VOCAB = 40
@@ -103,7 +103,11 @@ def test_log_probabilities_are_of_the_models_own_distribution(logits, token, cou
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-@given(words=st.text(alphabet=st.one_of(st.sampled_from(" abhet\n"), st.characters(exclude_characters="▁", exclude_categories=["Cs"]))))
+@given(
+    words=st.text(
+        alphabet=st.one_of(st.sampled_from(" abhet\n"), st.characters(exclude_characters="▁", exclude_categories=["Cs"]))
+    )
+)
 def test_bytes_of_tokens_join_to_the_bytes_of_the_text(kind, words):
     text = TEXTS[kind]
     token_bytes = TokenBytes(text)
@@ -137,7 +141,12 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (ChatRequest, {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "20"),
         (ChatRequest, {"messages": MESSAGES, "stop": ["a", ""]}, "stop", "1 to 256 characters"),
         (ChatRequest, {"messages": MESSAGES, "logit_bias": {"5": 101}}, "logit_bias.5", "100"),
-        (ChatRequest, {"messages": MESSAGES, "frobnicate": 1}, "frobnicate", "Unrecognized request argument supplied: frobnicate"),
+        (
+            ChatRequest,
+            {"messages": MESSAGES, "frobnicate": 1},
+            "frobnicate",
+            "Unrecognized request argument supplied: frobnicate",
+        ),
         (ChatRequest, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
         (ChatRequest, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (CompletionRequest, {"prompt": []}, "prompt", "token ids"),

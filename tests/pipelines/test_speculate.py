@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.compile import Options, compile_model
-from pipelines.errors import PipelineError
-from pipelines.generate import Generation
-from pipelines.sampling import Sampler, Sampling
-from pipelines.speculate import LONGEST, MARGIN, SHORTEST, Ngrams, Speculator
-from reference import tiny
-from vmfb.bundle import open_bundle
-from vmfb.session import Session, SessionError
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.sampling import Sampler, Sampling
+from castiron.pipelines.generation.speculate import LONGEST, MARGIN, SHORTEST, Ngrams, Speculator
+from castiron.reference import tiny
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session, SessionError
 
 CONTEXT = 96
 SMALL = st.lists(st.integers(0, 3), max_size=60)

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from pipelines.checkpoints import CheckpointError, open_checkpoint
-from pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS
+from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
+from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS
 from tests.pipelines.tiny_gguf import write_llama
 
 TEXTS = [

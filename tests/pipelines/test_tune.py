@@ -6,20 +6,20 @@ from dataclasses import fields, replace
 
 import pytest
 
-from emitter.kernels import gemv, product
-from emitter.kernels.isa import AVX2
-from emitter.kernels.product import Product
-from emitter.kernels.text import Body
-from pipelines import cli
-from pipelines.compile import Options
-from pipelines.tuning import store
-from pipelines.tuning.candidates import combined, neighbours
-from pipelines.tuning.exact import answers, exact_part
-from pipelines.tuning.search import LOOKS_TO_CONFIRM, Bench, Trial, search
+from castiron.emitter.kernels.products import gemv, product
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.writing.body import Body
+from castiron.emitter.kernels.writing.isa import AVX2
+from castiron.pipelines import cli
+from castiron.pipelines.casting.compile import Options
+from castiron.pipelines.tuning import store
+from castiron.pipelines.tuning.candidates import combined, neighbours
+from castiron.pipelines.tuning.exact import answers, exact_part
+from castiron.pipelines.tuning.search import LOOKS_TO_CONFIRM, Bench, Trial, search
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.compiler import CompileError
 from tests.pipelines.tiny_gguf import write_llama
 from tests.pipelines.toy_text import read_json
-from vmfb.bundle import open_bundle
-from vmfb.compiler import CompileError
 
 PRODUCTS = [
     Product("q4_1", 1, 960, 576, rms_eps=1e-5),
@@ -117,7 +117,7 @@ def four_chains_are_faster(monkeypatch):
         return {name: (1e-5, 2.0 if faster(name, found) else 0.5) for name, found in tiles.items()}
 
     monkeypatch.setattr(Bench, "gains", gains)
-    monkeypatch.setattr("pipelines.tuning.candidates._STEPS", {"chains": lambda value: (4,)})
+    monkeypatch.setattr("castiron.pipelines.tuning.candidates._STEPS", {"chains": lambda value: (4,)})
 
 
 TUNE = ["--speculate", "4", "--batch", "2", "--threads", "2"]

@@ -8,19 +8,19 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from emitter.kernels.isa import ISAS
-from emitter.kernels.product import Product
-from pipelines import cli
-from pipelines import compile as compiling
-from pipelines.checkpoints import open_checkpoint
-from pipelines.compile import Options, build_module, compile_model
-from pipelines.tuning import store
-from pipelines.tuning.store import Finding, Place, StoreError
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.pipelines import cli
+from castiron.pipelines.casting import compile as compiling
+from castiron.pipelines.casting.compile import Options, build_module, compile_model
+from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.tuning import store
+from castiron.pipelines.tuning.store import Finding, Place, StoreError
+from castiron.vmfb.compiler import CompileResult
+from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.targets import resolve
 from tests.pipelines.tiny_gguf import write_llama
 from tests.pipelines.toy_text import read_json
-from vmfb.compiler import CompileResult
-from vmfb.cpu import physical_cores
-from vmfb.targets import resolve
 
 HOST = resolve("host")
 OPTIONS = Options(context=16, speculate=(), threads=3)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines import cli, verify
-from pipelines.errors import PipelineError
-from pipelines.verify import Prompt, drawn_prompts, read_prompts
+from castiron.pipelines import cli
+from castiron.pipelines.checking import verify
+from castiron.pipelines.checking.verify import Prompt, drawn_prompts, read_prompts
+from castiron.pipelines.errors import PipelineError
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import CONTEXT, read_json
 
@@ -40,9 +41,9 @@ def bare_bundle(tmp_path_factory, checkpoint):
 @pytest.fixture
 def oracle(monkeypatch, bundle):
     """HF's place is taken by the toy itself; `oracle[prompt] = place` makes the token at that place another one."""
-    from reference import hf
-    from vmfb.bundle import open_bundle
-    from vmfb.session import Session
+    from castiron.reference import hf
+    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.session import Session
 
     session, wrong = Session(open_bundle(bundle), 1), {}
 
@@ -62,7 +63,7 @@ def oracle(monkeypatch, bundle):
 
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory):
-    from reference import hf, tiny
+    from castiron.reference import hf, tiny
 
     return hf.load(tiny.tiny_model("llama", tmp_path_factory.mktemp("tiny") / "llama"), 1)
 
@@ -105,7 +106,7 @@ def test_one_different_token_is_found_reported_and_exit_status_1(bundle, prompts
 @pytest.mark.parametrize("certain", [verify.CERTAIN, float("inf")], ids=["at once", "token by token"])
 @pytest.mark.parametrize("wrong", [None, 0, 4, 11])
 def test_what_hf_expects_is_its_greedy_text_up_to_the_first_difference(tiny_llama, monkeypatch, certain, wrong):
-    from reference import hf
+    from castiron.reference import hf
 
     calls = []
     step_by_step = hf.greedy
@@ -175,7 +176,7 @@ def test_a_file_that_transformers_cannot_read_is_one_sentence(checkpoint):
 def test_rounded_weights_are_compared_with_rounded_weights(tmp_path):
     import torch
 
-    from reference import hf, tiny
+    from castiron.reference import hf, tiny
 
     path = tiny.tiny_model("llama", tmp_path / "llama")
     plain, rounded = hf.load(path, 1), verify.load_reference(path, "bf16", 1)

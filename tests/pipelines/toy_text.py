@@ -8,12 +8,12 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from castiron.vmfb.bundle import BundleWriter
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.manifest import MODEL, TEMPLATE, TOKENIZER, WEIGHTS, Tokens
+from castiron.vmfb.targets import TARGETS
+from castiron.vmfb.weights import write_irpa
 from tests.vmfb import toy, toy_bundle
-from vmfb.bundle import BundleWriter
-from vmfb.compiler import compile_mlir
-from vmfb.manifest import MODEL, TEMPLATE, TOKENIZER, WEIGHTS, Tokens
-from vmfb.targets import TARGETS
-from vmfb.weights import write_irpa
 
 CONTEXT, WIDTHS, EOS = 24, (4, 8), 24
 TEMPLATE_TEXT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from reference import hf
-from reference.tiny import tiny_model
+from castiron.reference import hf
+from castiron.reference.tiny import tiny_model
 from tests.pipelines.hf_to_gguf import convert
 
 PROMPT = [5, 17, 90, 3, 44]

@@ -14,13 +14,29 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from emitter import ops
-from emitter.ir import Module, Param, Source, Value, current_function, parameter, scope
-from emitter.kernels.kernel import INDEX, Kernel
-from emitter.printer import print_module
-from emitter.types import BF16, DTYPES, F16, F32, I1, I8, I32, I64, UI8, UI32, DType, EmitError, TensorType, from_f32, to_f32
-from reference.interpreter import convert, run
-from reference.xla import run_stablehlo
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, Param, Source, Value, current_function, parameter, scope
+from castiron.emitter.kernels.kernel import INDEX, Kernel
+from castiron.emitter.printer import print_module
+from castiron.emitter.types import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    I1,
+    I8,
+    I32,
+    I64,
+    UI8,
+    UI32,
+    DType,
+    EmitError,
+    TensorType,
+    from_f32,
+    to_f32,
+)
+from castiron.reference.interpreter import convert, run
+from castiron.reference.xla import run_stablehlo
 from tests.emitter.small import small_arguments, small_module, small_results
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reference import hf
-from reference.tiny import FAMILIES, tiny_model
+from castiron.reference import hf
+from castiron.reference.tiny import FAMILIES, tiny_model
 
 
 def prompts(vocab: int = 211) -> list[list[int]]:

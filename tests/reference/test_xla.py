@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reference.xla import run_stablehlo
+from castiron.reference.xla import run_stablehlo
 
 TEXT = """module @m {
   func.func public @double(%x: tensor<2xbf16>, %flag: tensor<i1>) -> (tensor<2xbf16>, tensor<i1>) {

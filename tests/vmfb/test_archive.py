@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vmfb.archive import ALIGNMENT, pack, parts_of
-from vmfb.bundle import open_bundle, pack_bundle
-from vmfb.manifest import MODEL, WEIGHTS, BundleError
-from vmfb.session import Session
-from vmfb.weights import write_irpa
+from castiron.vmfb.archive import ALIGNMENT, pack, parts_of
+from castiron.vmfb.bundle import open_bundle, pack_bundle
+from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
+from castiron.vmfb.session import Session
+from castiron.vmfb.weights import write_irpa
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def test_weights_are_pages_of_the_file_and_not_a_copy(toy_dir, tmp_path):
     """200 MB of a weight that nothing uses: anonymous memory must not grow by them."""
     import dataclasses
 
+    from castiron.vmfb.bundle import file_sha256
+    from castiron.vmfb.manifest import File, dump
     from tests.vmfb import toy
-    from vmfb.manifest import File, dump
-    from vmfb.bundle import file_sha256
 
     copy = shutil.copytree(toy_dir, tmp_path / "large")
     entries = {**toy.weights(), "large": np.zeros(200_000_000, np.uint8)}
@@ -136,7 +136,7 @@ def test_weights_are_pages_of_the_file_and_not_a_copy(toy_dir, tmp_path):
     out = tmp_path / "large.castiron"
     pack_bundle(open_bundle(copy), out)
     code = (
-        "import sys; from vmfb.bundle import open_bundle; from vmfb.session import Session\n"
+        "import sys; from castiron.vmfb.bundle import open_bundle; from castiron.vmfb.session import Session\n"
         "s = Session(open_bundle(sys.argv[1]), 1); s.prefill([1, 2, 3])\n"
         "print(open('/proc/self/status').read())"
     )

@@ -9,13 +9,13 @@ import shutil
 
 import pytest
 
+from castiron.vmfb import bundle as bundles
+from castiron.vmfb.bundle import BundleWriter, open_bundle
+from castiron.vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, functions, parse
+from castiron.vmfb.record import to_json
+from castiron.vmfb.session import Session
 from tests.vmfb import toy_bundle
 from tests.vmfb.conftest import CONTEXT, WIDTHS
-from vmfb import bundle as bundles
-from vmfb.bundle import BundleWriter, open_bundle
-from vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, functions, parse
-from vmfb.record import to_json
-from vmfb.session import Session
 
 
 @pytest.fixture
@@ -97,8 +97,11 @@ def test_what_is_written_is_what_is_read(toy_dir):
         (set_at("target", "features", None), "target.features is None, not a list"),
         (set_at("tokens", "eos", [32]), "tokens names 32, outside the vocabulary"),
         (set_at("config", []), "config is [], not an object"),
-        *((delete(field.name), f"{field.name} is missing") for field in dataclasses.fields(Manifest) if field.default is
-          dataclasses.MISSING and field.default_factory is dataclasses.MISSING),  # fmt: skip
+        *(
+            (delete(field.name), f"{field.name} is missing")
+            for field in dataclasses.fields(Manifest)
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        ),  # fmt: skip
     ],
 )
 def test_a_manifest_that_does_not_hold_is_refused(copy, change, message):

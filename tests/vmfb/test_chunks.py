@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmfb.chunks import chunks
+from castiron.vmfb.chunks import chunks
 
 
 @st.composite

@@ -11,10 +11,9 @@ import time
 
 import pytest
 
-from tests.vmfb import toy
-from vmfb import compiler
-from vmfb.compiler import CompileError, compile_mlir
-from vmfb.targets import TARGETS
+from castiron.vmfb import compiler
+from castiron.vmfb.compiler import CompileError, compile_mlir
+from castiron.vmfb.targets import TARGETS
 
 SMALL = """func.func @f(%a: !four) -> !four {{
   %b = {op} %a, %a : !four
@@ -106,8 +105,8 @@ def test_an_interrupt_ends_the_compiler_and_leaves_nothing(tmp_path):
     code = f"""
 from pathlib import Path
 from tests.vmfb import toy
-from vmfb.compiler import compile_mlir
-from vmfb.targets import TARGETS
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.targets import TARGETS
 place = Path({str(tmp_path)!r})
 compile_mlir(toy.module_text(512, tuple(range(2, 40))), TARGETS["host"], place / "out/m", cache_dir=place / "c")
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vmfb.device import device, give_way
+from castiron.vmfb.device import device, give_way
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
 

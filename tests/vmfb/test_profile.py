@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.manifest import BundleError
+from castiron.vmfb.profile import profile
 from tests.vmfb.conftest import CONTEXT
-from vmfb.bundle import open_bundle
-from vmfb.manifest import BundleError
-from vmfb.profile import profile
 
 
 @pytest.mark.parametrize(("threads", "name"), [(1, "decode_step"), (2, "prefill_8")])
@@ -25,7 +25,7 @@ def test_dispatches_are_counted_per_call_and_timed(toy_dir, threads, name):
 
 
 def test_a_failing_tool_is_one_sentence(toy_dir, monkeypatch):
-    monkeypatch.setattr("vmfb.profile.MODEL", "absent.vmfb")
+    monkeypatch.setattr("castiron.vmfb.profile.MODEL", "absent.vmfb")
     with pytest.raises(BundleError, match="iree-benchmark-module failed: "):
         bundle = open_bundle(toy_dir)
         profile(bundle, bundle.manifest.function("decode"), position=CONTEXT - 1, repeats=1)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.manifest import WEIGHTS
+from castiron.vmfb.program import Program
+from castiron.vmfb.session import Session, SessionError
 from tests.vmfb import toy, toy_bundle
 from tests.vmfb.conftest import CONTEXT
-from vmfb.bundle import open_bundle
-from vmfb.manifest import WEIGHTS
-from vmfb.program import Program
-from vmfb.session import Session, SessionError
 
 TOKENS = np.random.default_rng(3).integers(0, toy.VOCAB, CONTEXT).tolist()
 
@@ -157,8 +157,8 @@ def test_a_process_ends_in_peace_whoever_holds_the_session(toy_dir, threads, tmp
     (tmp_path / "main.py").write_text(
         f"""
 import holder
-from vmfb.bundle import open_bundle
-from vmfb.session import Session
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
 session = Session(open_bundle({str(toy_dir)!r}), {threads})
 session.prefill([1, 2, 3, 4, 5, 6, 7, 8, 9])
 session.step(1)

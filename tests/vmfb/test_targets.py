@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
+from castiron.vmfb import cpu, targets
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.targets import TARGETS, Target, TargetError, missing_features, resolve
 from tests.vmfb import toy
-from vmfb import cpu, targets
-from vmfb.compiler import compile_mlir
-from vmfb.targets import TARGETS, Target, TargetError, missing_features, resolve
 
 ZEN4 = (
     "fma cx16 sse4_1 sse4_2 movbe popcnt avx f16c abm sse4a bmi1 avx2 bmi2 avx512f avx512dq avx512ifma avx512cd"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vmfb.weights import WeightsError, write_irpa
+from castiron.vmfb.weights import WeightsError, write_irpa
 
 
 def read(path) -> dict[str, tuple[int, bytes]]:

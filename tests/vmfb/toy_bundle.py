@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from castiron.vmfb.bundle import BundleWriter
+from castiron.vmfb.compiler import compile_mlir, compiler_version
+from castiron.vmfb.manifest import MODEL, WEIGHTS, Cache, Manifest, Versions, functions
+from castiron.vmfb.targets import TARGETS, Target
+from castiron.vmfb.weights import write_irpa
 from tests.vmfb import toy
-from vmfb.bundle import BundleWriter
-from vmfb.compiler import compile_mlir, compiler_version
-from vmfb.manifest import MODEL, WEIGHTS, Cache, Manifest, Versions, functions
-from vmfb.targets import TARGETS, Target
-from vmfb.weights import write_irpa
 
 
 def manifest(context: int, widths: tuple[int, ...], target: Target = TARGETS["host"]) -> Manifest:

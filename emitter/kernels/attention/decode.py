@@ -1,0 +1,249 @@
+"""Attention of one new token over the cache: rotary embedding, append and softmax in one dispatch a layer.
+
+Short contexts are shared out by kv head. Long ones are split by position, so that every workgroup streams whole rows of the
+cache and any number of threads has equal shares; the workgroup that comes last adds up the parts, which costs no second
+dispatch. The token's own key and value enter from registers: the cache row that is written is read by nobody.
+
+A batch of sequences, one token each, is the same work once for each row of one dispatch: to the last bit what each gets alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from castiron.emitter.kernels.attention.rope_append import Heads, number, prepared_heads
+from castiron.emitter.kernels.attention.scores import NEVER, attend
+from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Workgroup
+from castiron.emitter.kernels.kernel import INDEX, Kernel
+from castiron.emitter.kernels.writing.body import Body, Index, Value, executable
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
+from castiron.emitter.types import F32, I32, TensorType
+
+SPLIT_BYTES = 128 * 1024  # of keys and values, up to which the heads are shared out whole
+UNIT = 32  # positions that parts are multiples of: fewer would prepare the queries too often, more would leave unequal shares
+STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
+
+
+def attention_decode(
+    layers: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    isa: Isa,
+    rope: int | None,
+    scale: float,
+    interleaved: bool = False,
+    qk_norm: float | None = None,
+    qk_norm_row: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int = 1,
+    split_from: int | None = None,
+    tile: int = TILE,
+    batch: int | None = None,
+) -> Kernel:
+    """One token's attention in one dispatch, at a cost that follows its position.
+
+    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), pos i32, k and v
+    [layers, context, kv_heads, head_dim], (counters i32 [n]), layer -> out [1, heads*head_dim], k, v, (counters, parts).
+    Row `pos` of the caches is written; of the others those in max(0, pos - window + 1) .. pos - 1 are read. Scores are
+    (q . k) * scale, then softcap * tanh(score / softcap). The options of rotary embedding and norms are those of `Heads`;
+    `rope` is its rotary_dim.
+
+    With `splits` above 1, a power of two, contexts of more than `split_from` positions are split into that many parts.
+    `counters` must be zero before the first call and are zero again after each; one tensor serves all layers in turn.
+    `parts` is scratch. `tile` positions are taken at a time.
+
+    With `batch` B there are B sequences: qkv [B, row], pos i32 [B], out [B, heads*head_dim], and the caches hold the layers of
+    one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is negative is idle: its
+    caches stay as they are and its result is zero.
+    """
+    hd = head_dim
+    layout = Heads(heads, kv_heads, head_dim, rope, interleaved, qk_norm, qk_norm_row)
+    if splits & (splits - 1) or splits < 1:
+        raise ValueError(f"attention_decode takes a power of two as splits, got {splits}")
+    rows = batch or 1
+    if layers % rows:
+        raise ValueError(f"attention_decode needs layers ({layers}) that {batch} sequences share evenly")
+    shape = _shape(layout, isa, tile, splits)
+    per = shape.per
+    split_from = split_from or max(2 * tile, SPLIT_BYTES // (8 * per * hd))
+    groups = kv_heads // per
+    slots = max(per, splits) if splits > 1 else 1
+    units = groups * slots if splits > 1 else kv_heads
+
+    cache = TensorType((layers, context, kv_heads, hd), F32)
+    operands = [TensorType((rows, layout.row), F32), *layout.operands(context), TensorType((batch,) if batch else (), I32)]
+    operands += [cache, cache]
+    place = len(operands) - 2
+    results, tied = [TensorType((rows, heads * hd), F32), cache, cache], [None, place, place + 1]
+    if splits > 1:
+        operands.append(TensorType((rows * groups,), I32))
+        results += [operands[-1], TensorType((rows * heads * splits * (hd + 2),), F32)]
+        tied += [place + 2, None]
+    operands.append(INDEX)
+    name = "_".join(
+        [f"attention_decode_{layers}x{context}_{layout.suffix}_s{number(scale)}"]
+        + [f"w{window}"] * (window is not None)
+        + [f"cap{number(softcap or 0)}"] * (softcap is not None)
+        + [isa.name, f"t{tile}"]
+        + [f"p{splits}from{split_from}"] * (splits > 1)
+        + [f"b{batch}"] * (batch is not None)
+    )
+
+    def write(b: Body, qkv: Value, *arguments: Value) -> None:
+        given, rest = arguments[: place - 2], arguments[place - 2 :]
+        pos, k_cache, v_cache, *counters, layer, out = rest[: 5 + (splits > 1)]
+        unit = b.workgroup()
+        if batch is None:
+            sequence(b, (qkv, 0, out), given, b.to_index(b.load(pos)), (k_cache, v_cache, layer), unit, counters, rest[-1])
+            return
+        row, unit = b.div(unit, units), b.rem(unit, units)
+        position = b.to_index(b.load(pos, row))
+        idle = b.less(position, 0)
+        with b.when(b.negate(idle)):
+            cache = k_cache, v_cache, b.add(b.mul(row, layers // batch), layer)
+            sequence(b, (qkv, row, out), given, position, cache, unit, counters, rest[-1])
+        with b.when(b.both(idle, b.equal(unit, 0))), b.loop(0, heads * hd, shape.width) as d:
+            b.vstore(b.splat(0.0, shape.width), out, row, d.index)
+
+    def sequence(
+        b: Body, ends: tuple, given: tuple, position: Value, cache: tuple, unit: Value, counters: list, scratch: Value
+    ) -> None:
+        """Workgroup `unit` of the token at `position` of one sequence; ends are (qkv, the row of it and of the result, out)."""
+        qkv, row, out = ends
+        work = Workgroup(b, layout, isa, context, shape, softcap, scale)
+        low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
+
+        def prepare(first: Index, end: Index) -> None:
+            work.begin((qkv, row), layout.split(given), position, cache, (first, end))
+
+        if splits == 1:
+            prepare(unit, b.add(unit, 1))
+            work.own()
+            work.attend(low, position, ahead=False)
+            work.finish(out)
+            return
+        group, slot = b.div(unit, slots), b.rem(unit, slots)
+        base = b.mul(group, per)
+        seen = b.sub(position, low)
+        share = b.mul(b.ceildiv(seen, splits * UNIT), UNIT)
+        start = b.add(low, b.mul(slot, share))
+        split = b.less(split_from, seen)
+        has_head = b.both(b.negate(split), b.less(slot, per))
+        has_part = b.both(split, b.less(start, position))
+        with b.when(b.either(has_head, has_part)):
+            first = b.choose(split, base, b.add(base, slot))
+            prepare(first, b.choose(split, b.add(base, per), b.add(first, 1)))
+            with b.when(b.either(has_head, b.equal(slot, 0))):
+                work.own()
+            with b.when(has_head):
+                work.attend(low, position, ahead=False)
+                work.finish(out)
+            with b.when(has_part):
+                # The same heads as before, in a form whose number the compiler sees.
+                work.first, work.end = base, b.add(base, per)
+                work.attend(start, b.min(b.add(start, share), position), ahead=True)
+                parts = _Parts(b, scratch, (rows, row), heads, splits, hd)
+                parts.put(work, slot)
+                count = b.ceildiv(seen, share)
+                counter = b.add(b.mul(row, groups), group)
+                before = b.atomic_add(b.constant("1", "i32"), counters[0], counter)
+                with b.when(b.equal(b.to_index(before), b.sub(count, 1))):
+                    b.store(b.constant("0", "i32"), counters[0], counter)
+                    with b.loop(b.mul(base, layout.group), b.mul(b.add(base, per), layout.group)) as head:
+                        parts.join(head.index, count, out, work.width)
+
+    def reference(qkv: np.ndarray, *arguments: np.ndarray) -> tuple[np.ndarray, ...]:
+        given, rest = arguments[: place - 2], arguments[place - 2 :]
+        pos, k_cache, v_cache, *counters, layer = rest
+        tables, norms = layout.split(given)
+        k_cache, v_cache = k_cache.copy(), v_cache.copy()
+        out = np.zeros((rows, heads * hd), np.float32)
+        for i, position in enumerate(np.reshape(pos, -1).tolist()):
+            if position < 0 and batch:
+                continue
+            at = i * (layers // rows) + layer
+            q, k, v = prepared_heads(layout, qkv[i : i + 1], np.array([position]), tables, norms)
+            k_cache[at, position], v_cache[at, position] = k[0], v[0]
+            out[i] = attend(q, k_cache[at], v_cache[at], [position], scale, window, softcap).reshape(-1)
+        scratch = [np.zeros(t.shape, t.dtype.numpy) for t in results[3:]]
+        return (out, k_cache, v_cache, *scratch)
+
+    def seen(position: int) -> int:
+        return min(position + 1, window or context)
+
+    return Kernel(
+        name=name,
+        operands=tuple(operands),
+        results=tuple(results),
+        tied=tuple(tied),
+        text=executable(name, operands, results, tied, rows * units, write),
+        reference=reference,
+        flops=lambda position: rows * 4 * heads * hd * seen(position),
+        bytes=lambda position: rows * 4 * (2 * kv_heads * hd * seen(position) + layout.row + heads * hd),
+    )
+
+
+def _shape(layout: Heads, isa: Isa, tile: int, splits: int) -> Shape:
+    """With splits, the shape of the most kv heads whose state fits the stack of one workgroup; else that of one."""
+    kv_heads = layout.kv_heads if splits > 1 else 1
+    for per in (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0):
+        shape = Shape(layout, isa, per, tile)
+        if shape.stack_bytes <= STACK:
+            return shape
+    raise ValueError(
+        f"attention_decode keeps {layout.group} heads of {layout.head_dim} in {shape.stack_bytes} bytes of a workgroup's"
+        f" stack, which has {STACK}; use fewer query heads a kv head or smaller ones"
+    )
+
+
+class _Parts:
+    """What the workgroups of a split context leave for the last of them, in one row of scratch.
+
+    By head and split: weighted values [heads, splits, head_dim], references [heads, splits], sums [heads, splits]; `rows`
+    are how many sequences have each of these, and the number of this one.
+    """
+
+    def __init__(self, b: Body, scratch: Value, rows: tuple[int, Index], heads: int, splits: int, hd: int):
+        self.b, self.scratch, self.splits, self.hd = b, scratch, splits, hd
+        count, self.row = rows
+        self.before = b.mul(self.row, heads)
+        self.references = count * heads * splits * hd
+        self.sums = self.references + count * heads * splits
+        self.weights = b.stack(splits)
+
+    def put(self, work: Workgroup, slot: Value) -> None:
+        """Store the recurrence of a workgroup's heads as that of split `slot`."""
+        b = self.b
+        low = b.mul(work.first, work.group)
+        with b.loop(low, b.mul(work.end, work.group)) as head:
+            g = b.sub(head.index, low)
+            row = b.add(b.mul(b.add(self.before, head.index), self.splits), slot)
+            b.store(b.load(work.references, g), self.scratch, b.add(row, self.references))
+            b.store(work.total(g), self.scratch, b.add(row, self.sums))
+            with b.loop(0, self.hd, work.width) as d:
+                value = b.vload(work.values, work.width, g, d.index)
+                b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
+
+    def join(self, head: Value, count: Index, out: Value, width: int) -> None:
+        """The result of a head from its first `count` splits; the others were not written."""
+        b, splits = self.b, self.splits
+        row = b.mul(b.add(self.before, head), splits)
+        real = b.compare("slt", b.steps(splits), b.broadcast(b.to_i32(count), splits))
+        references = b.vload(self.scratch, splits, b.add(row, self.references))
+        references = b.select(real, references, b.splat(NEVER, splits))
+        top = b.broadcast(lane_max(b, references), splits)
+        weights = exp(b, b.subf(references, top))
+        sums = b.select(real, b.vload(self.scratch, splits, b.add(row, self.sums)), b.splat(0.0, splits))
+        total = lane_sums(b, [b.mulf(weights, sums)])
+        b.vstore(b.divf(weights, b.broadcast(b.extract(total, 0), splits)), self.weights, 0)
+        with b.loop(0, self.hd, width) as d:
+            with b.loop(0, count, carry=[b.splat(0.0, width)]) as s:
+                value = b.vload(self.scratch, width, b.add(b.mul(b.add(row, s.index), self.hd), d.index))
+                weight = b.broadcast(b.load(self.weights, s.index), width)
+                s.give(b.fma(weight, value, s.values[0]))
+            b.vstore(s.results[0], out, self.row, b.add(b.mul(head, self.hd), d.index))

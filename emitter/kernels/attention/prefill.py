@@ -1,0 +1,281 @@
+"""Causal attention of a chunk of tokens over the cache, in tiles whose products run in registers.
+
+Flash attention's recurrence (Dao et al. 2022). A tile is a set of columns, each a (token, query head) pair of one kv head's
+group, against a block of keys. Scores are computed transposed, [key, column], with a column in each lane: the softmax then
+needs nothing across lanes, and a key's element is a broadcast straight out of the cache. Weighted values are computed as
+[column, head_dim], with the value rows' own vectors, in the rows of the result. Nothing of the cache is transposed or copied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from castiron.emitter.kernels.attention.rope_append import number
+from castiron.emitter.kernels.attention.scores import NEVER, attend, capped
+from castiron.emitter.kernels.kernel import INDEX, Kernel
+from castiron.emitter.kernels.writing.body import Body, Index, Value, batches, executable, largest_width
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.vectors import exp, transpose
+from castiron.emitter.types import F32, I32, TensorType
+
+STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
+
+
+def attention_prefill(
+    layers: int,
+    context: int,
+    T: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    isa: Isa,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    keys: int = 48,
+) -> Kernel:
+    """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
+
+    q [T, heads*head_dim] (rotated), start i32, length i32, k and v [layers, context, kv_heads, head_dim], layer ->
+    out [T, heads*head_dim], zero in rows >= length. Token t sees positions max(0, start + t - window + 1) .. start + t;
+    scores are (q . k) * scale, then softcap * tanh(score / softcap). `keys` is the size of a block, a multiple of 48.
+    """
+    hd, group = head_dim, heads // kv_heads
+    if heads % kv_heads or keys % 48:
+        raise ValueError(f"attention_prefill needs heads ({heads}) a multiple of kv_heads ({kv_heads}), keys ({keys}) of 48")
+    shape = _Shape(T * group, hd, isa, keys)
+    cache = TensorType((layers, context, kv_heads, hd), F32)
+    rows = TensorType((T, heads * hd), F32)
+    operands = (rows, TensorType((), I32), TensorType((), I32), cache, cache, INDEX)
+    parts = [f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_s{number(scale)}"]
+    parts += [f"w{window}"] if window else []
+    parts += [f"cap{number(softcap)}"] if softcap else []
+    name = "_".join([*parts, isa.name, f"k{keys}"])
+    tiles = T * group // shape.columns
+
+    def write(b: Body, q: Value, start: Value, length: Value, k: Value, v: Value, layer: Value, out: Value) -> None:
+        number = b.workgroup()
+        # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
+        tile = b.sub(tiles - 1, b.div(number, kv_heads))
+        head = b.rem(number, kv_heads)
+        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k, v, layer), softcap)
+        first, real = b.to_index(b.load(start)), b.to_index(b.load(length))
+        work.begin(q, out, scale, first, real, window)
+        last_token = b.div(b.add(work.column, shape.columns - 1), group)
+        end = b.add(first, b.min(b.add(last_token, 1), real))
+        low = 0
+        if window is not None:
+            low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
+        # A tile of padding sees no keys at all.
+        end = b.choose(b.less(work.token, real), end, low)
+        with b.loop(low, end, keys) as block:
+            work.block(block.index, end, out)
+        work.finish(out, real)
+
+    def reference(q: np.ndarray, start, length, k_cache: np.ndarray, v_cache: np.ndarray, layer) -> tuple[np.ndarray]:
+        positions = int(start) + np.arange(int(length))
+        queries = q[: int(length)].reshape(-1, heads, hd).astype(np.float64)
+        out = np.zeros((T, heads * hd), np.float32)
+        seen = attend(queries, k_cache[layer], v_cache[layer], positions, scale, window, softcap)
+        out[: int(length)] = seen.reshape(-1, heads * hd)
+        return (out,)
+
+    def pairs(start: int) -> int:
+        return sum(min(start + t + 1, window or context) for t in range(T))
+
+    return Kernel(
+        name=name,
+        operands=operands,
+        results=(rows,),
+        tied=(None,),
+        text=executable(name, operands, (rows,), (None,), kv_heads * tiles, write),
+        reference=reference,
+        flops=lambda start: 4 * heads * hd * pairs(start),
+        bytes=lambda start: 8 * (T * heads * hd + kv_heads * hd * min(start + T, T + (window or context))),
+    )
+
+
+class _Shape:
+    """Sizes of the tiles: `columns` of a tile in `vectors` of `width` lanes, `rows` keys at once against them.
+
+    For the weighted values: `out_columns` x `out_vectors` of `out_width` lanes of head_dim. `square` is the side of the
+    blocks in which queries are transposed. Every size divides what it tiles, so that no tile is ragged.
+    """
+
+    def __init__(self, columns: int, hd: int, isa: Isa, keys: int):
+        accumulators = isa.registers * 3 // 4
+        self.hd, self.keys = hd, keys
+        self.width = largest_width(isa.lanes, columns)
+        while self.width > 1 and self.width * 4 * (hd + keys + 6) > STACK:
+            self.width //= 2
+        # Three vectors by four keys load the least for each fma on 16 registers.
+        wanted = (3, 2, 1) if isa.registers == 16 else (4, 3, 2, 1)
+        sizes = [n * self.width for n in wanted]
+        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + keys + 6) <= STACK), self.width)
+        self.vectors = self.columns // self.width
+        self.rows = max(n for n in (1, 2, 3, 4, 6, 8, 12) if n * self.vectors <= accumulators)
+        self.square = largest_width(self.width, hd)
+        self.out_width = largest_width(isa.lanes, hd)
+        chunks = hd // self.out_width
+        shapes = [
+            (c, n)
+            for n in range(1, min(chunks, 8) + 1)
+            for c in range(1, self.columns + 1)
+            if chunks % n == 0 and self.columns % c == 0 and c * n <= accumulators
+        ]
+        # As many sums as registers hold, with the fewest loads for them.
+        self.out_columns, self.out_vectors = max(
+            shapes, key=lambda s: (s[0] * s[1] / accumulators >= 0.6, s[0] * s[1] / sum(s))
+        )
+
+
+class _Tile:
+    """The text of one workgroup: `columns` (token, head) pairs from number `column` of kv head `head`.
+
+    On the stack: queries [head_dim, columns], a block's scores [keys, columns], and by column the recurrence's maximum, sum
+    and rescaling, the last position seen and the token and offset of its row in the result.
+    """
+
+    def __init__(self, b: Body, shape: _Shape, group: int, column: Index, head: Index, cache: tuple, softcap: float | None):
+        self.b, self.shape, self.group, self.column, self.head = b, shape, group, column, head
+        self.k_cache, self.v_cache, self.layer = cache
+        self.softcap = softcap
+        self.token = b.div(column, group)
+        self.q = b.stack(shape.hd, shape.columns)
+        self.scores = b.stack(shape.keys, shape.columns)
+        self.maxima, self.sums, self.rescale = (b.stack(shape.columns) for _ in range(3))
+        self.limits, self.tokens, self.offsets = (b.stack(shape.columns, element="i32") for _ in range(3))
+        self.lanes = range(0, shape.columns, shape.width)
+
+    def begin(self, q: Value, out: Value, scale: float, start: Index, real: Index, window: int | None) -> None:
+        """Where each column's row is, its queries transposed and scaled, the recurrence empty, the result's rows zero."""
+        b, shape = self.b, self.shape
+        self.window = window
+        last = b.sub(b.add(start, real), 1)
+        with b.loop(0, shape.columns) as c:
+            pair = b.add(self.column, c.index)
+            token = b.div(pair, self.group)
+            offset = b.mul(b.add(b.mul(self.head, self.group), b.rem(pair, self.group)), shape.hd)
+            b.store(b.to_i32(token), self.tokens, c.index)
+            b.store(b.to_i32(offset), self.offsets, c.index)
+            b.store(b.to_i32(b.min(b.add(start, token), last)), self.limits, c.index)
+            with b.loop(0, shape.hd, shape.out_width) as d:
+                b.vstore(b.splat(0.0, shape.out_width), out, token, b.add(offset, d.index))
+        side = shape.square
+        with b.loop(0, shape.columns, side) as c:
+            places = [self.place(b.add(c.index, i)) for i in range(side)]
+            with b.loop(0, shape.hd, side) as d:
+                rows = [b.vload(q, side, token, b.add(offset, d.index)) for token, offset in places]
+                for i, x in enumerate(transpose(b, rows)):
+                    x = b.mulf(x, b.splat(scale, side))
+                    b.vstore(x, self.q, b.add(d.index, i), c.index)
+        for c in self.lanes:
+            b.vstore(b.splat(NEVER, shape.width), self.maxima, c)
+            b.vstore(b.splat(0.0, shape.width), self.sums, c)
+
+    def place(self, c: Index) -> tuple[Value, Value]:
+        """Row and offset in q and in the result of a column of this tile."""
+        b = self.b
+        return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
+
+    def block(self, first: Value, end: Value, out: Value) -> None:
+        """Add the keys first .. min(first + keys, end) - 1 to the recurrence."""
+        b, shape = self.b, self.shape
+        count = b.min(b.sub(end, first), shape.keys)
+        last = b.sub(end, 1)
+        with b.loop(0, count, shape.rows) as j:
+            self.score_rows(b.add(first, j.index), last, j.index)
+        self.softmax(count)
+        with b.loop(0, shape.columns, shape.out_columns) as c, b.loop(0, shape.hd, shape.out_vectors * shape.out_width) as d:
+            self.add_values(c.index, d.index, first, count, out)
+
+    def score_rows(self, first: Index, last: Index, j: Index) -> None:
+        """Masked scores of `rows` keys from `first` on; past `last` the last key stands in, and the mask takes it out."""
+        b, shape = self.b, self.shape
+        rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
+        unroll = largest_width(4, shape.hd)
+        zero = b.splat(0.0, shape.width)
+        with b.loop(0, shape.hd, unroll, carry=[zero] * (shape.rows * shape.vectors)) as loop:
+            sums = loop.values
+            for i in range(unroll):
+                d = b.add(loop.index, i)
+                queries = [b.vload(self.q, shape.width, d, c) for c in self.lanes]
+                fresh = []
+                for row, carried in zip(rows, batches(sums, shape.vectors), strict=True):
+                    k = b.broadcast(b.load(self.k_cache, self.layer, row, self.head, d), shape.width)
+                    fresh += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
+                sums = fresh
+            loop.give(*sums)
+        never = b.splat(NEVER, shape.width)
+        for v, c in enumerate(self.lanes):
+            limit = b.vload(self.limits, shape.width, c)
+            for i in range(shape.rows):
+                position = b.broadcast(b.to_i32(b.add(first, i)), shape.width)
+                seen = b.compare("sle", position, limit)
+                if self.window is not None:
+                    near = b.binary("addi", position, b.isplat(self.window, shape.width))
+                    seen = b.both(seen, b.compare("sgt", near, limit))
+                score = capped(b, loop.results[i * shape.vectors + v], self.softcap)
+                b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
+
+    def softmax(self, count: Index) -> None:
+        """Turn scores into weights; update the maxima, the sums and the rescaling of what was summed before."""
+        b, shape = self.b, self.shape
+        old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
+        with b.loop(0, count, carry=old) as j:
+            scores = [b.vload(self.scores, shape.width, j.index, c) for c in self.lanes]
+            j.give(*[b.maxf(s, m) for s, m in zip(scores, j.values, strict=True)])
+        top = j.results
+        sums = []
+        for c, before, after in zip(self.lanes, old, top, strict=True):
+            rescale = exp(b, b.subf(before, after))
+            b.vstore(after, self.maxima, c)
+            b.vstore(rescale, self.rescale, c)
+            sums.append(b.mulf(b.vload(self.sums, shape.width, c), rescale))
+        with b.loop(0, count, carry=sums) as j:
+            totals = []
+            for c, m, total in zip(self.lanes, top, j.values, strict=True):
+                weight = exp(b, b.subf(b.vload(self.scores, shape.width, j.index, c), m))
+                b.vstore(weight, self.scores, j.index, c)
+                totals.append(b.addf(total, weight))
+            j.give(*totals)
+        for c, total in zip(self.lanes, j.results, strict=True):
+            b.vstore(total, self.sums, c)
+
+    def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Value) -> None:
+        """out[columns, d...] = rescale * out + weights @ v rows, for one block of registers."""
+        b, shape = self.b, self.shape
+        width = shape.out_width
+        columns = [b.add(column, i) for i in range(shape.out_columns)]
+        places = [self.place(c) for c in columns]
+        offsets = [b.add(d, i * width) for i in range(shape.out_vectors)]
+        start = []
+        for c, (token, offset) in zip(columns, places, strict=True):
+            rescale = b.broadcast(b.load(self.rescale, c), width)
+            start += [b.mulf(b.vload(out, width, token, b.add(offset, e)), rescale) for e in offsets]
+        with b.loop(0, count, carry=start) as j:
+            row = b.add(first, j.index)
+            weights = [b.broadcast(b.load(self.scores, j.index, c), width) for c in columns]
+            sums = []
+            # One value vector at a time: all of them and the sums would not fit the registers.
+            for i, e in enumerate(offsets):
+                v = b.vload(self.v_cache, width, self.layer, row, self.head, e)
+                sums.append([b.fma(w, v, j.values[c * len(offsets) + i]) for c, w in enumerate(weights)])
+            j.give(*[sums[i][c] for c in range(len(columns)) for i in range(len(offsets))])
+        for (token, offset), totals in zip(places, batches(j.results, len(offsets)), strict=True):
+            for e, total in zip(offsets, totals, strict=True):
+                b.vstore(total, out, token, b.add(offset, e))
+
+    def finish(self, out: Value, real: Index) -> None:
+        """Divide by the sums; rows of padding become zero."""
+        b, shape = self.b, self.shape
+        width = shape.out_width
+        with b.loop(0, shape.columns) as c:
+            token, offset = self.place(c.index)
+            inverse = b.broadcast(b.divf(b.f32(1.0), b.load(self.sums, c.index)), width)
+            padding = b.less(token, real)
+            with b.loop(0, shape.hd, width) as d:
+                place = [token, b.add(offset, d.index)]
+                value = b.mulf(b.vload(out, width, *place), inverse)
+                b.vstore(b.select(padding, value, b.splat(0.0, width)), out, *place)

@@ -1,0 +1,129 @@
+"""What a matrix product does to its input and to its output in the same dispatch: norm, bias, residual, GLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import erf, pi, sqrt
+
+import numpy as np
+
+from castiron.emitter.kernels.attention.rope_append import number
+from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.writing.body import Body, Index, Value, width_of
+from castiron.emitter.kernels.writing.vectors import exp, tanh
+
+
+def _silu(b: Body, x: Value) -> Value:
+    one = b.splat(1.0, width_of(x))
+    return b.divf(x, b.addf(one, exp(b, b.subf(b.splat(0.0, width_of(x)), x))))
+
+
+def _gelu_tanh(b: Body, x: Value) -> Value:
+    width = width_of(x)
+    cubic = b.fma(b.mulf(b.mulf(x, x), x), b.splat(0.044715, width), x)
+    half = b.mulf(x, b.splat(0.5, width))
+    return b.fma(half, tanh(b, b.mulf(cubic, b.splat(sqrt(2 / pi), width))), half)
+
+
+def _gelu(b: Body, x: Value) -> Value:
+    width = width_of(x)
+    scaled = b.mulf(x, b.splat(sqrt(0.5), width))
+    half = b.mulf(x, b.splat(0.5, width))
+    return b.fma(half, b.let(f"math.erf {scaled} : {scaled.type}", scaled.type), half)
+
+
+def _silu_of(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
+
+
+ACTIVATIONS = {
+    # name (HF `ACT2FN`, gelu_pytorch_tanh as gelu_tanh): (MLIR, NumPy)
+    "silu": (_silu, _silu_of),
+    "gelu_tanh": (_gelu_tanh, lambda x: 0.5 * x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))),
+    "gelu": (_gelu, lambda x: 0.5 * x * (1 + np.vectorize(erf, otypes=[np.float64])(x * sqrt(0.5)))),
+}
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """y = W x becomes act(gate) * up if `glu` names the activation, then + bias, then + residual.
+
+    With a GLU blocks of 16 rows of the weight alternate, gate first (`weights.packing.interleave_rows`).
+    """
+
+    bias: bool = False
+    residual: bool = False
+    glu: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.glu is not None and self.glu not in ACTIVATIONS:
+            raise ValueError(f"activation {self.glu!r} is unknown: use one of {', '.join(ACTIVATIONS)}")
+
+    @property
+    def name(self) -> str:
+        return (f"_{self.glu}" if self.glu else "") + "_bias" * self.bias + "_residual" * self.residual
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the weight that make 16 results."""
+        return 2 if self.glu else 1
+
+    def weight_rows(self, out_features: int) -> int:
+        """Rows of the packed weight that give `out_features` results."""
+        return -(-out_features // LANES) * 2 * LANES if self.glu else out_features
+
+    def combine(self, b: Body, products: list[list[Value]]) -> list[Value]:
+        """[blocks][vectors] products -> the 16 results as vectors, before bias and residual."""
+        if self.glu is None:
+            return products[0]
+        activate = ACTIVATIONS[self.glu][0]
+        return [b.mulf(activate(b, gate), up) for gate, up in zip(*products, strict=True)]
+
+    def finish(self, b: Body, y: Value, bias: Value | None, residual: Value | None, row: Index, column: Index) -> Value:
+        """One vector or scalar of results at [row, column] with what is added to it."""
+
+        def read(buffer: Value, *at: Index) -> Value:
+            return b.vload(buffer, width_of(y), *at) if y.type.startswith("vector") else b.load(buffer, *at)
+
+        if bias is not None:
+            y = b.addf(y, read(bias, column))
+        return y if residual is None else b.addf(y, read(residual, row, column))
+
+    def define(
+        self, products: np.ndarray, out_features: int, bias: np.ndarray | None, residual: np.ndarray | None
+    ) -> np.ndarray:
+        """NumPy definition: products [T, weight rows] f64 -> [T, out_features] f32."""
+        if self.glu is not None:
+            pairs = products.reshape(len(products), -1, 2, LANES)
+            activate = ACTIVATIONS[self.glu][1]
+            products = (activate(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(products), -1)[:, :out_features]
+        if bias is not None:
+            products = products + bias
+        return (products if residual is None else products + residual).astype(np.float32)
+
+
+def norm_name(eps: float | None) -> str:
+    return "" if eps is None else f"_rms{number(eps)}"
+
+
+def norm_of(x: np.ndarray, weight: np.ndarray | None, eps: float | None) -> np.ndarray:
+    """NumPy definition of RMS norm in f64 (HF `LlamaRMSNorm`); x itself without one."""
+    x = x.astype(np.float64)
+    if eps is None:
+        return x
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+class Arguments:
+    """The arguments of a matrix product, of which some may be missing: x, norm, weight, bias, residual, length, out."""
+
+    NAMES = ("x", "norm", "weight", "bias", "residual", "length", "out")
+
+    def __init__(self, arguments: tuple, norm: bool, epilogue: Epilogue, length: bool):
+        there = {"norm": norm, "bias": epilogue.bias, "residual": epilogue.residual, "length": length}
+        rest = iter(arguments)
+        self._given = {name: next(rest, None) if there.get(name, True) else None for name in self.NAMES}
+
+    def __getattr__(self, name: str):
+        return self._given[name]

@@ -1,0 +1,264 @@
+"""Y = X W^T for a few tokens: weights are multiplied in the registers they are decoded in, as in `gemv`, by all tokens.
+
+With so few tokens decoding to memory, as `gemm` does, takes as long as the products. Here of a code there remain a mask and
+a conversion, which do not compete with fma, and its scale once a group. Some tokens times some vectors of outputs are
+summed up side by side: they share loads of x and decoded codes, and are as many sums as the latency of fma asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import lcm
+
+from castiron.emitter.codecs import Codec, codec_of
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue
+from castiron.emitter.kernels.products.several import Finish, several_tokens
+from castiron.emitter.kernels.weights.packing import LANES, packed_shape
+from castiron.emitter.kernels.weights.prepared_x import PAD, PreparedX, bytes_per_element
+from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
+from castiron.emitter.kernels.writing.body import Body, Index, Value
+from castiron.emitter.kernels.writing.isa import Isa
+
+MOST_TOKENS = 8
+STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
+SUMS_BYTES = 8 << 10  # of them for sums, where x does not fit at once: every part of x is prepared once for so many
+PARTS = 2  # workgroups a thread
+
+
+@dataclass(frozen=True)
+class FewTiles:
+    """What a search may vary; results change by rounding only.
+
+    rows x vectors sums stand in registers: of `rows` tokens, and of `vectors` times as many outputs as a vector has
+    lanes. unroll: k of a float codec in one iteration.
+    """
+
+    rows: int
+    vectors: int
+    workgroups: int
+    unroll: int = 4
+
+    @property
+    def name(self) -> str:
+        return f"r{self.rows}v{self.vectors}w{self.workgroups}u{self.unroll}"
+
+    def blocks(self, isa: Isa, shared: int) -> int:
+        """Blocks of 16 outputs that a workgroup finishes at a time; `shared` is `Epilogue.blocks`."""
+        per_block = LANES // isa.lanes
+        return lcm(lcm(per_block, self.vectors) // per_block, shared)
+
+
+def default_tiles(
+    codec_name: str, T: int, out_features: int, in_features: int, isa: Isa, blocks: int = 1, threads: int = 2
+) -> FewTiles:
+    """Tiles that measured well; `blocks` is `Epilogue.blocks`, `threads` what the kernel is expected to run on."""
+    vectors = 4 if isa.lanes < 8 else 2
+    most_rows = (10 if isa.registers == 16 else 20) // vectors
+    rows = -(-T // -(-T // most_rows))
+    tiles = FewTiles(rows, vectors, 1)
+    items = -(-packed_shape(codec_name, blocks * out_features, in_features)[0] // tiles.blocks(isa, blocks))
+    return FewTiles(rows, vectors, min(items, PARTS * threads))
+
+
+def gemm_few(
+    codec_name: str,
+    T: int,
+    out_features: int,
+    in_features: int,
+    *,
+    isa: Isa,
+    bias: bool = False,
+    residual: bool = False,
+    glu: str | None = None,
+    length: bool = False,
+    threads: int = 2,
+    tiles: FewTiles | None = None,
+) -> Kernel:
+    """x [T, in], weight (`packed_shape`, i8), (bias [out]), (residual [T, out]), (length i32) -> y [T, out], f32.
+
+    Options as in `gemm`. ValueError for an unknown codec or activation, rows that are not whole blocks, or tiles that do
+    not fit.
+    """
+    codec = codec_of(codec_name)
+    epilogue = Epilogue(bias, residual, glu)
+    shape = packed_shape(codec_name, epilogue.weight_rows(out_features), in_features)
+    tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks, threads)
+    if min(tiles.rows, tiles.vectors, tiles.workgroups, tiles.unroll) < 1 or tiles.rows > T:
+        raise ValueError(f"tiles {tiles.name} do not fit {T} tokens: see FewTiles")
+
+    def write(b: Body, given: Arguments) -> None:
+        _Few(b, codec, isa, tiles, epilogue, given, T, out_features, in_features, shape).write()
+
+    suffix = epilogue.name + "_length" * length
+    name = f"few_{codec_name}_{T}x{out_features}x{in_features}{suffix}_{isa.name}_{tiles.name}"
+    return several_tokens(name, codec_name, T, out_features, in_features, epilogue, length, tiles.workgroups, write)
+
+
+class _Few:
+    """Writes the body of one kernel."""
+
+    def __init__(
+        self,
+        b: Body,
+        codec: Codec,
+        isa: Isa,
+        tiles: FewTiles,
+        epilogue: Epilogue,
+        given: Arguments,
+        T: int,
+        out_features: int,
+        in_features: int,
+        shape: tuple[int, int, int],
+    ):
+        self.b, self.codec, self.tiles, self.given = b, codec, tiles, given
+        self.lanes, self.T, self.in_features = isa.lanes, T, in_features
+        self.blocks, self.count, _ = shape
+        self.records = Records(b, codec, isa, given.weight)
+        self.layout = self.records.layout
+        self.set = tiles.blocks(isa, epilogue.blocks)
+        self.unit = tiles.blocks(isa, 1)
+        set_bytes = 4 * T * LANES * self.set
+        self.chunk, self.batch = self.count, 1  # records of x prepared at once, sets that share them
+        if codec.quantised:
+            x_bytes = T * self.layout.elements * bytes_per_element(codec)
+            room = STACK_BYTES - 4 * T * PAD - set_bytes
+            if x_bytes * self.count > room:
+                self.batch = max(1, SUMS_BYTES // set_bytes)
+                chunks = -(-self.count // int((room - (self.batch - 1) * set_bytes) // x_bytes))
+                self.chunk = -(-self.count // chunks)
+            capacity = self.chunk * self.layout.elements
+            self.x = PreparedX(b, codec, self.lanes, given.x, None, None, in_features, capacity, T)
+        self.sums = b.stack(T, self.batch * self.set * LANES)
+        self.finish = Finish(b, self.lanes, epilogue, given, out_features, self.sums)
+
+    def write(self) -> None:
+        b, tiles, given = self.b, self.tiles, self.given
+        end = self.T
+        if given.length is not None:
+            end = b.max(b.min(b.to_index(b.load(given.length)), self.T), 0)
+        if self.codec.quantised and self.chunk == self.count:
+            self.x.fill(0, self.count * self.layout.elements)
+        sets = -(-self.blocks // self.set)
+        workgroup = b.workgroup()
+        low = b.div(b.mul(workgroup, sets), tiles.workgroups)
+        high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
+        with b.loop(low, high, self.batch) as batch:
+            first = b.mul(batch.index, self.set)
+            last = b.min(b.mul(b.min(b.add(batch.index, self.batch), high), self.set), self.blocks)
+            if self.codec.quantised:
+                self._add_chunks(first, last, end)
+            else:
+                self._tiles(first, last, end, self._float_tile)
+            self.finish.store(first, b.sub(last, first), 0, end, self.T)
+
+    def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
+        """The sums of blocks `first` to `last`, x in as many parts as the stack asks for."""
+        b = self.b
+        zero = b.splat(0.0, self.lanes)
+        with b.loop(0, self.T) as t, b.loop(0, self.batch * self.set * LANES, self.lanes) as column:
+            b.vstore(zero, self.sums, t.index, column.index)
+        for start in range(0, self.count, self.chunk):
+            stop = min(start + self.chunk, self.count)
+            if self.chunk < self.count:
+                self.x.fill(start * self.layout.elements, stop * self.layout.elements)
+
+            def add(sides: list[tuple[Index, int, Index]], token: Index, rows: int) -> None:
+                with b.loop(start, stop) as record, b.loop(0, self.layout.groups) as group:
+                    number = 0 if self.layout.groups == 1 else group.index
+                    self._add_group(sides, token, rows, record.index, number, b.sub(record.index, start))
+
+            self._tiles(first, last, end, add)
+
+    def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
+        """add(sides, token, rows) for all tiles of blocks `first` to `last` and tokens up to `end`.
+
+        A side is a block, a vector of it and its column in the sums. The last block stands in for those that a set lacks.
+        """
+        b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
+        whole = self.T // rows * rows
+        with b.loop(first, last, unit) as block:
+            numbers = [b.add(block.index, i) for i in range(unit)]
+            columns = [b.mul(b.sub(number, first), LANES) for number in numbers]
+            if self.blocks % unit:
+                numbers = [b.min(number, self.blocks - 1) for number in numbers]
+            sides = [(numbers[i], v, b.add(columns[i], v * self.lanes)) for i in range(unit) for v in range(per_block)]
+            tiles = [sides[i : i + vectors] for i in range(0, len(sides), vectors)]
+            with b.loop(0, b.min(b.mul(b.ceildiv(end, rows), rows), whole), rows) as t:
+                for tile in tiles:
+                    add(tile, t.index, rows)
+            if whole < self.T:
+                with b.when(b.less(whole, end)):
+                    for tile in tiles:
+                        add(tile, whole, self.T - whole)
+
+    def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, place: Index) -> None:
+        """sums += d * scale * sum(x code) + m * minimum * sum(x) of a group of a record, the chunk's number `place`."""
+        b, records, codec = self.b, self.records, self.codec
+        number = b.add(b.mul(place, self.layout.groups), group)
+        start = b.mul(number, codec.group)
+        tokens = [b.add(token, t) for t in range(rows)]
+        codes = {block: records.group_codes(block, record, group) for block, _, _ in sides}
+        soon = (0, self.layout.size) if self.layout.groups == 1 else (records.codes_at(group), self.layout.group_bytes)
+        self._prefetch(sides, record, *soon)
+        products: list[list[Value | None]] = [[None] * len(sides) for _ in tokens]
+        if codec.offset:
+            products = [[self.x.sum_of(number, t)] * len(sides) for t in tokens]
+        for k in range(codec.group):
+            weights = [codes[block].code(k, v) for block, v, _ in sides]
+            for mine, t in zip(products, tokens, strict=True):
+                x = self.x.at(b.add(start, k), t)
+                mine[:] = [
+                    b.mulf(weight, x) if so_far is None else b.fma(weight, x, so_far)
+                    for weight, so_far in zip(weights, mine, strict=True)
+                ]
+        for i, (block, v, column) in enumerate(sides):
+            scale = self._times(records.d(block, record, v), records.group_scale(block, record, group, v))
+            minimum = None
+            if codec.minimum:
+                minimum = self._times(records.m(block, record, v), records.group_minimum(block, record, group, v))
+            for mine, t in zip(products, tokens, strict=True):
+                total = b.fma(mine[i], scale, b.vload(self.sums, self.lanes, t, column))
+                if minimum is not None:
+                    total = b.fma(minimum, self.x.sum_of(number, t), total)
+                b.vstore(total, self.sums, t, column)
+
+    def _prefetch(self, sides: list, record: Index, offset: Index, nbytes: int) -> None:
+        """Ask for `nbytes` of a record in the blocks that come next."""
+        for block in {block: None for block, _, _ in sides}:
+            for line in range(0, nbytes, CACHE_LINE):
+                self.records.prefetch(self.b.add(block, self.unit), record, self.b.add(offset, line))
+
+    def _times(self, a: Value, factor: Value | None) -> Value:
+        return a if factor is None else self.b.mulf(a, factor)
+
+    def _float_tile(self, sides: list, token: Index, rows: int) -> None:
+        """The sums of `sides` and tokens `token` to `token + rows`."""
+        b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
+
+        def add(record: Index, sums: list[Value], most: int) -> list[Value]:
+            weights = [self.records.elements(block, record, v) for block, v, _ in sides]
+            for e in range(min(elements, most)):
+                k, done = b.add(b.mul(record, elements), e), []
+                for t in range(rows):
+                    x = b.broadcast(b.load(self.given.x, b.add(token, t), k), self.lanes)
+                    mine = sums[t * len(sides) : (t + 1) * len(sides)]
+                    done += [b.fma(weight[e], x, total) for weight, total in zip(weights, mine, strict=True)]
+                sums = done
+            return sums
+
+        whole = self.in_features // (elements * unroll) * unroll
+        zeros = [b.splat(0.0, self.lanes)] * (rows * len(sides))
+        with b.loop(0, whole, unroll, carry=zeros) as loop:
+            sums = loop.values
+            self._prefetch(sides, loop.index, 0, self.layout.size * unroll)
+            for u in range(unroll):
+                sums = add(b.add(loop.index, u), sums, elements)
+            loop.give(*sums)
+        sums = loop.results
+        for record in range(whole, self.count):
+            sums = add(record, sums, self.in_features - record * elements)
+        for n, total in enumerate(sums):
+            t, side = divmod(n, len(sides))
+            b.vstore(total, self.sums, b.add(token, t), sides[side][2])

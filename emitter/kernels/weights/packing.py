@@ -1,0 +1,198 @@
+"""Packed weights: the layout that the kernels read, one sequential stream of records for every codec.
+
+Rows stand in blocks of 16, row = lane of a vector; a partial last block is filled with zero rows. A packed weight is
+
+    [ceil(out / 16), records, record_bytes] bytes
+
+and a record holds 16 rows of one stored block (32 or 256 elements) in the file's own size, but for the six-bit scales of
+K-quants, which become bytes (3 % of the whole):
+
+    d      [16] f16                  scale of the block
+    m      [16] f16                  minimum, where the codec has one
+    scales [groups, 16] u8 or i8     factors of d, where the codec has them
+    minima [groups, 16] u8           factors of m, where the codec has them
+    codes  [groups, words, 16] i32   fields of 4, 5 or 6 bits, lowest first, code k of a group in word k / fields;
+                                     for 8 bits: [group, 16] i8
+
+A kernel that takes `word & mask` has the code times a power of two, which it multiplies into x beforehand: no shift
+and no widening per weight. What fields leave free at the top of the words (5 and 6 bits) holds the remaining codes of
+the group, see `TOP_CODES`. Floats have no blocks: a record is one k of 16 rows, for bf16 two (even k in the low half).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, row_bytes, rows_at_once, values
+
+LANES = 16
+
+# bits -> for every code beyond the fields, the pieces (word, right shift, mask) that are or-ed to give it
+TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
+    4: (),
+    5: (((0, 30, 3), (1, 28, 12), (2, 26, 16)), ((3, 30, 3), (4, 28, 12), (2, 27, 16))),
+    6: (((0, 30, 3), (1, 28, 12), (2, 26, 48)),),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Byte offsets in a record; None for a part that the codec lacks. `elements` of k per record."""
+
+    size: int
+    elements: int
+    groups: int = 1
+    words: int = 0  # per group; 0 for 8-bit codes and floats
+    fields: int = 0  # codes per word
+    d: int = 0
+    m: int | None = None
+    scales: int | None = None
+    minima: int | None = None
+    codes: int = 0
+
+    @property
+    def group_bytes(self) -> int:
+        return (self.size - self.codes) // self.groups
+
+
+def layout(codec: Codec) -> Layout:
+    """Where the parts of a record stand."""
+    if not codec.quantised:
+        elements = 2 if codec.name == "bf16" else 1
+        return Layout(elements * codec.block_bytes * LANES, elements)
+    groups = codec.block // codec.group
+    parts = codec.split(np.zeros((1, codec.block_bytes), np.uint8))
+    offset, offsets = 2 * LANES, {}
+    for part, per_lane in (("m", 2), ("scales", groups), ("minima", groups)):
+        if getattr(parts, part) is not None:
+            offsets[part] = offset
+            offset += per_lane * LANES
+    fields = 0 if codec.bits == 8 else 32 // codec.bits
+    words = 0 if codec.bits == 8 else codec.group * codec.bits // 32
+    size = offset + codec.block * codec.bits * LANES // 8
+    return Layout(size, codec.block, groups, words, fields, codes=offset, **offsets)
+
+
+def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
+    """Shape in bytes of the packed weight [out, in]. ValueError if a row is not whole blocks."""
+    row_bytes(codec_name, in_features)
+    record = layout(codec_of(codec_name))
+    return -(-out_features // LANES), -(-in_features // record.elements), record.size
+
+
+def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
+    """codes [..., group] -> words [..., words] u32."""
+    stored = (codes.astype(np.int16) + codec.offset).astype(np.uint32)
+    words = np.zeros((*codes.shape[:-1], record.words), np.uint32)
+    in_fields = record.words * record.fields
+    for k in range(in_fields):
+        word, field = divmod(k, record.fields)
+        words[..., word] |= stored[..., k] << np.uint32(field * codec.bits)
+    for k, pieces in enumerate(TOP_CODES[codec.bits], in_fields):
+        for word, shift, mask in pieces:
+            words[..., word] |= (stored[..., k] & np.uint32(mask)) << np.uint32(shift)
+    return words
+
+
+def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
+    """The inverse of `_words`, as i8."""
+    mask = np.uint32((1 << codec.bits) - 1)
+    shifts = np.arange(record.fields, dtype=np.uint32) * np.uint32(codec.bits)
+    fields = (words[..., None] >> shifts & mask).reshape(*words.shape[:-1], -1)
+    tops = [
+        sum((words[..., word] >> np.uint32(shift) & np.uint32(piece) for word, shift, piece in pieces), np.uint32(0))
+        for pieces in TOP_CODES[codec.bits]
+    ]
+    stored = np.concatenate([fields, *(top[..., None] for top in tops)], axis=-1)
+    return (stored.astype(np.int16) - codec.offset).astype(np.int8)
+
+
+def _pack_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarray:
+    """raw [16 n, row_bytes] -> records [n, records, size]."""
+    blocks = len(raw) // LANES
+    if not codec.quantised:
+        element = codec.block_bytes
+        rest = -raw.shape[1] // element % record.elements
+        raw = np.pad(raw, ((0, 0), (0, rest * element)))
+        lanes = raw.reshape(blocks, LANES, -1, record.size // LANES)
+        return np.ascontiguousarray(lanes.transpose(0, 2, 1, 3)).reshape(blocks, -1, record.size)
+    parts = codec.split(np.ascontiguousarray(raw).reshape(-1, codec.block_bytes))
+    count = raw.shape[1] // codec.block_bytes
+    packed = np.empty((blocks, count, record.size), np.uint8)
+
+    def put(offset: int, part: np.ndarray) -> None:
+        """part [16 * blocks * count, ...] goes to [blocks, count, ..., 16] at the offset."""
+        lanes = np.moveaxis(part.reshape(blocks, LANES, count, *part.shape[1:]), 1, -1)
+        data = np.ascontiguousarray(lanes).view(np.uint8).reshape(blocks, count, -1)
+        packed[:, :, offset : offset + data.shape[2]] = data
+
+    put(record.d, parts.d)
+    for part in ("m", "scales", "minima"):
+        if getattr(parts, part) is not None:
+            put(getattr(record, part), getattr(parts, part))
+    groups = parts.codes.reshape(len(parts.codes), record.groups, codec.group)
+    put(record.codes, groups if codec.bits == 8 else _words(codec, record, groups))
+    return packed
+
+
+def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
+    """raw [out, row_bytes] u8 -> packed weight u8 of `packed_shape`. ValueError if a row is not whole blocks."""
+    codec = codec_of(codec_name)
+    record = layout(codec)
+    if raw.shape[1] % codec.block_bytes:
+        raise ValueError(f"a {codec.name} row has {raw.shape[1]} bytes: it takes a multiple of {codec.block_bytes}")
+    in_features = raw.shape[1] // codec.block_bytes * codec.block
+    packed = np.empty(packed_shape(codec_name, len(raw), in_features), np.uint8)
+    step = -(-rows_at_once(raw.shape[1]) // LANES)
+    for start in range(0, len(packed), step):
+        rows = raw[start * LANES : (start + step) * LANES]
+        rows = np.pad(rows, ((0, -len(rows) % LANES), (0, 0)))
+        packed[start : start + step] = _pack_blocks(codec, record, rows)
+    return packed
+
+
+def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
+    """packed weight -> [out, in] f32, bit for bit what `dequantise` gives for the rows that were packed."""
+    codec = codec_of(codec_name)
+    record = layout(codec)
+    packed = np.ascontiguousarray(packed).view(np.uint8)
+    blocks, count, _ = packed.shape
+    if not codec.quantised:
+        lanes = packed.reshape(blocks, count, LANES, -1).transpose(0, 2, 1, 3)
+        return dequantise(codec_name, lanes.reshape(blocks * LANES, -1))[:out_features, :in_features]
+
+    def take(offset: int | None, dtype: str, *shape: int) -> np.ndarray | None:
+        """The part at the offset as [16 * blocks * count, ...]."""
+        if offset is None:
+            return None
+        size = int(np.prod(shape, dtype=np.int64)) * LANES * np.dtype(dtype).itemsize
+        data = np.ascontiguousarray(packed[:, :, offset : offset + size]).view(dtype)
+        lanes = np.moveaxis(data.reshape(blocks, count, *shape, LANES), -1, 1)
+        return lanes.reshape(blocks * LANES * count, *shape)
+
+    groups = record.groups
+    if codec.bits == 8:
+        codes = take(record.codes, "i1", groups, codec.group)
+    else:
+        codes = _codes(codec, record, take(record.codes, "<u4", groups, record.words))
+    scales = take(record.scales, "i1" if codec.minimum == 0 else "u1", groups)
+    parts = Parts(
+        codes.reshape(len(codes), -1),
+        take(record.d, "<f2"),
+        take(record.m, "<f2"),
+        scales,
+        take(record.minima, "u1", groups),
+    )
+    return values(codec, parts).reshape(blocks * LANES, -1)[:out_features, :in_features]
+
+
+def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """gate, up [n, row_bytes] -> raw rows in which blocks of 16 alternate, gate first, for a kernel with a GLU.
+
+    Both are filled with zero rows to whole blocks, so the result has 2 * 16 * ceil(n / 16) rows.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"gate has the shape {gate.shape} and up {up.shape}: a GLU takes two of one shape")
+    fill = ((0, -len(gate) % LANES), (0, 0))
+    blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
+    return np.concatenate(blocks, axis=1).reshape(-1, gate.shape[1])

@@ -1,0 +1,113 @@
+"""x as products of codes want it: on the stack, normalised, multiplied by the powers of two that codes come with.
+
+Beside it stand the sums over groups of x that minima and offsets of codes need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from castiron.emitter.codecs import Codec
+from castiron.emitter.kernels.attention.rope_append import inverse_rms
+from castiron.emitter.kernels.weights.records import code_factors
+from castiron.emitter.kernels.writing.body import Body, Index, Value, vector_type
+from castiron.emitter.kernels.writing.vectors import lane_sums
+
+PAD = 16  # elements of the stack between rows of x
+
+
+def bytes_per_element(codec: Codec) -> float:
+    """Stack that an element of x takes."""
+    return 4 + (4 / codec.group if _needs_sums(codec) else 0)
+
+
+def _needs_sums(codec: Codec) -> bool:
+    return bool(codec.offset or codec.minimum)
+
+
+def tree_sum(b: Body, parts: Sequence[Value]) -> Value:
+    """The sum of vectors, in pairs."""
+    while len(parts) > 1:
+        parts = [b.addf(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+class PreparedX:
+    """Up to `capacity` elements of each of T rows of x [rows, in_features], from row `row` on.
+
+    The one row of T = 1 is RMS-normalised with the weight `norm` if there is one.
+    """
+
+    def __init__(
+        self,
+        b: Body,
+        codec: Codec,
+        lanes: int,
+        x: Value,
+        norm: Value | None,
+        eps: float | None,
+        in_features: int,
+        capacity: int,
+        T: int = 1,
+        row: Index = 0,
+    ):
+        self.b, self.codec, self.lanes, self.in_features, self.T = b, codec, lanes, in_features, T
+        self.source, self.norm, self.row = x, norm, row
+        # Rows of a power of two would all fall into the same sets of the cache.
+        self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
+        self.sums = b.stack(T, capacity // codec.group) if _needs_sums(codec) else None
+        self.inverse = None if norm is None else inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
+
+    def at(self, k: Index, token: Index = 0) -> Value:
+        """Element k of what was filled in last, in every lane."""
+        return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
+
+    def sum_of(self, group: Index, token: Index = 0) -> Value:
+        """Its sum over a group, times the sign of the codec's minimum or minus its offset, in every lane."""
+        return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
+
+    def fill(self, first: int, last: int) -> None:
+        """Take elements `first` to `last` of every row; zeros past the end of x."""
+        fill = self._fill_groups if self.codec.quantised else self._fill_elements
+        if self.T == 1:
+            fill(0, first, last)
+            return
+        with self.b.loop(0, self.T) as token:
+            fill(token.index, first, last)
+
+    def _read(self, token: Index, k: Index, width: int) -> Value:
+        return self.b.vload(self.source, width, self.b.add(token, self.row), k)
+
+    def _normalised(self, token: Index, k: Index, width: int) -> Value:
+        b, x = self.b, self._read(token, k, width)
+        if self.inverse is None:
+            return x
+        return b.mulf(b.mulf(x, b.broadcast(self.inverse, width)), b.vload(self.norm, width, k))
+
+    def _fill_elements(self, token: Index, first: int, last: int) -> None:
+        b, lanes = self.b, self.lanes
+        end = min(last, self.in_features)
+        whole = (end - first) // lanes * lanes
+        with b.loop(0, whole, lanes) as k:
+            b.vstore(self._normalised(token, b.add(k.index, first), lanes), self.values, token, k.index)
+        for k in range(whole, end - first):
+            b.vstore(self._normalised(token, first + k, 1), self.values, token, k)
+        for k in range(end - first, last - first):
+            b.vstore(b.splat(0.0, 1), self.values, token, k)
+
+    def _fill_groups(self, token: Index, first: int, last: int) -> None:
+        b, lanes, group = self.b, self.lanes, self.codec.group
+        factors = code_factors(self.codec)
+        with b.loop(0, (last - first) // group) as g:
+            start, parts = b.mul(g.index, group), []
+            for k in range(0, group, lanes):
+                x = self._normalised(token, b.add(b.add(start, first), k), lanes)
+                parts.append(x)
+                if (factors[k : k + lanes] != 1).any():
+                    listed = ", ".join(f"{factor:.9e}" for factor in factors[k : k + lanes])
+                    x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
+                b.vstore(x, self.values, token, b.add(start, k))
+            if self.sums is not None:
+                total = b.extract(lane_sums(b, [tree_sum(b, parts)]), 0)
+                b.store(b.mulf(total, b.f32(self.codec.minimum or -self.codec.offset)), self.sums, token, g.index)

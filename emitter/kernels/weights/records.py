@@ -1,0 +1,143 @@
+"""Reads packed weights (`weights.packing`) in a kernel: codes, scales and minima of 16 rows as f32 vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from castiron.emitter.codecs import Codec
+from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, layout
+from castiron.emitter.kernels.writing.body import Body, Index, Value, vector_type, width_of
+from castiron.emitter.kernels.writing.isa import Isa
+
+CACHE_LINE = 64
+
+
+def code_factors(codec: Codec) -> np.ndarray:
+    """[group] f32: `Records.codes` gives code k times 1 / factors[k], a power of two, so x[k] is multiplied by it."""
+    record = layout(codec)
+    if not record.fields:
+        return np.ones(codec.group or 1, np.float32)
+    top = 32 - codec.bits
+    shifts = [codec.bits * field for field in range(record.fields)] * record.words
+    shifts += [0] * len(TOP_CODES[codec.bits])
+    return np.array([1.0 if shift == top else 2.0**-shift for shift in shifts], np.float32)
+
+
+class Records:
+    """The packed weight `weight` [blocks, records, size] of i8 as seen by a kernel for `isa`.
+
+    Vector v of a block holds its rows v * lanes and up; `vectors` of them make the 16 rows. Blocks are counted from
+    block `base` on.
+    """
+
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Value, base: Index = 0):
+        self.b, self.codec, self.weight, self.base = b, codec, weight, base
+        self.layout = layout(codec)
+        self.lanes = isa.lanes
+        self.vectors = LANES // isa.lanes
+
+    def _rows(self, at: tuple[Index, Index, Index], v: int, element: str, bits: int) -> Value:
+        """Vector v of the 16 elements that stand at byte `at` = (block, record, offset)."""
+        width = self.lanes * bits // 8
+        block, record, offset = at
+        data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, v * width))
+        type = vector_type(self.lanes, element)
+        return data if bits == 8 else self.b.let(f"vector.bitcast {data} : {data.type} to {type}", type)
+
+    def _widened(self, op: str, value: Value, element: str) -> Value:
+        type = vector_type(width_of(value), element)
+        return self.b.let(f"arith.{op} {value} : {value.type} to {type}", type)
+
+    def _f16(self, at: tuple[Index, Index, Index], v: int) -> Value:
+        return self._widened("extf", self._rows(at, v, "f16", 16), "f32")
+
+    def prefetch(self, block: Index, record: Index, offset: Index) -> None:
+        """Ask for the cache line of that byte, which may stand past the end of the weight."""
+        place = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
+        self.b.do(f"memref.prefetch {self.weight}[{place}], read, locality<3>, data : {self.weight.type}")
+
+    def d(self, block: Index, record: Index, v: int) -> Value:
+        return self._f16((block, record, self.layout.d), v)
+
+    def m(self, block: Index, record: Index, v: int) -> Value | None:
+        return None if self.layout.m is None else self._f16((block, record, self.layout.m), v)
+
+    def _factor(self, start: int | None, signed: bool, block: Index, record: Index, group: Index, v: int) -> Value | None:
+        if start is None:
+            return None
+        at = (block, record, self.b.add(self.b.mul(group, LANES), start))
+        wide = self._widened("extsi" if signed else "extui", self._rows(at, v, "i8", 8), "i32")
+        return self._widened("sitofp", wide, "f32")
+
+    def group_scale(self, block: Index, record: Index, group: Index, v: int) -> Value | None:
+        """The factor of d for a group, None where it is one."""
+        return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
+
+    def group_minimum(self, block: Index, record: Index, group: Index, v: int) -> Value | None:
+        """The factor of m for a group, None where it is one."""
+        return self._factor(self.layout.minima, False, block, record, group, v)
+
+    def codes_at(self, group: Index) -> Index:
+        """Byte offset of a group's codes in its record."""
+        return self.b.add(self.b.mul(group, self.layout.group_bytes), self.layout.codes)
+
+    def group_codes(self, block: Index, record: Index, group: Index) -> GroupCodes:
+        return GroupCodes(self, block, record, self.codes_at(group))
+
+    def elements(self, block: Index, record: Index, v: int) -> list[Value]:
+        """The k of a record of a float codec, each an f32 vector."""
+        at = (block, record, 0)
+        if self.codec.name == "f32":
+            return [self._rows(at, v, "f32", 32)]
+        if self.codec.name == "f16":
+            return [self._f16(at, v)]
+        pair, floats = self._rows(at, v, "i32", 32), vector_type(self.lanes)
+        even = self.b.binary("shli", pair, self.b.isplat(16, self.lanes))
+        odd = self.b.binary("andi", pair, self.b.isplat(-65536, self.lanes))
+        return [self.b.let(f"vector.bitcast {half} : {half.type} to {floats}", floats) for half in (even, odd)]
+
+
+class GroupCodes:
+    """The codes of one group, taken in any order; a word is loaded when first asked for."""
+
+    def __init__(self, records: Records, block: Index, record: Index, offset: Index):
+        self.records, self.block, self.record, self.offset = records, block, record, offset
+        self._words: dict[tuple[int, int], Value] = {}
+
+    def _word(self, word: int, v: int) -> Value:
+        if (word, v) not in self._words:
+            at = (self.block, self.record, self.records.b.add(self.offset, 4 * LANES * word))
+            self._words[word, v] = self.records._rows(at, v, "i32", 32)
+        return self._words[word, v]
+
+    def _masked(self, value: Value, mask: int) -> Value:
+        return self.records.b.binary("andi", value, self.records.b.isplat(mask, width_of(value)))
+
+    def _shifted(self, value: Value, shift: int) -> Value:
+        return self.records.b.binary("shrui", value, self.records.b.isplat(shift, width_of(value)))
+
+    def _stored(self, k: int, v: int) -> Value:
+        """Code k, still times a power of two, as i32."""
+        r, bits = self.records, self.records.codec.bits
+        if bits == 8:
+            at = (self.block, self.record, r.b.add(self.offset, LANES * k))
+            return r._widened("extsi", r._rows(at, v, "i8", 8), "i32")
+        fields = r.layout.fields
+        beyond = k - fields * r.layout.words
+        if beyond >= 0:
+            pieces = [
+                self._masked(self._shifted(self._word(word, v), shift), mask) for word, shift, mask in TOP_CODES[bits][beyond]
+            ]
+            code = pieces[0]
+            for piece in pieces[1:]:
+                code = r.b.binary("ori", code, piece)
+            return code
+        word, field = divmod(k, fields)
+        shift = bits * field
+        if shift == 32 - bits:
+            return self._shifted(self._word(word, v), shift)
+        return self._masked(self._word(word, v), ((1 << bits) - 1) << shift)
+
+    def code(self, k: int, v: int) -> Value:
+        """Code k of vector v as stored (`offset` not taken off) times 1 / `code_factors`[k], exactly, as f32."""
+        return self.records._widened("sitofp", self._stored(k, v), "f32")

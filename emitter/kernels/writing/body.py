@@ -1,0 +1,362 @@
+"""Writes the text of a kernel: typed SSA names, constants once, loops with carried values, the executable around it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from castiron.emitter.types import TensorType
+
+
+class Value(str):
+    """The SSA name of a value, or a literal index; `type` is its MLIR type."""
+
+    type: str
+
+    def __new__(cls, name: str, type: str) -> Value:
+        value = super().__new__(cls, name)
+        value.type = type
+        return value
+
+
+Index = int | Value
+
+
+def vector_type(width: int, element: str = "f32") -> str:
+    return f"vector<{width}x{element}>"
+
+
+def width_of(value: Value) -> int:
+    """Elements of a vector value."""
+    return int(value.type.removeprefix("vector<").split("x")[0])
+
+
+def memref_type(shape: Sequence[int], element: str = "f32") -> str:
+    return "memref<" + "".join(f"{n}x" for n in shape) + element + ">"
+
+
+def element_of(type: str) -> str:
+    """`f32` of `memref<2x3xf32>`, of `vector<8xf32>` and of `f32`."""
+    return type.rstrip(">").split("<")[-1].split("x")[-1]
+
+
+def f32_literal(x: float) -> str:
+    """The f32 nearest to x as MLIR's hexadecimal literal, which holds every bit of it, infinities included."""
+    return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
+
+
+def largest_width(limit: int, *extents: int) -> int:
+    """The largest power of two up to `limit` that divides every extent; extents of 0 do not count."""
+    width = limit
+    while any(n % width for n in extents):
+        width //= 2
+    return width
+
+
+def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
+    """Consecutive parts of `size` values."""
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+class Loop:
+    """An open `scf.for`: `index`, the carried `values` inside it, and `results` once it is closed."""
+
+    def __init__(self, index: Value, values: list[Value]):
+        self.index, self.values = index, values
+        self.results: list[Value] = []
+        self.given: list[Value] = []
+
+    def give(self, *values: Value) -> None:
+        """What this iteration hands to the next, one value for each carried one."""
+        self.given = list(values)
+
+
+class Body:
+    """The body of one kernel function under construction.
+
+    Index operations fold integers known in Python, so that `add(0, x)` is `x` and a constant is written once.
+    """
+
+    def __init__(self) -> None:
+        self._head: list[str] = []
+        self._constants: dict[str, Value] = {}
+        self._lines: list[str] = []
+        self._names = 0
+        self._depth = 3
+
+    def text(self) -> str:
+        return "\n".join(["      " + line for line in self._head] + self._lines)
+
+    def name(self) -> str:
+        self._names += 1
+        return f"%{self._names}"
+
+    def do(self, line: str) -> None:
+        self._lines.append("  " * self._depth + line)
+
+    def let(self, expression: str, type: str) -> Value:
+        name = self.name()
+        self.do(f"{name} = {expression}")
+        return Value(name, type)
+
+    def constant(self, literal: str, type: str) -> Value:
+        key = f"{literal} : {type}"
+        if key not in self._constants:
+            self._constants[key] = Value(f"%c{len(self._constants)}", type)
+            literal_type = literal if type == "i1" else key
+            self._head.append(f"{self._constants[key]} = arith.constant {literal_type}")
+        return self._constants[key]
+
+    def f32(self, x: float) -> Value:
+        return self.constant(f32_literal(x), "f32")
+
+    def splat(self, x: float, width: int) -> Value:
+        return self.constant(f"dense<{f32_literal(x)}>", vector_type(width))
+
+    def isplat(self, n: int, width: int) -> Value:
+        return self.constant(f"dense<{n}>", vector_type(width, "i32"))
+
+    def steps(self, width: int) -> Value:
+        """The vector 0, 1, ... as i32."""
+        return self.constant(f"dense<{list(range(width))}>", vector_type(width, "i32"))
+
+    def stack(self, *shape: int, element: str = "f32") -> Value:
+        """A buffer on the stack; IREE allows 32 KB a kernel."""
+        buffer = Value(self.name(), memref_type(shape, element))
+        self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
+        return buffer
+
+    def index(self, i: Index) -> Value:
+        return i if isinstance(i, Value) else self.constant(str(i), "index")
+
+    def _integer(self, op: str, a: Index, b: Index) -> Value:
+        return self.let(f"arith.{op} {self.index(a)}, {self.index(b)} : index", "index")
+
+    def add(self, a: Index, b: Index) -> Index:
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        if a == 0 and isinstance(a, int):
+            return b
+        if b == 0 and isinstance(b, int):
+            return a
+        return self._integer("addi", a, b)
+
+    def sub(self, a: Index, b: Index) -> Index:
+        return a - b if isinstance(a, int) and isinstance(b, int) else self._integer("subi", a, b)
+
+    def mul(self, a: Index, b: Index) -> Index:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if b == 1 and isinstance(b, int):
+            return a
+        return self._integer("muli", a, b)
+
+    def div(self, a: Index, b: Index) -> Index:
+        """Quotient of non-negative indices."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a // b
+        return a if b == 1 and isinstance(b, int) else self._integer("divui", a, b)
+
+    def rem(self, a: Index, b: int) -> Index:
+        """Remainder of a non-negative index."""
+        if isinstance(a, int):
+            return a % b
+        return 0 if b == 1 else self._integer("remui", a, b)
+
+    def ceildiv(self, a: Index, b: Index) -> Index:
+        return self.div(self.add(a, self.sub(b, 1)), b)
+
+    def min(self, a: Index, b: Index) -> Index:
+        return min(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("minsi", a, b)
+
+    def max(self, a: Index, b: Index) -> Index:
+        return max(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("maxsi", a, b)
+
+    def less(self, a: Index, b: Index) -> Value:
+        return self.let(f"arith.cmpi slt, {self.index(a)}, {self.index(b)} : index", "i1")
+
+    def equal(self, a: Index, b: Index) -> Value:
+        return self.let(f"arith.cmpi eq, {self.index(a)}, {self.index(b)} : index", "i1")
+
+    def both(self, a: Value, b: Value) -> Value:
+        return self.let(f"arith.andi {a}, {b} : {a.type}", a.type)
+
+    def either(self, a: Value, b: Value) -> Value:
+        return self.let(f"arith.ori {a}, {b} : {a.type}", a.type)
+
+    def negate(self, a: Value) -> Value:
+        """Not a, of an i1."""
+        return self.let(f"arith.xori {a}, {self.constant('true', 'i1')} : i1", "i1")
+
+    def to_i32(self, i: Index) -> Value:
+        return self.let(f"arith.index_cast {self.index(i)} : index to i32", "i32")
+
+    def to_index(self, i: Value) -> Value:
+        return self.let(f"arith.index_cast {i} : {i.type} to index", "index")
+
+    def workgroup(self, dimension: int = 0) -> Value:
+        return self.let(f"stream.dispatch.workgroup.id[{dimension}] : index", "index")
+
+    def binary(self, op: str, a: Value, b: Value) -> Value:
+        return self.let(f"arith.{op} {a}, {b} : {a.type}", a.type)
+
+    def addf(self, a: Value, b: Value) -> Value:
+        return self.binary("addf", a, b)
+
+    def subf(self, a: Value, b: Value) -> Value:
+        return self.binary("subf", a, b)
+
+    def mulf(self, a: Value, b: Value) -> Value:
+        return self.binary("mulf", a, b)
+
+    def divf(self, a: Value, b: Value) -> Value:
+        return self.binary("divf", a, b)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
+
+    def sqrt(self, a: Value) -> Value:
+        return self.let(f"math.sqrt {a} : {a.type}", a.type)
+
+    def compare(self, predicate: str, a: Value, b: Value) -> Value:
+        op = "cmpi" if element_of(a.type).startswith("i") else "cmpf"
+        type = vector_type(width_of(a), "i1") if a.type.startswith("vector") else "i1"
+        return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", type)
+
+    def choose(self, condition: Value, a: Index, b: Index) -> Value:
+        """`select` of indices."""
+        return self.select(condition, self.index(a), self.index(b))
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        head = f"arith.select {condition}, {a}, {b} : "
+        typed = f"{condition.type}, {a.type}" if condition.type.startswith("vector") else a.type
+        return self.let(head + typed, a.type)
+
+    def maxf(self, a: Value, b: Value) -> Value:
+        """The larger one; b where either is NaN. One instruction on x86, where `arith.maximumf` takes four."""
+        return self.select(self.compare("ogt", a, b), a, b)
+
+    def broadcast(self, scalar: Value, width: int) -> Value:
+        type = vector_type(width, scalar.type)
+        return self.let(f"vector.broadcast {scalar} : {scalar.type} to {type}", type)
+
+    def extract(self, vector: Value, lane: int) -> Value:
+        element = element_of(vector.type)
+        return self.let(f"vector.extract {vector}[{lane}] : {element} from {vector.type}", element)
+
+    def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+        listed = ", ".join(map(str, lanes))
+        type = vector_type(len(lanes), element_of(a.type))
+        return self.let(f"vector.shuffle {a}, {b} [{listed}] : {a.type}, {b.type}", type)
+
+    def _at(self, buffer: Value, indices: Sequence[Index]) -> str:
+        return f"{buffer}[{', '.join(self.index(i) for i in indices)}]"
+
+    def load(self, buffer: Value, *indices: Index) -> Value:
+        return self.let(f"memref.load {self._at(buffer, indices)} : {buffer.type}", element_of(buffer.type))
+
+    def store(self, value: Value, buffer: Value, *indices: Index) -> None:
+        self.do(f"memref.store {value}, {self._at(buffer, indices)} : {buffer.type}")
+
+    def vload(self, buffer: Value, width: int, *indices: Index) -> Value:
+        type = vector_type(width, element_of(buffer.type))
+        return self.let(f"vector.load {self._at(buffer, indices)} : {buffer.type}, {type}", type)
+
+    def vstore(self, value: Value, buffer: Value, *indices: Index) -> None:
+        self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
+
+    def atomic_add(self, value: Value, buffer: Value, *indices: Index) -> Value:
+        """Add to an i32 of a buffer that workgroups share; gives what stood there before.
+
+        Acquires and releases: what the others wrote before their turn can be read after it.
+        """
+        place = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
+        return self.let(f"memref.atomic_rmw addi {value}, {place}", value.type)
+
+    def address(self, buffer: Value) -> Value:
+        """Where a memref begins, as i64."""
+        base = self.let(f"memref.extract_aligned_pointer_as_index {buffer} : {buffer.type} -> index", "index")
+        return self.let(f"arith.index_cast {base} : index to i64", "i64")
+
+    def touch(self, address: Value, offset: Index) -> None:
+        """Load a word `offset` bytes from an address and forget it; the compiler neither drops nor moves it."""
+        bytes_ = self.let(f"arith.index_cast {self.index(offset)} : index to i64", "i64")
+        place = self.binary("addi", address, bytes_)
+        pointer = self.let(f"llvm.inttoptr {place} : i64 to !llvm.ptr", "!llvm.ptr")
+        self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", "i32")
+
+    @contextmanager
+    def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Value] = ()) -> Iterator[Loop]:
+        """`scf.for` from low up to high; `carry` are the first values of what iterations hand on by `Loop.give`."""
+        bounds = f"{self.index(low)} to {self.index(high)} step {self.index(step)}"
+        loop = Loop(Value(self.name(), "index"), [Value(self.name(), v.type) for v in carry])
+        group = self.name()
+        head = f"scf.for {loop.index} = {bounds}"
+        types = ", ".join(v.type for v in carry)
+        if carry:
+            pairs = ", ".join(f"{inside} = {first}" for inside, first in zip(loop.values, carry, strict=True))
+            head = f"{group}:{len(carry)} = {head} iter_args({pairs}) -> ({types})"
+        self.do(head + " {")
+        self._depth += 1
+        yield loop
+        if carry:
+            if [v.type for v in loop.given] != [v.type for v in carry]:
+                raise ValueError(f"a loop that carries ({types}) was given {[v.type for v in loop.given]}")
+            self.do(f"scf.yield {', '.join(loop.given)} : {types}")
+        self._depth -= 1
+        self.do("}")
+        loop.results = [Value(f"{group}#{i}", v.type) for i, v in enumerate(carry)]
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        self.do(f"scf.if {condition} {{")
+        self._depth += 1
+        yield
+        self._depth -= 1
+        self.do("}")
+
+
+def executable(
+    name: str,
+    operands: Sequence[TensorType | str],
+    results: Sequence[TensorType],
+    tied: Sequence[int | None],
+    workgroups: int,
+    write: Callable[..., None],
+) -> str:
+    """`stream.executable private @{name}` whose function `@{name}_fn` runs on `workgroups` workgroups.
+
+    `write(body, *arguments)` writes the body; arguments are memrefs of the operands' and of the untied results' shapes,
+    and index values, in the order of the operands and then the results.
+    """
+    tensors = [t for t in operands if isinstance(t, TensorType)]
+    tensors += [t for t, place in zip(results, tied, strict=True) if place is None]
+    body = Body()
+    memrefs = []
+    for i, t in enumerate(tensors):
+        memref = Value(f"%m{i}", memref_type(t.shape, t.dtype.mlir))
+        zero = body.index(0)
+        body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
+        memrefs.append(memref)
+    scalars = [Value(f"%i{i}", "index") for i in range(len(operands) - sum(isinstance(t, TensorType) for t in operands))]
+    given = iter(memrefs)
+    numbers = iter(scalars)
+    arguments = [next(given) if isinstance(t, TensorType) else next(numbers) for t in operands] + list(given)
+    write(body, *arguments)
+    signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars])
+    pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
+    return f"""stream.executable private @{name} {{
+  stream.executable.export public @{name}_fn workgroups() -> (index, index, index) {{
+    %n = arith.constant {workgroups} : index
+    %one = arith.constant 1 : index
+    stream.return %n, %one, %one : index, index, index
+  }}
+  builtin.module {{
+    func.func @{name}_fn({signature}) attributes {{translation_info = {pipeline}}} {{
+{body.text()}
+      return
+    }}
+  }}
+}}
+"""

@@ -1,0 +1,118 @@
+"""Mathematics on vector values that kernels share: exp, tanh, and sums and maxima across lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from castiron.emitter.kernels.writing.body import Body, Index, Value, largest_width, vector_type, width_of
+
+LOG2_E = 1.44269504088896341
+# ln 2 in two parts: the first has few enough bits that a small integer times it is exact in f32 (Cody and Waite).
+LN_2_HIGH, LN_2_LOW = 0.693359375, -2.12194440054690583e-4
+# Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the sum.
+ROUND = 12582912.0
+EXP_LOW, EXP_HIGH = -88.0, 88.0
+# exp(r) = 1 + r + r^2 * P(r) on |r| <= ln(2)/2, least maximum of the relative error, highest power first.
+EXP_POLYNOMIAL = (1.381459860e-3, 8.368716914e-3, 4.166838805e-2, 1.666652063e-1, 4.999999345e-1)
+
+
+def exp(b: Body, x: Value) -> Value:
+    """e^x of a vector of f32, within 1.1 ulp; exactly 0 below -87.7, e^88 above 88, and never NaN for infinite x."""
+    width = width_of(x)
+    x = b.maxf(x, b.splat(EXP_LOW, width))
+    x = b.select(b.compare("olt", x, b.splat(EXP_HIGH, width)), x, b.splat(EXP_HIGH, width))
+    shifted = b.fma(x, b.splat(LOG2_E, width), b.splat(ROUND, width))
+    n = b.subf(shifted, b.splat(ROUND, width))
+    r = b.fma(n, b.splat(-LN_2_HIGH, width), x)
+    r = b.fma(n, b.splat(-LN_2_LOW, width), r)
+    p = b.splat(EXP_POLYNOMIAL[0], width)
+    for coefficient in EXP_POLYNOMIAL[1:]:
+        p = b.fma(p, r, b.splat(coefficient, width))
+    p = b.fma(b.mulf(r, r), p, r)
+    p = b.addf(p, b.splat(1.0, width))
+    integers = vector_type(width, "i32")
+    bits = b.let(f"vector.bitcast {shifted} : {shifted.type} to {integers}", integers)
+    bits = b.binary("shli", bits, b.isplat(23, width))
+    bits = b.binary("addi", bits, b.isplat(127 << 23, width))
+    power = b.let(f"vector.bitcast {bits} : {integers} to {x.type}", x.type)
+    return b.mulf(p, power)
+
+
+def lane_sums(b: Body, vectors: Sequence[Value]) -> Value:
+    """The sum of the lanes of each vector, as one vector of len(vectors); a power of two of them, up to their width.
+
+    Pairs are folded so that on x86 every shuffle but the first level's stays within 128 bits.
+    """
+    vectors = list(vectors)
+    width = width_of(vectors[0])
+    count = len(vectors)
+    lanes = range(width)
+    fold = width // 2
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        if fold >= 4:
+            pairs = list(zip(vectors[:half], vectors[half:], strict=True))
+        else:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+        if fold > 1:
+            low = [lane if not lane & fold else lane - fold + width for lane in lanes]
+            high = [i + fold for i in low]
+        else:
+            quad = min(4, width)
+            low = [lane // quad * quad + (lane % quad * 2) % quad + (lane % quad * 2 // quad) * width for lane in lanes]
+            high = [i + 1 for i in low]
+        vectors = [b.addf(b.shuffle(x, y, low), b.shuffle(x, y, high)) for x, y in pairs]
+        fold //= 2
+    (total,) = vectors
+    while width > count:
+        width //= 2
+        # A lone vector may be folded in any order, and halves are the cheaper one.
+        step, second = (1, width) if count == 1 else (2, 1)
+        low = range(0, step * width, step)
+        high = [lane + second for lane in low]
+        total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, high))
+    return total
+
+
+def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Value]) -> Value:
+    """The sum of the `count` elements that `read(index, width)` gives, as a scalar; several sums run side by side."""
+    width = largest_width(lanes, count)
+    ways = largest_width(4, count // width)
+    with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
+        loop.give(*[b.addf(s, read(b.add(loop.index, i * width), width)) for i, s in enumerate(loop.values)])
+    sums = loop.results
+    while len(sums) > 1:
+        sums = [b.addf(x, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
+    return b.extract(lane_sums(b, sums), 0)
+
+
+def transpose(b: Body, rows: Sequence[Value]) -> list[Value]:
+    """The columns of as many vectors as each has lanes, a power of two."""
+    rows = list(rows)
+    width = len(rows)
+    fold = width // 2
+    while fold:
+        for i in range(width):
+            if i & fold:
+                continue
+            x, y = rows[i], rows[i + fold]
+            low = [lane if not lane & fold else lane - fold + width for lane in range(width)]
+            rows[i] = b.shuffle(x, y, low)
+            rows[i + fold] = b.shuffle(x, y, [lane + fold for lane in low])
+        fold //= 2
+    return rows
+
+
+def lane_max(b: Body, vector: Value) -> Value:
+    """The largest lane, as a scalar."""
+    width = width_of(vector)
+    while width > 1:
+        width //= 2
+        low = b.shuffle(vector, vector, range(width))
+        vector = b.maxf(low, b.shuffle(vector, vector, range(width, 2 * width)))
+    return b.extract(vector, 0)
+
+
+def tanh(b: Body, x: Value) -> Value:
+    """Hyperbolic tangent of a vector of f32, through IREE's rational approximation."""
+    return b.let(f"math.tanh {x} : {x.type}", x.type)

@@ -1,0 +1,317 @@
+"""A checkpoint into a bundle: read, build, lower, compile, pack; and nothing left behind when a step fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+import castiron
+from castiron.emitter import types
+from castiron.emitter.codecs import row_bytes
+from castiron.emitter.ir import Function, Module, Param
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.layers import ModelModule
+from castiron.emitter.lowering import LOWERINGS, lower
+from castiron.emitter.models import build, family
+from castiron.emitter.printer import print_module
+from castiron.emitter.types import EmitError
+from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.tuning import store
+from castiron.vmfb import manifest as bundle_manifest
+from castiron.vmfb.bundle import Bundle, BundleWriter, file_sha256, open_bundle
+from castiron.vmfb.compiler import compile_mlir, compiler_version
+from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.manifest import BundleError, Cache, Manifest, Tokens, Versions, functions
+from castiron.vmfb.targets import Target, resolve
+from castiron.vmfb.weights import write_irpa
+
+WEIGHTS = ("native", "f32", "bf16", "f16")
+NUMERICS = ("exact",)
+# Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
+PREFILL_WIDTHS = (8, 32, 128)
+DEFAULT_CONTEXT = 8192
+# For a machine other than this one.
+DEFAULT_THREADS = 2
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `castiron compile` can be told.
+
+    context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
+    checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable". batch: numbers of
+    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. threads: how many
+    will run the bundle, by which kernels share out their work; None takes one a physical core. tuned: what
+    `castiron tune` found on this machine is used, for the target "host".
+    """
+
+    context: int | None = None
+    weights: str = "native"
+    numerics: str = "exact"
+    lowering: str = "kernels"
+    target: str = "host"
+    batch: tuple[int, ...] = ()
+    speculate: tuple[int, ...] = (4, 8)
+    threads: int | None = None
+    tuned: bool = True
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
+            if getattr(self, field) not in allowed:
+                raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
+        for field, least in (("batch", 2), ("speculate", 2)):
+            sizes = getattr(self, field)
+            if len(set(sizes)) != len(sizes) or min(sizes, default=least) < least or max(sizes, default=0) > 64:
+                raise EmitError(f"{field} takes different sizes from {least} to 64, not {', '.join(map(str, sizes))}")
+        if self.threads is not None and self.threads < 1:
+            raise EmitError(f"threads is {self.threads}; it must be at least 1")
+
+    @property
+    def threads_or_cores(self) -> int:
+        return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Where the bundle is, whether it was there already, seconds by stage, and bytes of the files written."""
+
+    bundle: Path
+    up_to_date: bool
+    seconds: dict[str, float]
+    files: dict[str, int]
+
+
+def context_of(config: dict, asked: int | None) -> int:
+    """The context to compile for: what was asked, or the model's limit, at most 8192; `build` refuses one past it."""
+    return asked if asked is not None else min(family(config).Config.read(config).max_positions, DEFAULT_CONTEXT)
+
+
+def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...] = PREFILL_WIDTHS) -> ModelModule:
+    """The model as layer operations, after every tensor it calls for was found in the checkpoint with its shape.
+
+    `widths` are those of the prefill functions; wider ones than the context are left out.
+
+    Raises EmitError for a config that is not understood and CheckpointError listing every tensor that is missing, of
+    another shape, or left over.
+    """
+
+    def codec(name: str) -> str:
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            return "f32"
+        return tensor.codec if options.weights == "native" or len(tensor.shape) < 2 else options.weights
+
+    context = context_of(checkpoint.config, options.context)
+    widths = [width for width in widths if width <= context]
+    verify = [width for width in options.speculate if width <= context]
+    module = build(checkpoint.config, codec, context, widths, verify, options.batch)
+    required = {w.name: w.shape for w in module.weights.values() if w.values is None}
+    problems = missing_and_left_over(required, checkpoint)
+    if problems:
+        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {'; '.join(problems)}")
+    return module
+
+
+def build_module(
+    checkpoint: Checkpoint,
+    options: Options,
+    target: Target | None = None,
+    tiles: store.Chosen = MappingProxyType({}),
+) -> Module:
+    """The lowered and verified module; `tiles` as `tuned_tiles` gives them."""
+    isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
+    model = build_model(checkpoint, options)
+    return lower(model, options.lowering, isa, threads, lambda product: store.choose(product, tiles, ISAS[isa], threads))
+
+
+def tuned_tiles(options: Options, target: Target) -> store.Chosen:
+    """The tiles that tuning found for what these options compile; StoreError if they cannot be read."""
+    if not options.tuned or options.target != "host" or options.lowering != "kernels":
+        return {}
+    return store.tiles_at(store.place_of(target, options.threads_or_cores))
+
+
+def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
+    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another."""
+    tensor = checkpoint.tensors[name]
+    if tensor.codec == codec:
+        return tensor.data
+    array = np.ascontiguousarray(types.from_f32(tensor.dequantise(), types.dtype(codec)))
+    return array.view(np.uint8).reshape(*tensor.shape[:-1], row_bytes(codec, tensor.shape[-1]))
+
+
+def pack(checkpoint: Checkpoint, param: Param) -> np.ndarray:
+    """The array of one parameter, as the compiled functions read it."""
+    array = param.source.pack(*(stored(checkpoint, name, codec) for name, codec in param.source.tensors))
+    return np.ascontiguousarray(array)
+
+
+def compile_model(
+    model: str | Path,
+    out: Path,
+    options: Options = Options(),
+    progress: Progress | None = None,
+    tiles: store.Chosen | None = None,
+) -> CompileReport:
+    """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
+
+    A bundle that the same inputs made is left as it is. `progress(stage, done)` gets the share done of each stage.
+    `tiles` are used instead of `tuned_tiles`. Raises CheckpointError, EmitError, CompileError, BundleError or
+    StoreError, each one sentence; then nothing is written.
+    """
+    told = progress or (lambda stage, done: None)
+    seconds: dict[str, float] = {}
+    target = resolve(options.target)
+    checkpoint = open_checkpoint(model, progress)
+    tiles = tuned_tiles(options, target) if tiles is None else tiles
+    key = _key(checkpoint, options, target)
+    existing = _existing(out)
+    if existing and existing.manifest.compile.get("key") == key and _has_tiles(existing, tiles):
+        return CompileReport(existing.path, True, {}, _sizes(existing))
+
+    class Stage:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            told(self.name, 0.0)
+            self.start = time.perf_counter()
+
+        def __exit__(self, *error) -> None:
+            seconds[self.name] = round(time.perf_counter() - self.start, 3)
+            told(self.name, 1.0)
+
+    with Stage("emit"):
+        module = build_module(checkpoint, options, target, tiles)
+        text = print_module(module)
+    with BundleWriter(out) as writer:
+        with Stage("compile"):
+            result = compile_mlir(text, target, writer.path("model.vmfb"))
+        with Stage("pack"):
+            entries = [
+                (p.name, lambda p=p: pack(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+                for p in sorted(module.params.values(), key=lambda p: p.name)
+            ]
+            weights = write_irpa(writer.path("weights.irpa"), entries, lambda done, total: told("pack", done / total))
+        if checkpoint.tokenizer is not None:
+            writer.write("tokenizer.json", json.dumps(checkpoint.tokenizer, ensure_ascii=False))
+        if checkpoint.chat_template:
+            writer.write("chat_template.jinja", checkpoint.chat_template)
+        facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
+        facts["work"] = {name: work_of(function) for name, function in module.functions.items()}
+        facts["threads"], facts["products"] = options.threads_or_cores, products_of(module)
+        facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
+        facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        bundle = writer.commit(_manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights.sha256})
+    return CompileReport(bundle.path, False, seconds, _sizes(bundle))
+
+
+def products_of(module: Module) -> list[str]:
+    """Names of the products that the module has kernels for, in order, each once."""
+    kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
+    return list(dict.fromkeys(kernel.product.name for kernel in kernels if kernel.product))
+
+
+def work_of(function: Function) -> dict[str, dict]:
+    """What each kernel of a function does in one call of the function, for `castiron explain`.
+
+    By kernel name: module paths (layer numbers as `*`), calls, and FLOP and bytes of all calls as [at position 0, per
+    position, largest]: work grows with the position until a window is full.
+    """
+    found: dict[str, dict] = {}
+    for op in function.ops:
+        if op.kind != "kernel":
+            continue
+        kernel = op.attrs["kernel"]
+        entry = found.setdefault(kernel.name, {"paths": [], "calls": 0})
+        path = re.sub(r"\.\d+(?=\.|$)", ".*", op.path) or "output"
+        if path not in entry["paths"]:
+            entry["paths"].append(path)
+        entry["calls"] += 1
+        if entry["calls"] == 1:
+            first, second, last = (kernel.work(p) for p in (0, 1, function.inputs[-1].shape[1] - 1))
+            for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
+                entry[unit] = [start, step - start, end]
+    return found
+
+
+def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
+    decode = module.functions["decode_step"]
+    logits, cache = decode.outputs[1].type, Cache(*decode.outputs[2].shape)
+
+    def widths(role: str) -> list[int]:
+        return [int(name.removeprefix(role)) for name in module.functions if name.startswith(role)]
+
+    sizes = [widths(role) for role in ("prefill_", "verify_", "decode_batch_")]
+    source = {"model": str(model), "path": str(checkpoint.path), "format": checkpoint.format}
+    if checkpoint.path.is_file():
+        source["sha256"] = file_sha256(checkpoint.path)
+    return Manifest(
+        name=checkpoint.path.stem if checkpoint.format == "gguf" else checkpoint.path.resolve().name,
+        config=checkpoint.config,
+        vocab=logits.shape[0],
+        cache=cache,
+        functions=functions(cache, logits.shape[0], *sizes),
+        numerics=options.numerics,
+        lowering=options.lowering,
+        weights=options.weights,
+        codecs=dict(sorted(Counter(tensor.codec for tensor in checkpoint.tensors.values()).items())),
+        target=target,
+        versions=Versions(castiron.__version__, compiler_version()),
+        tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),
+        generation=checkpoint.generation_config,
+        source=source,
+        compile=facts,
+    )
+
+
+def _existing(out: Path) -> Bundle | None:
+    try:
+        return open_bundle(out, run=False)
+    except BundleError:
+        return None
+
+
+def _has_tiles(bundle: Bundle, tiles: store.Chosen) -> bool:
+    """Whether the bundle was compiled with these tiles, of which other models' may be among them."""
+    facts = bundle.manifest.compile
+    return facts.get("tuned") == {name: tiles[name] for name in facts.get("products", ()) if name in tiles}
+
+
+def _sizes(bundle: Bundle) -> dict[str, int]:
+    return {name: file.size for name, file in bundle.manifest.files.items()}
+
+
+def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
+    """What a bundle depends on besides its tiles: the checkpoint's files, the options, the target, the compiler and
+    castiron itself."""
+    path = checkpoint.path.resolve()
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    told = asdict(options) | {"threads": options.threads_or_cores}
+    # Whether there were tuned tiles to use is seen from those that were.
+    del told["tuned"]
+    facts = [stamps, told, asdict(target), compiler_version(), _code()]
+    return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """A hash of the sources that decide what a bundle holds."""
+    digest = hashlib.sha256()
+    folders = [Path(types.__file__).parent, Path(bundle_manifest.__file__).parent, Path(__file__).parent / "checkpoints"]
+    for path in (Path(__file__), *(p for folder in folders for p in sorted(folder.rglob("*.py")))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""A bundle against HF transformers: its tokens, and every module of its checkpoint."""

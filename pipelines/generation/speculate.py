@@ -1,0 +1,191 @@
+"""Speculation that stays exact: continuations found in the context are checked, several tokens in one pass.
+
+What the text has said before it often says again: code that is edited, passages that are quoted. The longest run of
+last tokens that stands earlier in the context proposes what came after it there (prompt lookup: Saxena 2023; checking:
+Leviathan et al., arXiv 2211.17192, in its greedy form). A proposal is kept only as far as it is what the model says.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from castiron.pipelines.errors import PipelineError
+
+# Of a match, the fewest tokens that are looked up and the most that are counted.
+SHORTEST, LONGEST = 2, 32
+# Earlier places of one pair of tokens that are compared.
+PLACES = 8
+# A verify function sums in another order than decode_step. Where the two best logits are nearer than this share of the
+# largest, its choice is not taken: decode_step decides, as it would without speculation.
+MARGIN = 1e-4
+# Share of the decode time that proposals may lose in all; with what a first try costs it stays below 5 % of a text.
+LOSS = 0.02
+
+
+class Ngrams:
+    """The tokens so far, and where the longest run of last ones stood before."""
+
+    def __init__(self, tokens: Sequence[int] = ()):
+        self.tokens: list[int] = []
+        self._places: dict[tuple[int, int], deque[int]] = {}
+        # The match: how many last tokens, and the index after their earlier place.
+        self.length = self.place = 0
+        for token in tokens:
+            self._append(token)
+        self._find()
+
+    def add(self, token: int) -> None:
+        follows = self.length and self.tokens[self.place] == token
+        before = (self.length + 1, self.place + 1) if follows else (0, 0)
+        self._append(token)
+        self._find()
+        # A long match is followed even where the pair it ends in has been seen too often since.
+        if before[0] > self.length:
+            self.length, self.place = min(before[0], LONGEST), before[1]
+
+    def propose(self, count: int) -> list[int]:
+        """What followed the match, `count` tokens; a place nearer than that is a period and goes on. Empty: no match."""
+        if not self.length:
+            return []
+        period = len(self.tokens) - self.place
+        return [self.tokens[self.place + i % period] for i in range(count)]
+
+    def _append(self, token: int) -> None:
+        tokens = self.tokens
+        # The pair that now has a token after it; the last pair itself is what is looked for.
+        if len(tokens) >= SHORTEST:
+            self._places.setdefault((tokens[-2], tokens[-1]), deque(maxlen=PLACES)).append(len(tokens))
+        tokens.append(token)
+
+    def _find(self) -> None:
+        tokens = self.tokens
+        self.length = self.place = 0
+        for place in reversed(self._places.get(tuple(tokens[-2:]), ())):
+            length = SHORTEST
+            while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+                length += 1
+            if length > self.length:
+                self.length, self.place = length, place
+
+
+class Odds:
+    """How probable it is that a match goes on by one token, by the length of the match, learnt from the text itself."""
+
+    # Matches of 2-3, 4-7, 8-15, 16-31 and 32 tokens, before anything is known, as if seen in this many cases.
+    START, CASES, FORGET = (0.25, 0.5, 0.75, 0.9, 0.95), 4.0, 0.98
+
+    def __init__(self):
+        self._hits = [share * self.CASES for share in self.START]
+        self._cases = [self.CASES] * len(self.START)
+
+    def learn(self, length: int, hit: bool) -> None:
+        kind = length.bit_length() - 2
+        self._hits[kind] = self._hits[kind] * self.FORGET + hit
+        self._cases[kind] = self._cases[kind] * self.FORGET + 1
+
+    def tokens(self, length: int, width: int) -> float:
+        """Tokens to expect of a pass over `width` of them, the first of which is certain."""
+        expected = probability = 1.0
+        for i in range(width - 1):
+            kind = min(length + i, LONGEST).bit_length() - 2
+            probability *= self._hits[kind] / self._cases[kind]
+            expected += probability
+        return expected
+
+
+class Costs:
+    """Seconds of a pass by its width, as the last ones took; before there is one, a guess from the next narrower."""
+
+    GROWTH = 0.6  # of the guess: rather low, or a width would never be tried
+
+    def __init__(self):
+        self._seen: dict[int, deque[float]] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether a step has been timed, without which nothing can be guessed."""
+        return 1 in self._seen
+
+    def learn(self, width: int, seconds: float) -> None:
+        self._seen.setdefault(width, deque(maxlen=7)).append(seconds)
+
+    def of(self, width: int) -> float:
+        if width in self._seen:
+            return statistics.median(self._seen[width])
+        narrower = max(known for known in self._seen if known < width)
+        return self.of(narrower) * (width / narrower) ** self.GROWTH
+
+
+class Speculator:
+    """Feeds a session greedily, one token or several a pass; the tokens are those of one at a time.
+
+    `proposed` and `accepted` count proposed tokens, `passes` the verify calls.
+    """
+
+    def __init__(self, session, history: Sequence[int], clock: Callable[[], float] = time.perf_counter):
+        """`history`: the tokens that stand in the session, which is where `advance` goes on. PipelineError for a bundle
+        that was compiled without verify functions."""
+        self.session, self.clock = session, clock
+        self.widths = session.manifest.widths("verify")
+        if not self.widths:
+            raise PipelineError("this bundle checks no proposed tokens; compile it with --speculate 4,8")
+        self.ngrams, self.odds, self.costs = Ngrams(history), Odds(), Costs()
+        self.proposed = self.accepted = self.passes = 0
+        # Seconds in all, and those that passes took beyond what steps to the same tokens would have.
+        self._spent = self._lost = 0.0
+        self._step_next = False
+
+    def advance(self, token: int, most: int) -> list[int]:
+        """Feeds `token` and returns the 1 to `most` tokens that follow it greedily; the last of them is not fed."""
+        self._note(token)
+        start = self.clock()
+        width = self._width(most)
+        found = self._check(token, width, most) if width > 1 else [self.session.step(token)]
+        seconds = self.clock() - start
+        if width == 1:
+            self.costs.learn(1, seconds)
+        else:
+            self.costs.learn(width, seconds)
+            self._lost += seconds - len(found) * self.costs.of(1)
+        self._spent += seconds
+        self._step_next = self._step_next and width > 1
+        for each in found[:-1]:
+            self._note(each)
+        return found
+
+    def _note(self, token: int) -> None:
+        if length := self.ngrams.length:
+            self.odds.learn(length, self.ngrams.propose(1)[0] == token)
+        self.ngrams.add(token)
+
+    def _width(self, most: int) -> int:
+        """The width with the most tokens a second to expect; 1 is a step."""
+        length, room = self.ngrams.length, self.session.context - self.session.position
+        if not length or self._step_next or self._lost > LOSS * self._spent or not self.costs.known:
+            return 1
+        rates = {1: 1 / self.costs.of(1)}
+        for width in self.widths:
+            if width <= room:
+                rates[width] = min(self.odds.tokens(length, width), most) / self.costs.of(width)
+        return max(rates, key=rates.get)
+
+    def _check(self, token: int, width: int, most: int) -> list[int]:
+        session, base = self.session, self.session.position
+        proposal = self.ngrams.propose(width - 1)
+        says = session.verify([token, *proposal])
+        margins = session.margins()
+        good = 0
+        while good < min(width, most) - 1 and says[good] == proposal[good]:
+            good += 1
+        self.passes += 1
+        self.proposed += width - 1
+        doubtful = next((i for i in range(good + 1) if margins[i] < MARGIN), None)
+        if doubtful == 0:
+            session.rewind(base)
+            return [session.step(token)]
+        if doubtful is not None:
+            good, self._step_next = doubtful - 1, True
+        self.accepted += good
+        session.rewind(base + good + 1)
+        return says[: good + 1]

@@ -1,0 +1,96 @@
+"""Between text and token ids: a bundle's tokenizer, and detokenising as the tokens come."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.chat_template import render
+
+REPLACEMENT = "\ufffd"
+
+
+class Text:
+    """The tokenizer and the chat template of a bundle."""
+
+    def __init__(self, tokenizer, chat_template: str | None = None, bos: int | None = None, eos: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.bos = bos
+        self.eos = tuple(eos)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of plain text; with a BOS where the model's tokenizer puts one."""
+        return self._encode(text, True)
+
+    def encode_chat(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, **variables) -> list[int]:
+        """The ids of `messages` ({"role", "content"} each) in the chat template; PipelineError if there is none."""
+        if self.chat_template is None:
+            raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
+        names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
+        special = {name: self.tokenizer.id_to_token(index) for name, index in names.items() if index is not None}
+        text = render(
+            self.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=special,
+            **variables,
+        )
+        # The template has written the special tokens itself.
+        return self._encode(text, False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # Python hands on what a terminal sends in another encoding as lone surrogates.
+            raise PipelineError("the prompt is not valid UTF-8") from None
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`, special ones left out."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def load_text(bundle) -> Text:
+    """The tokenizer of a bundle; PipelineError if it has none or if its file is not a tokenizer."""
+    if bundle.tokenizer is None:
+        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(bundle.tokenizer.read_bytes())
+    except Exception as error:  # tokenizers raises Exception itself
+        raise PipelineError(f"{bundle.tokenizer} is not a tokenizer: {error}") from None
+    tokens = bundle.manifest.tokens
+    return Text(tokenizer, bundle.chat_template, tokens.bos, tokens.eos)
+
+
+class Detokeniser:
+    """Text as its tokens come, never in the middle of a character.
+
+    The pieces that `add` returns, and `finish` at the end, join to what decoding all tokens at once gives. Each piece
+    is decoded together with the piece before it, because a decoder may treat the first token of a text differently.
+    """
+
+    def __init__(self, text: Text):
+        self.text = text
+        self.tokens: list[int] = []
+        # tokens[start:done] are told, tokens[done:] wait for the rest of a character.
+        self.start = self.done = 0
+
+    def add(self, token: int) -> str:
+        """The text that is certain with this token; empty while a character is incomplete and for a special token."""
+        self.tokens.append(token)
+        told, whole = self._decode(self.done), self._decode(None)
+        if len(whole) <= len(told) or whole.endswith(REPLACEMENT):
+            return ""
+        self.start, self.done = self.done, len(self.tokens)
+        return whole[len(told) :]
+
+    def finish(self) -> str:
+        """What is left: a character that never became whole, as a replacement character."""
+        piece = self._decode(None)[len(self._decode(self.done)) :]
+        self.start = self.done = len(self.tokens)
+        return piece
+
+    def _decode(self, end: int | None) -> str:
+        return self.text.decode(self.tokens[self.start : end])

@@ -1,0 +1,44 @@
+"""The chart of a bench result."""
+
+from pathlib import Path
+
+from castiron.pipelines.measuring.bench import count
+
+COLOURS = {"castiron": "#c2410c", "llama.cpp": "#64748b", "hf": "#cbd5e1"}
+PANELS = (("decode_tok_s", "decode"), ("prefill_tok_s", "prefill"))
+
+
+def draw(result: dict, path: str | Path) -> None:
+    """Bars of decode and prefill, tokens per second, with the spread of the runs; the kind is the name's suffix."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    engines = {"castiron": result["castiron"], **result["peers"]}
+    settings = result["settings"]
+    detail = {
+        "decode": f"{settings['gen']} tokens from position {settings['depth']}",
+        "prefill": f"{settings['prompt']} tokens",
+    }
+    # Equal results give equal files, so that a chart under version control changes with its numbers only.
+    with pyplot.rc_context({"svg.hashsalt": "castiron", "svg.fonttype": "none", "font.size": 10}):
+        figure, axes = pyplot.subplots(1, 2, figsize=(8, 0.9 + 0.55 * len(engines)), layout="constrained")
+        for axis, (key, title) in zip(axes, PANELS, strict=True):
+            values = [engine[key] for engine in engines.values()]
+            runs = [engine["runs"][key] for engine in engines.values()]
+            errors = [
+                [value - run["min"] for value, run in zip(values, runs, strict=True)],
+                [run["max"] - value for value, run in zip(values, runs, strict=True)],
+            ]
+            errors = [[max(0.0, error) for error in side] for side in errors]
+            bars = axis.barh(list(engines), values, xerr=errors, color=[COLOURS[name] for name in engines], capsize=2)
+            axis.bar_label(bars, fmt="%.0f", padding=6)
+            axis.invert_yaxis()
+            axis.margins(x=0.15)
+            axis.set_title(f"{title}, tok/s ({detail[title]})", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(f"{settings['model']}, {count(settings['threads'], 'thread')}, {result['machine']['cpu']}", fontsize=10)
+        metadata = {"Date": None} if str(path).endswith(".svg") else None
+        figure.savefig(path, metadata=metadata)
+        pyplot.close(figure)
