@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from castiron.emitter.states import State
 from castiron.emitter.types import EmitError, TensorType
 
 
@@ -69,7 +70,8 @@ class Param:
 class Function:
     """A function: named inputs, operations in order, outputs.
 
-    `storage[i]` is the input whose buffer output i lives in (a cache updated in place), where it has one.
+    `storage[i]` is the input whose buffer output i lives in (a state updated in place), where it has one. A function of a
+    model has a role (a key of `states.ROLES`), the number of tokens that a call takes, and the states that it carries on.
     """
 
     name: str
@@ -78,6 +80,9 @@ class Function:
     outputs: tuple[Value, ...] = ()
     output_names: tuple[str, ...] = ()
     storage: dict[int, Value] = field(default_factory=dict)
+    role: str = ""
+    width: int = 1
+    states: tuple[State, ...] = ()
 
     def returns(self, storage: Mapping[int, Value] = MappingProxyType({}), **outputs: Value) -> None:
         """Name and set the outputs; `storage` maps an output's index to the input it is updated in."""
@@ -97,14 +102,20 @@ class Module:
     @contextmanager
     def function(self, name: str, **inputs: TensorType) -> Iterator[tuple[Value, ...]]:
         """Build a function: yields its input values; operations made inside are appended to it."""
-        if name in self.functions:
-            raise EmitError(f"module {self.name}: function {name!r} is defined twice; give one of them another name")
         function = Function(name, [Value(type_, input_name) for input_name, type_ in inputs.items()])
-        with building(self, function):
+        with self.defining(function):
             yield tuple(function.inputs)
+
+    @contextmanager
+    def defining(self, function: Function) -> Iterator[None]:
+        """Operations made inside are appended to `function`, which is the module's at the end."""
+        if function.name in self.functions:
+            raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
+        with building(self, function):
+            yield
         if not function.outputs:
-            raise EmitError(f"function {name!r} returns nothing; call returns(...) before its end")
-        self.functions[name] = function
+            raise EmitError(f"function {function.name!r} returns nothing; call returns(...) before its end")
+        self.functions[function.name] = function
 
     def add_param(self, param: Param) -> None:
         """Register a parameter; the same name must always mean the same type."""

@@ -9,134 +9,18 @@ Shapes: T tokens of one sequence; x is `[T, features]`, heads are `[T, heads, he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping
 
 import numpy as np
 
 from castiron.emitter import ops
-from castiron.emitter.ir import Module, Source, Value, append, current_path, fail, scope
+from castiron.emitter.ir import Value, append, current_path, fail, scope
 from castiron.emitter.rotary import Rotary
-from castiron.emitter.types import F32, I32, EmitError, TensorType
+from castiron.emitter.states import ROLES
+from castiron.emitter.step import Step, Weight
+from castiron.emitter.types import F32, I32, TensorType
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-
-
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """A tensor that the model reads.
-
-    name, shape: the checkpoint's tensor, or the name of a table computed from the config.
-    codec: how it is stored in the bundle (a key of `castiron.emitter.codecs.CODECS`).
-    transform: applied to its f32 values before storing (`w + 1` of Gemma's norms); then the codec is f32.
-    values: computes a table that is in no checkpoint.
-    parts, rows: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of
-    them, where it is not the one tensor of its name: a projection out of a fused one, the experts of a layer.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    codec: str = "f32"
-    transform: Callable[[np.ndarray], np.ndarray] | None = None
-    values: Callable[[], np.ndarray] | None = None
-    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    rows: tuple[int, int] | None = None
-
-    @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and shape of every checkpoint tensor that it is made of."""
-        if self.values is not None:
-            return ()
-        return self.parts or ((self.name, self.shape),)
-
-    def raw(self, *tensors: np.ndarray) -> np.ndarray:
-        """Its bytes out of those of its `tensors`: uint8 [*shape[:-1], row_bytes]."""
-        rows = np.concatenate([t.reshape(-1, t.shape[-1]) for t in tensors]) if len(tensors) > 1 else tensors[0]
-        return rows[slice(*self.rows)] if self.rows else rows
-
-
-def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """How a parameter that holds `weights` comes out of a checkpoint: `pack` gets the bytes of each, in order."""
-
-    def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
-        left = iter(tensors)
-        return pack(*(w.raw(*islice(left, len(w.tensors))) for w in weights))
-
-    return Source(tuple((name, w.codec) for w in weights for name, _ in w.tensors), pack_tensors)
-
-
-class ModelModule(Module):
-    """A module of layer operations. `codecs` gives the stored codec of a checkpoint tensor by name.
-
-    `weights` are the checkpoint's tensors and the tables that the module calls for, by name.
-    """
-
-    def __init__(self, name: str, codecs: Callable[[str], str]) -> None:
-        super().__init__(name)
-        self.codecs = codecs
-        self.weights: dict[str, Weight] = {}
-
-    def weight(self, weight: Weight) -> Value:
-        """The value of a weight in the function being built; one node a use."""
-        for name, shape in weight.tensors or ((weight.name, weight.shape),):
-            known = self.weights.setdefault(name, weight if name == weight.name else Weight(name, shape, weight.codec))
-            if known.shape != shape:
-                raise EmitError(f"weight {name} has shape {known.shape} in one place and {shape} in another")
-        known = self.weights.get(weight.name, weight)
-        return append("weight", (), (TensorType(weight.shape, F32),), {"weight": known})[0]
-
-
-@dataclass(eq=False)
-class Step:
-    """One pass over T tokens at positions start .. start + T - 1, of which `length` are real (None: all).
-
-    k and v are the caches `[layers, context, kv_heads, head_dim]`; attention replaces them as it appends. A batch is T
-    tokens of as many sequences, `start` [T] their positions, and the caches hold the layers of one sequence after
-    another: `[T * layers, context, kv_heads, head_dim]`. `every`: logits are wanted at each position.
-    """
-
-    module: ModelModule
-    tokens: Value
-    start: Value
-    length: Value | None
-    k: Value
-    v: Value
-    every: bool = False
-
-    @property
-    def context(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def batched(self) -> bool:
-        return self.start.type.rank == 1
-
-    def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
-        """The checkpoint tensor `<module path>.<name>`; `codec` overrides the stored one."""
-        full = ".".join(filter(None, (current_path(), name)))
-        return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))
-
-    def vector(self, name: str, shape: Sequence[int], transform=None) -> Value:
-        """A small tensor (norm weight, bias), stored in f32."""
-        return self.weight(name, shape, "f32", transform)
-
-    def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
-        """Tensors `<module path>.<part>` of one shape [..., in], their rows under one another: [len(parts) * ..., in].
-
-        Tensors of different codecs are held in f32.
-        """
-        path = current_path()
-        names = [f"{path}.{part}" for part in parts]
-        codecs = {self.module.codecs(n) for n in names}
-        rows = len(parts) * (shape[0] if len(shape) > 1 else 1)
-        codec = codecs.pop() if len(codecs) == 1 else "f32"
-        whole = Weight(f"{path}.{name}", (rows, shape[-1]), codec, parts=tuple((n, tuple(shape)) for n in names))
-        return self.module.weight(whole)
-
-    def table(self, name: str, shape: Sequence[int], values: Callable[[], np.ndarray]) -> Value:
-        """An f32 table computed from the config."""
-        return self.module.weight(Weight(name, tuple(shape), values=values))
 
 
 def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Value:
@@ -225,7 +109,8 @@ def rope(step: Step, x: Value, tables: tuple[Value, Value]) -> Value:
     cos, sin = tables
     if x.type.rank != 3 or cos.type != sin.type or cos.shape[0] < step.context or 2 * cos.shape[1] > x.shape[2]:
         raise fail("rope", "needs heads [T, heads, head_dim] and tables [context, rotary_dim / 2]", (x, cos, sin))
-    return append("rope", (x, cos, sin, step.start), (x.type,), {"rotary_dim": 2 * cos.shape[1]})[0]
+    attrs = {"rotary_dim": 2 * cos.shape[1], "mode": step.mode}
+    return append("rope", (x, cos, sin, step.start), (x.type,), attrs)[0]
 
 
 def split_heads(x: Value, heads: int) -> Value:
@@ -242,24 +127,62 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    cache: tuple[str, str] = ("k", "v"),
 ) -> Value:
-    """Append k, v [T, kv_heads, head_dim] to layer `layer` of the cache, then causal grouped-query attention.
+    """Append k, v [T, kv_heads, head_dim] to layer `layer` of the states `cache`, then causal grouped-query attention.
 
     q is [T, heads, head_dim]; a query at position p sees positions j with j <= p and, under a window, p - j < window.
-    Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2,
-    arXiv:2408.00118). Returns [T, heads * head_dim].
+    Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2, arXiv:2408.00118).
+    The states are positional, or rings of at least `window` positions. Returns [T, heads * head_dim].
     """
-    layers, _, kv_heads, head_dim = step.k.shape
-    if step.batched:
-        layers //= q.shape[0]
-    ok = q.type.rank == 3 and k.type == v.type and k.shape == (q.shape[0], kv_heads, head_dim)
-    if not ok or q.shape[2] != head_dim or q.shape[1] % kv_heads or not 0 <= layer < layers:
-        raise fail("attention", f"operands do not fit the cache {step.k.type} at layer {layer}", (q, k, v))
-    operands = (q, k, v, step.k, step.v, step.start) + ((step.length,) if step.length is not None else ())
-    out = TensorType((q.shape[0], q.shape[1] * head_dim), F32)
-    attrs = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
-    result, step.k, step.v = append("attention", operands, (out, step.k.type, step.v.type), attrs)
+    k_cache, v_cache = (step.states[name] for name in cache)
+    kind, (layers, rows, *heads) = step.kinds[cache[0]], k_cache.shape
+    if kind == "window":
+        window = window or rows
+    ok = q.type.rank == 3 and k.type == v.type and k.shape == (q.shape[0], *heads)
+    ok = ok and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0 and 0 <= layer < layers // step.sequences
+    if not ok or kind not in ("positional", "window") or kind == "window" and window > rows:
+        raise fail("attention", f"operands do not fit the {kind} cache {k_cache.type} at layer {layer}", (q, k, v))
+    operands = (q, k, v, k_cache, v_cache, step.start) + ((step.length,) if step.length is not None else ())
+    out = TensorType((q.shape[0], q.shape[1] * q.shape[2]), F32)
+    attrs = {"layer": layer, "scale": scale, "window": window, "softcap": softcap, "mode": step.mode, "cache": kind}
+    result, *carried = append("attention", operands, (out, k_cache.type, v_cache.type), attrs)
+    step.states.update(zip(cache, carried, strict=True))
     return result
+
+
+def recurrent(step: Step, name: str, layer: int) -> Value:
+    """The state `name` of a layer before the step's first token, [1, ...], or that of each sequence of a batch, [T, ...]."""
+    state = step.states[name]
+    per = state.shape[0] // step.sequences
+    if step.kinds[name] != "recurrent" or not 0 <= layer < per:
+        raise fail("recurrent", f"there is no recurrent state {name!r} at layer {layer}", (state,))
+    by_sequence = ops.reshape(state, (step.sequences, per, *state.shape[1:]))
+    rest = [0] * (state.type.rank - 1)
+    own = ops.slice_(by_sequence, (0, layer, *rest), (step.sequences, layer + 1, *state.shape[1:]))
+    return ops.reshape(own, (step.sequences, *state.shape[1:]))
+
+
+def carry(step: Step, name: str, layer: int, after: Value) -> None:
+    """Carry the state `name` of a layer on: it becomes what it is after the last real token.
+
+    after: the state after each of the step's tokens, [T, ...]. A sequence of a batch that is left alone keeps its own.
+    """
+    state, before = step.states[name], recurrent(step, name, layer)
+    if after.shape != (step.tokens.shape[0], *state.shape[1:]):
+        raise fail("carry", f"needs the state {name!r} after each token, [T, ...]", (after, state))
+    if step.mode == "batch":
+        runs = ops.compare("GE", step.start, ops.constant(0, I32, step.start.shape))
+        after = ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)
+    else:
+        after = _row(after, last_real(step))
+    zero, per = ops.constant(0, I32, ()), state.shape[0] // step.sequences
+    by_sequence = (step.sequences, per, *state.shape[1:])
+    rest = [zero] * (state.type.rank - 1)
+    slot = ops.reshape(after, (step.sequences, 1, *state.shape[1:]))
+    at = [zero, ops.constant(layer, I32, ()), *rest]
+    carried = ops.dynamic_update_slice(ops.reshape(state, by_sequence), slot, at)
+    step.states[name] = ops.reshape(carried, state.shape)
 
 
 def route(logits: Value, top_k: int, normalised: bool) -> tuple[Value, Value]:
@@ -318,14 +241,30 @@ def softcapped(x: Value, cap: float | None) -> Value:
     return x if cap is None else scaled(ops.tanh(ops.divide(x, ops.constant(cap, F32, x.shape))), cap)
 
 
-def last_token(step: Step, x: Value) -> Value:
-    """The rows whose logits are wanted: that of the last real token, or all of a batch or where `every` is set."""
-    if step.batched or step.every:
-        return x
+def last_real(step: Step) -> Value:
+    """The row of the step's last real token, i32."""
     if step.length is None:
-        return ops.slice_(x, (x.shape[0] - 1, 0), x.shape) if x.shape[0] > 1 else x
-    last = ops.subtract(step.length, ops.constant(1, I32, ()))
-    return ops.dynamic_slice(x, (last, ops.constant(0, I32, ())), (1, x.shape[1]))
+        return ops.constant(step.tokens.shape[0] - 1, I32, ())
+    return ops.subtract(step.length, ops.constant(1, I32, ()))
+
+
+def _row(x: Value, row: Value) -> Value:
+    """Row `row` of x [T, ...]: [1, ...]."""
+    rest = [ops.constant(0, I32, ()) for _ in x.shape[1:]]
+    return ops.dynamic_slice(x, (row, *rest), (1, *x.shape[1:]))
+
+
+def wanted_rows(step: Step, x: Value) -> Value:
+    """The rows of x [T, hidden] whose logits are wanted: every token's in verify and batch, else the last real one's."""
+    every = ROLES[step.mode][1] or x.shape[0] == 1
+    return x if every else _row(x, last_real(step))
+
+
+def lm_head(step: Step, x: Value, vocab: int, tied: bool) -> Value:
+    """Logits [rows, vocab] of x [rows, hidden], by the embedding's weight where `tied`, else by `lm_head`."""
+    if tied:
+        return project(x, step.weight("model.embed_tokens.weight", (vocab, x.shape[1])))
+    return linear(step, x, "lm_head", vocab)
 
 
 def argmax(logits: Value) -> Value:

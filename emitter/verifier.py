@@ -77,7 +77,8 @@ def _verify_function(module: Module, function: Function, read: set[str]) -> None
             raise wrong(None, "an output is not defined")
         used.add(value)
     for value in function.inputs:
-        if value not in used:
+        # What a model's function takes is fixed by its role; a recurrent model may have no use for a position.
+        if value not in used and not function.role:
             raise wrong(None, f"input {value.name!r} is never used")
     for index, value in function.storage.items():
         known = value in function.inputs and 0 <= index < len(function.outputs)

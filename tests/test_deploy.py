@@ -97,7 +97,7 @@ def test_four_packages_are_enough_offline_read_only_for_another_user(python, cop
 def test_iree_run_module_drives_a_bundle_as_the_page_says(python, copies, tmp_path):
     """The page's own command, with another bundle and its cache's type in the place of SmolLM2's."""
     (command,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    cache = open_bundle(copies["here"]).manifest.cache.type
+    cache = open_bundle(copies["here"]).manifest.states[0].type()
     command = command.replace("build/smollm2-135m-instruct", str(copies["directory"])).replace("30x8192x3x64xf32", cache)
     words = shlex.split(command)
     assert words[0] == "iree-run-module"
@@ -110,9 +110,11 @@ def test_iree_run_module_drives_a_bundle_as_the_page_says(python, copies, tmp_pa
 
 def test_the_page_names_what_the_modules_have():
     """The table of functions against the manifest's own, and the packages against the project's."""
-    from castiron.vmfb.manifest import ROLES, Cache, functions
+    from castiron.vmfb.manifest import ROLES, entry_points
+    from castiron.vmfb.states import State
 
-    made = functions(Cache(1, 32, 1, 4), 10, (8,), (4,), (2,))
+    states = [State(name, (1, 32, 1, 4), "f32", "positional") for name in "kv"]
+    made = entry_points(states, 10, {"decode": (1,), "prefill": (8,), "verify": (4,), "batch": (2,)})
     rows = dict(re.findall(r"^\| `(\w+?)` \| (.*) \|$", PAGE, re.MULTILINE))
     assert {f.role for f in made} == set(ROLES)
     for function in made:

@@ -5,38 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.program import Call, Program
+from castiron.vmfb.program import Buffer, Call, Program
 from castiron.vmfb.session import Row, Session, SessionError
 
 
 class Batch:
-    """As many sessions as the bundle's largest batch function has rows, each over its own slot of the caches.
+    """As many sessions as the bundle's largest batch function has rows, each over its own slot of the states.
 
-    The caches are `[size * layers, context, kv_heads, head_dim]`, a slot after another, so that a slot is a session's
-    caches as they are, and the first B slots are the caches of `decode_batch_B`. Attention leaves out a row that is not
-    stepped; where StableHLO computes it, the row writes where its session's next token will, and is forgotten.
+    A state of the batch is that of one sequence after another along dimension 0, so that a slot is a session's states as
+    they are, and the first B slots are the states of `decode_batch_B`. That function leaves a row alone whose position is
+    negative.
     """
 
     def __init__(self, bundle: Bundle, threads: int | None = None):
         """`threads` defaults to the physical cores. A bundle without batch functions has one slot."""
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}, and a batch needs at least 1")
-        program = Program(bundle, threads)
-        cache, sizes = program.manifest.cache, program.manifest.widths("batch")
-        self.program, self.size = program, max(sizes, default=1)
-        layers = cache.layers
-        self._leaves_out = program.manifest.lowering == "kernels"
-        caches = [program.zeros((self.size * layers, *cache.shape[1:]), cache.dtype) for _ in range(2)]
-        self.slots: list[Session] = []
-        for i in range(self.size):
-            session = object.__new__(Session)
-            session._start(program, tuple(c.part(i * layers, (i + 1) * layers) for c in caches))
-            self.slots.append(session)
-        self._calls = {}
+        self.program = program = Program(bundle, threads)
+        states, sizes = program.manifest.states, program.manifest.widths("batch")
+        self.size = max(sizes, default=1)
+        buffers = [program.zeros((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
+
+        def slots(first: int, last: int) -> list[Buffer]:
+            """The states of some sequences, side by side in memory."""
+            return [b.part(first * s.shape[0], last * s.shape[0]) for s, b in zip(states, buffers, strict=True)]
+
+        self.slots = [Session(program, states=slots(i, i + 1)) for i in range(self.size)]
+        self._calls: dict[int, tuple[Call, memoryview, memoryview]] = {}
         for size in sizes:
             tokens, positions = (program.zeros((size,), "i32") for _ in range(2))
-            operands = (tokens, positions, *(c.part(0, size * layers) for c in caches))
-            self._calls[size] = Call(program, f"decode_batch_{size}", operands), tokens.words, positions.words
+            call = Call(program, program.manifest.function("batch", size), (tokens, positions, *slots(0, size)))
+            self._calls[size] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
         """Appends one token to each of the given slots; slot -> most probable next token (the lowest id of equals).
@@ -56,15 +55,8 @@ class Batch:
         call, words, positions = self._calls[size]
         self._keep(call, tokens)
         for slot in range(size):
-            session = self.slots[slot]
             words[slot] = tokens.get(slot, 0)
-            if slot not in tokens and self._leaves_out:
-                positions[slot] = -1
-                continue
-            # A full session that is not stepped gives up its last position: there is no next one to write to.
-            if slot not in tokens and session.position == session.context:
-                session.rewind(session.context - 1)
-            positions[slot] = session.position
+            positions[slot] = self.slots[slot].position if slot in tokens else -1
         call.invoke()
         found = call.argmaxes(size)
         for slot in tokens:

@@ -1,23 +1,30 @@
-"""What a bundle says of itself: `manifest.json`, schema 2."""
+"""What a bundle says of itself: `manifest.json`, schema 3."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from castiron.vmfb.record import Json, RecordError, from_json, to_json
+from castiron.vmfb.states import KINDS, State
 from castiron.vmfb.targets import Target
 
-SCHEMA = 2  # since 2, kernels leave a batch's rows alone whose position is negative
-ROLES = ("decode", "prefill", "verify", "batch")
+SCHEMA = 3
+# Of each role: the function's name, and its operands and its first two results as MLIR spells their types.
+ROLES: dict[str, tuple[str, tuple[str, ...], tuple[str, str]]] = {
+    "decode": ("decode_step", ("i32", "i32"), ("i32", "{V}xf32")),
+    "prefill": ("prefill_{T}", ("{T}xi32", "i32", "i32"), ("i32", "{V}xf32")),
+    "verify": ("verify_{T}", ("{T}xi32", "i32"), ("{T}xi32", "{T}x{V}xf32")),
+    "batch": ("decode_batch_{T}", ("{T}xi32", "{T}xi32"), ("{T}xi32", "{T}x{V}xf32")),
+}
 MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",
 )  # fmt: skip
 # Every file that a bundle may hold besides the manifest, and whether it must.
 FILES: dict[str, bool] = {MODEL: True, WEIGHTS: True, TOKENIZER: False, TEMPLATE: False, LOG: False, TEXT: False}
-CACHE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 class BundleError(Exception):
@@ -25,27 +32,9 @@ class BundleError(Exception):
 
 
 @dataclass(frozen=True)
-class Cache:
-    """The two caches k and v, each `[layers, context, kv_heads, head_dim]` of `dtype`."""
-
-    layers: int
-    context: int
-    kv_heads: int
-    head_dim: int
-    dtype: str = "f32"
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (self.layers, self.context, self.kv_heads, self.head_dim)
-
-    @property
-    def type(self) -> str:
-        return "x".join(map(str, self.shape)) + f"x{self.dtype}"
-
-
-@dataclass(frozen=True)
-class Function:
-    """An exported function: its role, how many tokens one call takes, and its signature as MLIR spells the types."""
+class EntryPoint:
+    """An exported function: its role, how many tokens one call takes, and its signature as MLIR spells the types: tokens and
+    positions, then the states; argmax and logits, then the states."""
 
     role: str
     name: str
@@ -54,25 +43,17 @@ class Function:
     outputs: tuple[str, ...]
 
 
-def functions(
-    cache: Cache, vocab: int, widths: Sequence[int], verify: Sequence[int] = (), batches: Sequence[int] = ()
-) -> tuple[Function, ...]:
-    """What every castiron module exports: `decode_step`, a `prefill_T` for each of `widths`, a `verify_T` for each of
-    `verify` (results at all T positions) and a `decode_batch_B` for each of `batches` (B sequences, whose caches stand
-    one after another)."""
-    outputs = ("i32", f"{vocab}xf32", cache.type, cache.type)
-    found = [Function("decode", "decode_step", 1, ("i32", "i32", cache.type, cache.type), outputs)]
-    for width in widths:
-        inputs = (f"{width}xi32", "i32", "i32", cache.type, cache.type)
-        found.append(Function("prefill", f"prefill_{width}", width, inputs, outputs))
-    for width in verify:
-        inputs, rows = (f"{width}xi32", "i32", cache.type, cache.type), (f"{width}xi32", f"{width}x{vocab}xf32")
-        found.append(Function("verify", f"verify_{width}", width, inputs, (*rows, cache.type, cache.type)))
-    for size in batches:
-        caches = (replace(cache, layers=size * cache.layers).type,) * 2
-        inputs, rows = (f"{size}xi32", f"{size}xi32", *caches), (f"{size}xi32", f"{size}x{vocab}xf32")
-        found.append(Function("batch", f"decode_batch_{size}", size, inputs, (*rows, *caches)))
-    return tuple(found)
+def entry_points(states: Sequence[State], vocab: int, widths: Mapping[str, Sequence[int]]) -> tuple[EntryPoint, ...]:
+    """What every castiron module exports: by role, for each of its widths, a function over `states`. A batch of B holds the
+    states of B sequences one after another."""
+
+    def entry(role: str, width: int) -> EntryPoint:
+        name, operands, results = ROLES[role]
+        spelled = lambda words: tuple(word.format(T=width, V=vocab) for word in words)
+        carried = tuple(state.type(width if role == "batch" else 1) for state in states)
+        return EntryPoint(role, name.format(T=width), width, spelled(operands) + carried, spelled(results) + carried)
+
+    return tuple(entry(role, width) for role in ROLES for width in widths.get(role, ()))
 
 
 @dataclass(frozen=True)
@@ -108,8 +89,9 @@ class Manifest:
     name: str
     config: dict
     vocab: int
-    cache: Cache
-    functions: tuple[Function, ...]
+    context: int
+    states: tuple[State, ...]
+    functions: tuple[EntryPoint, ...]
     numerics: str
     lowering: str
     weights: str
@@ -126,10 +108,6 @@ class Manifest:
     schema: int = SCHEMA
 
     @property
-    def context(self) -> int:
-        return self.cache.context
-
-    @property
     def prefill_widths(self) -> tuple[int, ...]:
         """Ascending."""
         return self.widths("prefill")
@@ -138,7 +116,7 @@ class Manifest:
         """Tokens that one call of each function of this role takes, ascending."""
         return tuple(sorted(function.width for function in self.functions if function.role == role))
 
-    def function(self, role: str, width: int = 1) -> Function:
+    def function(self, role: str, width: int = 1) -> EntryPoint:
         """The function of that role and width; KeyError if there is none."""
         return {(f.role, f.width): f for f in self.functions}[role, width]
 
@@ -170,19 +148,17 @@ def parse(data: bytes, place: str) -> Manifest:
 
 def check(manifest: Manifest) -> None:
     """RecordError unless the manifest's parts agree with each other."""
-    cache, widths = manifest.cache, {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
-    chunks = widths["prefill"] + widths["verify"]
-    for name, value in (("vocab", manifest.vocab), *((f"cache.{n}", getattr(cache, n)) for n in
-                        ("layers", "context", "kv_heads", "head_dim"))):  # fmt: skip
+    for name, value in (("vocab", manifest.vocab), ("context", manifest.context)):
         if value < 1:
             raise RecordError(f"{name} is {value}, not a positive number")
-    if cache.dtype not in CACHE_ITEM_BYTES:
-        raise RecordError(f"cache.dtype is {cache.dtype!r}, not one of {', '.join(CACHE_ITEM_BYTES)}")
-    if bad := [w for w in chunks if not 2 <= w <= cache.context]:
-        raise RecordError(f"a prefill or verify function takes {bad[0]} tokens where the context is {cache.context}")
-    known = functions(cache, manifest.vocab, widths["prefill"], widths["verify"], widths["batch"])
-    if manifest.functions != known or any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values()):
-        raise RecordError("functions are not those of a castiron module with this vocabulary and cache")
+    _check_states(manifest)
+    widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
+    if bad := [w for w in widths["prefill"] + widths["verify"] if not 2 <= w <= manifest.context]:
+        raise RecordError(f"a prefill or verify function takes {bad[0]} tokens where the context is {manifest.context}")
+    known = entry_points(manifest.states, manifest.vocab, widths)
+    twice = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
+    if manifest.functions != known or twice or widths["decode"] != [1]:
+        raise RecordError("functions are not those of a castiron module with this vocabulary and these states")
     for name, file in manifest.files.items():
         if name not in FILES:
             raise RecordError(f"files.{name} is not a file that this version knows")
@@ -191,3 +167,19 @@ def check(manifest: Manifest) -> None:
     tokens = (manifest.tokens.bos, *manifest.tokens.eos)
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
         raise RecordError(f"tokens names {bad[0]}, outside the vocabulary of {manifest.vocab}")
+
+
+def _check_states(manifest: Manifest) -> None:
+    names = [state.name for state in manifest.states]
+    if len(set(names)) != len(names):
+        raise RecordError("states have the same name twice")
+    for state in manifest.states:
+        place = f"states.{state.name}"
+        if state.kind not in KINDS:
+            raise RecordError(f"{place}.kind is {state.kind!r}, not one of {', '.join(KINDS)}")
+        if state.dtype not in STATE_ITEM_BYTES:
+            raise RecordError(f"{place}.dtype is {state.dtype!r}, not one of {', '.join(STATE_ITEM_BYTES)}")
+        if min(state.shape, default=0) < 1 or len(state.shape) < 1 + (state.kind != "recurrent"):
+            raise RecordError(f"{place}.shape is {list(state.shape)}, which no {state.kind} state has")
+        if state.kind == "positional" and state.shape[1] != manifest.context:
+            raise RecordError(f"{place} has {state.shape[1]} positions where the context is {manifest.context}")

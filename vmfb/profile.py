@@ -11,7 +11,7 @@ from pathlib import Path
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.device import default_threads, task_flags
-from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, Function
+from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 from castiron.vmfb.program import SCOPE
 
 
@@ -40,10 +40,12 @@ class Profile:
     dispatches: tuple[Dispatch, ...]
 
 
-def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20) -> Profile:
+def profile(
+    bundle: Bundle, function: EntryPoint, *, position: int = 0, threads: int | None = None, repeats: int = 20
+) -> Profile:
     """Profiles a function of the bundle at `position` (of every sequence, in a batch), over `repeats` calls.
 
-    The caches hold zeros, which cost what anything else costs. BundleError if the tools fail.
+    The states hold zeros, which cost what anything else costs. BundleError if the tools fail.
     """
     threads = threads or default_threads()
     command = _command(bundle.file(MODEL), bundle.file(WEIGHTS), function, position, threads, repeats)
@@ -53,15 +55,17 @@ def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: i
 
 
 def dispatches(
-    model: Path, weights: Path, function: Function, *, position: int, threads: int, repeats: int
+    model: Path, weights: Path, function: EntryPoint, *, position: int, threads: int, repeats: int
 ) -> tuple[Dispatch, ...]:
     """Those of `profile`, for a vmfb and parameters that need not be in one bundle."""
     return _dispatches(_command(model, weights, function, position, threads, repeats), repeats)
 
 
-def _command(model: Path, weights: Path, function: Function, position: int, threads: int, repeats: int) -> list[str]:
+def _command(model: Path, weights: Path, function: EntryPoint, position: int, threads: int, repeats: int) -> list[str]:
+    # Tokens, positions, and a chunk's length; the states are zeros.
     values = ["0", str(position), *[str(function.width)] * (function.role == "prefill")]
-    inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, [*values, "0", "0"], strict=True)]
+    values += ["0"] * (len(function.inputs) - len(values))
+    inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, values, strict=True)]
     return [
         *_device_flags(threads),
         f"--module={model}",

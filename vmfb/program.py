@@ -13,7 +13,7 @@ import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.device import default_threads, device, give_way
-from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
+from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
 SCOPE = "model"
@@ -112,17 +112,17 @@ def _fresh(count: int, dtype: str) -> np.ndarray:
 class Call:
     """One function with its operands bound; `invoke` runs it, the results stand until the next `invoke`."""
 
-    def __init__(self, program: Program, name: str, operands: Sequence[Buffer]):
+    def __init__(self, program: Program, entry: EntryPoint, operands: Sequence[Buffer]):
         self._operands = tuple(operands)
-        self._function, self._run = program.function(name), program.context.invoke
-        self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(4)
+        self._function, self._run = program.function(entry.name), program.context.invoke
+        self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(len(entry.outputs))
         for operand in operands:
             self._arguments.push_ref(operand.view)
         self._vocab, self._workers = program.manifest.vocab, program.threads > 1
         _calls.add(self)
 
     def invoke(self) -> None:
-        """Returns when the results are there; the tied operands (the caches) have changed in place."""
+        """Returns when the results are there; the states among the operands have changed in place."""
         if self._workers:
             give_way()
         self._run(self._function, self._arguments, self._results)

@@ -1,7 +1,9 @@
-"""Running a bundle: one conversation's caches and position, and the calls that move it on."""
+"""Running a bundle: one conversation's states and position, and the calls that move it on."""
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -10,6 +12,10 @@ import numpy as np
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
 from castiron.vmfb.program import Buffer, Call, Program
+from castiron.vmfb.states import KINDS, Snapshot
+
+# Positions that a session can come back to where its states do not remember them by themselves.
+KEPT = 4
 
 
 class SessionError(Exception):
@@ -17,47 +23,45 @@ class SessionError(Exception):
 
 
 class Session:
-    """The caches k and v of one conversation, filled up to `position`, over a program that forks share.
+    """The states of one conversation at `position`, over a program that forks share.
 
-    Sessions of one program may not run at the same time in several threads. A large context costs memory only as it
-    is filled: the caches are pages that the system supplies when first written.
+    Sessions of one program may not run at the same time in several threads. A large context costs memory only as it is
+    filled: the states are pages that the system supplies when first written.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None):
-        """`threads` defaults to the physical cores; SessionError for less than one."""
+    def __init__(self, source: Bundle | Program, threads: int | None = None, states: Sequence[Buffer] | None = None):
+        """`source`: a bundle, which `threads` threads run (default: the physical cores), or a program that runs already.
+
+        `states`: buffers of one sequence to use, zero so far, instead of buffers of its own. SessionError for threads less
+        than one.
+        """
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}, and a session needs at least 1")
-        self._start(Program(bundle, threads))
-
-    def _start(self, program: Program, caches: tuple[Buffer, Buffer] | None = None) -> None:
-        self.program = program
-        self.manifest = program.manifest
-        self.context, self.vocab, self.threads = self.manifest.context, self.manifest.vocab, program.threads
+        self.program = program = source if isinstance(source, Program) else Program(source, threads)
+        self.manifest = manifest = program.manifest
+        self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
         self._position = 0
-        cache = self.manifest.cache
-        self._k, self._v = caches or tuple(program.zeros(cache.shape, cache.dtype) for _ in range(2))
-        self._pos, self._length = program.zeros((), "i32"), program.zeros((), "i32")
-        token = program.zeros((), "i32")
-        self._decode = Call(program, "decode_step", (token, self._pos, self._k, self._v))
+        states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
+        self._states = [KINDS[state.kind](buffer.array) for state, buffer in zip(manifest.states, states, strict=True)]
+        self._kept: deque[Snapshot] = deque(maxlen=KEPT)
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        token, place, length = (program.zeros((), "i32") for _ in range(3))
         # Written to as plain memory: a numpy scalar assignment costs twice as much.
-        self._token_word, self._pos_word, self._length_word = token.words, self._pos.words, self._length.words
-        self._prefill: dict[int, tuple[Call, Buffer]] = {}
-        for width in self.manifest.prefill_widths:
-            tokens = program.zeros((width,), "i32")
-            operands = (tokens, self._pos, self._length, self._k, self._v)
-            self._prefill[width] = (Call(program, f"prefill_{width}", operands), tokens)
-        self._verify: dict[int, tuple[Call, Buffer]] = {}
-        for width in self.manifest.widths("verify"):
-            tokens = program.zeros((width,), "i32")
-            operands = (tokens, self._pos, self._k, self._v)
-            self._verify[width] = (Call(program, f"verify_{width}", operands), tokens)
+        self._token_word, self._position_word, self._length_word = token.words, place.words, length.words
+        self._decode = Call(program, manifest.function("decode"), (token, place, *states))
+
+        def calls(role: str, *numbers: Buffer) -> dict[int, tuple[Call, Buffer]]:
+            tokens = {width: program.zeros((width,), "i32") for width in manifest.widths(role)}
+            return {w: (Call(program, manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
+
+        self._prefill, self._verify = calls("prefill", place, length), calls("verify", place)
         # The kernels skip rows past the length; StableHLO alone computes them.
-        self._padding = 0.0 if self.manifest.lowering == "kernels" else 1.0
+        self._padding = 0.0 if manifest.lowering == "kernels" else 1.0
         self._last: Call | Row | _Kept | None = None
 
     @property
     def position(self) -> int:
-        """How many tokens the caches hold; the next one goes here."""
+        """How many tokens the states have taken in; the next one goes here."""
         return self._position
 
     def step(self, token: int) -> int:
@@ -66,7 +70,7 @@ class Session:
         if position >= self.context or not 0 <= token < self.vocab:
             self._refuse((token,))
         self._token_word[0] = token
-        self._pos_word[0] = position
+        self._position_word[0] = position
         call = self._decode
         call.invoke()
         self._position = position + 1
@@ -98,7 +102,7 @@ class Session:
         call, tokens = self._prefill[width]
         tokens.array[: ids.size] = ids
         tokens.array[ids.size :] = 0
-        self._pos_word[0], self._length_word[0] = self._position, ids.size
+        self._position_word[0], self._length_word[0] = self._position, ids.size
         call.invoke()
         self._position += int(ids.size)
         self._last = call
@@ -117,7 +121,7 @@ class Session:
             self._refuse(tokens)
         call, buffer = self._verify[len(tokens)]
         buffer.array[:] = tokens
-        self._pos_word[0] = self._position
+        self._position_word[0] = self._position
         call.invoke()
         self._position += len(tokens)
         self._last = Row(call, len(tokens) - 1)
@@ -131,13 +135,68 @@ class Session:
         call = self._last.call
         return [_margin(call.logits(row)) for row in range(self._last.row + 1)]
 
-    def copy_from(self, other: Session, positions: int) -> None:
-        """Takes over the first `positions` positions of a session of the same program and stands after them."""
-        if other.program is not self.program or not 0 <= positions <= other.position:
-            raise SessionError(f"{positions} positions cannot be copied from a session at {other.position}")
-        for mine, theirs in ((self._k, other._k), (self._v, other._v)):
-            mine.array[:, :positions] = theirs.array[:, :positions]
-        self._position, self._last = positions, None
+    def reachable(self, position: int) -> int:
+        """The last position up to `position` at which the session can stand: itself, unless a state has forgotten it."""
+        if not 0 <= position <= self._position:
+            raise SessionError(f"a session at position {self._position} cannot be rewound to {position}")
+        if all(state.returns(self._position, position) for state in self._states):
+            return position
+        return max((kept.position for kept in self._kept if kept.position <= position), default=0)
+
+    def rewind(self, position: int) -> None:
+        """Forgets every token from `position` on; SessionError for a position that is not `reachable`."""
+        found = self.reachable(position)
+        if found != position:
+            raise SessionError(f"this model does not remember its state at position {position}: it can go back to {found}")
+        if position == self._position:
+            return
+        if all(state.returns(self._position, position) for state in self._states):
+            self._stand_at(position)
+            for state in self._states:
+                state.go_back(position)
+        else:
+            self.restore(self._kept_at(position))
+
+    def snapshot(self) -> Snapshot:
+        """What `restore` needs to come back to this position, however far the session goes on from here."""
+        taken = Snapshot(self._position, tuple(state.save() for state in self._states))
+        self._snapshots.add(taken)
+        return taken
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Stands where the snapshot was taken; SessionError if the session has been before that place since."""
+        if snapshot not in self._snapshots or snapshot.stale:
+            raise SessionError(f"the snapshot of position {snapshot.position} is not of this session's present tokens")
+        for state, saved in zip(self._states, snapshot.saved, strict=True):
+            state.restore(saved)
+        self._stand_at(snapshot.position)
+
+    def keep(self) -> None:
+        """Remembers this position, so that `rewind` can come back to it whatever the states are; the last `KEPT` count."""
+        everywhere = all(state.returns(self.context, self._position) for state in self._states)
+        if not everywhere and all(kept.position != self._position for kept in self._kept):
+            self._kept.append(self.snapshot())
+
+    def copy_from(self, other: Session, position: int) -> None:
+        """Takes over what a session of the same program was at `position`, which it must be able to reach."""
+        if other.program is not self.program or other.reachable(position) != position:
+            raise SessionError(f"position {position} cannot be copied from a session at {other.position}")
+        direct = all(state.returns(other.position, position) for state in other._states)
+        saved = (None,) * len(self._states) if direct else other._kept_at(position).saved
+        self._stand_at(0)
+        for mine, theirs, kept in zip(self._states, other._states, saved, strict=True):
+            mine.copy(theirs, position, kept)
+        self._position = position
+
+    def _kept_at(self, position: int) -> Snapshot:
+        return next(kept for kept in self._kept if kept.position == position)
+
+    def _stand_at(self, position: int) -> None:
+        """Notes a position not after the present one; snapshots after it hold no longer."""
+        self._position, self._last = position, None
+        for snapshot in self._snapshots:
+            snapshot.stale |= snapshot.position > position
+        self._kept = deque((kept for kept in self._kept if not kept.stale), KEPT)
 
     def logits(self) -> np.ndarray:
         """The logits after the last token, f32 `[vocab]`, a copy; SessionError before a token or after a rewind."""
@@ -145,17 +204,9 @@ class Session:
             raise SessionError("there are no logits yet: prefill or step first")
         return self._last.logits()
 
-    def rewind(self, position: int) -> None:
-        """Forgets every token from `position` on; SessionError for a position that was never reached."""
-        if not 0 <= position <= self._position:
-            raise SessionError(f"a session at position {self._position} cannot be rewound to {position}")
-        if position != self._position:
-            self._position, self._last = position, None
-
     def fork(self) -> Session:
-        """A session of its own that goes on from here, with a copy of the caches up to `position`."""
-        other = object.__new__(type(self))
-        other._start(self.program)
+        """A session of its own that goes on from here, with a copy of the states."""
+        other = Session(self.program)
         other.copy_from(self, self._position)
         other._last = self._last and _Kept(self._last.logits())
         return other

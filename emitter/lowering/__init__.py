@@ -7,8 +7,8 @@ from collections.abc import Callable
 from castiron.emitter.ir import Module
 from castiron.emitter.kernels.products.product import Product, Tiles
 from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.emitter.layers import ModelModule
 from castiron.emitter.lowering import kernels, portable
+from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.emitter.verifier import verify
 

@@ -94,7 +94,7 @@ def plan(function: Function, norm_limit: int) -> Plan:
     graph, found = _Graph(function), Plan()
     found.linears = {op: Linear(op) for op in function.ops if op.kind == "linear"}
     for op in function.ops:
-        if op.kind == "attention":
+        if op.kind == "attention" and op.attrs["cache"] == "positional":
             found.heads[op] = _heads(graph, op, found.absorbed)
         elif op.kind == "multiply":
             _glu(graph, op, found)

@@ -18,11 +18,11 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.layers import ModelModule
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.fusion import Heads, Linear, plan
 from castiron.emitter.lowering.projection import NORM_LIMIT, embed, project, project_experts
 from castiron.emitter.lowering.rewrite import Rule, rewrite
+from castiron.emitter.step import ModelModule
 from castiron.emitter.types import I32, TensorType
 
 # Parts that a long context is split into for one token's attention, so that threads have equal shares.
@@ -136,7 +136,9 @@ class _Lowering:
         return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 
     def attention(self, op: Op, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None = None):
-        heads: Heads = self.plan.heads[op]
+        heads: Heads | None = self.plan.heads.get(op)
+        if heads is None:
+            return portable.attention(op, q, k, v, k_cache, v_cache, start, length)
         tokens, count, head_dim = op.operands[0].shape
         layers, context, kv_heads, _ = k_cache.shape
         shape = (count, kv_heads, head_dim)
@@ -146,8 +148,8 @@ class _Lowering:
         qkv = rows[0] if len(rows) == 1 else ops.concatenate(rows, 1)
         options = [self.mapped[v].value() for v in (*(heads.tables or ()), *(heads.norms or ()))]
         layer = (op.attrs["layer"],)
-        if start.type.rank == 1 or tokens == 1:
-            batch = tokens if start.type.rank else None
+        if op.attrs["mode"] in ("decode", "batch"):
+            batch = tokens if op.attrs["mode"] == "batch" else None
             kernel = attention_decode(layers, context, *shape, isa=self.isa, splits=SPLITS, batch=batch, **prepared, **scores)
             counters = self._counters(kernel.operands[-2])
             operands = (qkv, *options, start, k_cache, v_cache, counters)

@@ -13,8 +13,9 @@ import numpy as np
 from castiron.emitter import ops
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.ir import Module, Op, Param, Source, Value, parameter
-from castiron.emitter.layers import ModelModule, Weight, source
+from castiron.emitter.lowering.portable_attention import attention
 from castiron.emitter.lowering.rewrite import Rule, rewrite
+from castiron.emitter.step import ModelModule, Weight, source
 from castiron.emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
 
 _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
@@ -133,8 +134,8 @@ def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
 
     def rows(table: Stored) -> Value:
         numbers = _numbers(table)
-        at_once = start.type.rank == 0
-        rows = ops.dynamic_slice(numbers, (start, zero), (tokens, half)) if at_once else ops.gather_rows(numbers, start)
+        together = op.attrs["mode"] != "batch"
+        rows = ops.dynamic_slice(numbers, (start, zero), (tokens, half)) if together else ops.gather_rows(numbers, start)
         return ops.broadcast_in_dim(rows, (tokens, heads, half), (0, 2))
 
     def features(first: int, last: int) -> Value:
@@ -148,62 +149,6 @@ def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
     if rotary_dim < head_dim:
         parts.append(features(rotary_dim, head_dim))
     return ops.concatenate(parts, 2)
-
-
-def attention(op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length=None):
-    if start.type.rank == 0:
-        return _attention(op, op.attrs["layer"], q, k, v, k_cache, v_cache, start)
-    sequences = q.shape[0]
-    layers, outs = k_cache.shape[0] // sequences, []
-    for i in range(sequences):
-        rows = (ops.slice_(x, (i, 0, 0), (i + 1, *x.shape[1:])) for x in (q, k, v))
-        position = ops.reshape(ops.slice_(start, (i,), (i + 1,)), ())
-        out, k_cache, v_cache = _attention(op, i * layers + op.attrs["layer"], *rows, k_cache, v_cache, position)
-        outs.append(out)
-    return ops.concatenate(outs, 0), k_cache, v_cache
-
-
-def _attention(op: Op, layer: int, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value):
-    """Attention of one sequence, whose keys and values stand at `layer` of the caches."""
-    layers, context, kv_heads, head_dim = k_cache.shape
-    tokens, heads, _ = q.shape
-    group = heads // kv_heads
-    zero = ops.constant(0, I32, ())
-    at = (ops.constant(layer, I32, ()), start, zero, zero)
-    k_cache = ops.dynamic_update_slice(k_cache, ops.reshape(k, (1, *k.shape)), at)
-    v_cache = ops.dynamic_update_slice(v_cache, ops.reshape(v, (1, *v.shape)), at)
-
-    def of_layer(cache: Value) -> Value:
-        rows = ops.slice_(cache, (layer, 0, 0, 0), (layer + 1, context, kv_heads, head_dim))
-        return ops.reshape(rows, (context, kv_heads, head_dim))
-
-    # [T, kv_heads, group, head_dim] . [context, kv_heads, head_dim] -> [kv_heads, T, group, context]
-    q = ops.reshape(q, (tokens, kv_heads, group, head_dim))
-    scores = ops.dot_general(q, of_layer(k_cache), ((3,), (2,)), ((1,), (1,)))
-    scores = ops.multiply(scores, ops.constant(op.attrs["scale"], F32, scores.shape))
-    if op.attrs["softcap"] is not None:
-        cap = ops.constant(op.attrs["softcap"], F32, scores.shape)
-        scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap)
-    seen = _seen(start, tokens, context, op.attrs["window"])
-    seen = ops.broadcast_in_dim(seen, scores.shape, (1, 3))
-    scores = ops.select(seen, scores, ops.constant(-np.inf, F32, scores.shape))
-    peak = ops.broadcast_in_dim(ops.reduce("maximum", scores, (3,)), scores.shape, (0, 1, 2))
-    weights = ops.exponential(ops.subtract(scores, peak))
-    total = ops.broadcast_in_dim(ops.reduce("add", weights, (3,)), scores.shape, (0, 1, 2))
-    # [kv_heads, T, group, context] . [context, kv_heads, head_dim] -> [kv_heads, T, group, head_dim]
-    out = ops.dot_general(ops.divide(weights, total), of_layer(v_cache), ((3,), (0,)), ((0,), (1,)))
-    return ops.reshape(ops.transpose(out, (1, 0, 2, 3)), (tokens, heads * head_dim)), k_cache, v_cache
-
-
-def _seen(start: Value, tokens: int, context: int, window: int | None) -> Value:
-    """[T, context] i1: may the query at start + t see position j."""
-    shape = (tokens, context)
-    position = ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
-    j = ops.iota(shape, 1)
-    seen = ops.compare("LE", j, position)
-    if window is None or window >= context:
-        return seen
-    return ops.and_(seen, ops.compare("LT", ops.subtract(position, j), ops.constant(window, I32, shape)))
 
 
 def activation(op: Op, x: Value) -> Value:

@@ -13,7 +13,7 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.layers import Weight, source
+from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I8, TensorType
 
 # A projection of one token takes its RMS norm in up to this width: every workgroup computes the norm again.

@@ -15,7 +15,8 @@ def rewrite(function: Function, rule_of: Callable[[Op], Rule | None], into: Modu
 
     `mapped` is filled with what stands for each value of the original, for rules that look beyond their operands.
     """
-    copy = Function(function.name, [Value(v.type, v.name) for v in function.inputs])
+    inputs = [Value(v.type, v.name) for v in function.inputs]
+    copy = Function(function.name, inputs, role=function.role, width=function.width, states=function.states)
     mapped = {} if mapped is None else mapped
     mapped.update(zip(function.inputs, copy.inputs))
     with building(into, copy):

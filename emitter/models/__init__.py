@@ -1,7 +1,7 @@
 """Model families: one file each, which reads like its paper and is named as HF names things.
 
-A family offers `Config.read(config.json as a dict)` and `forward(step, config) -> logits`. Adding a family is adding
-its file and its row here.
+A family offers `Config.read(config.json as a dict)`, `forward(step, config) -> logits`, and `states(config, context)` if they
+are not a KV cache of every layer. Adding a family is adding its file and its row here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from importlib import import_module
 from types import ModuleType
 
 from castiron.emitter import ops
-from castiron.emitter.ir import current_function
-from castiron.emitter.layers import ModelModule, Step, argmax
-from castiron.emitter.types import F32, I32, EmitError, TensorType
+from castiron.emitter.ir import Value, current_function
+from castiron.emitter.layers import argmax
+from castiron.emitter.states import ROLES, kv_cache
+from castiron.emitter.step import ModelModule, Step
+from castiron.emitter.types import EmitError
 
 # HF model types; each is the name of its file.
 FAMILIES = (
@@ -50,14 +52,16 @@ def build(
     verify: Sequence[int] = (),
     batches: Sequence[int] = (),
 ) -> ModelModule:
-    """The layer-operation module of a model, caches `[layers, context, kv_heads, head_dim]`.
+    """The layer-operation module of a model, over states that are the family's `states(config, context)`, or where it has
+    none a KV cache.
 
-    decode_step(token, pos, k, v): one token. prefill_T(tokens, start, length, k, v) for each T of `widths`: a chunk.
-    verify_T(tokens, start, k, v) for each T of `verify`: T tokens, with argmax [T] and logits [T, vocab] at every
-    position. decode_batch_B(tokens, pos, k, v) for each B of `batches`: one token of B sequences, whose caches stand one
-    after another in `[B * layers, context, kv_heads, head_dim]`; argmax [B], logits [B, vocab].
+    decode_step(token, position, *states): one token. prefill_T(tokens, start, length, *states) for each T of `widths`: a
+    chunk. verify_T(tokens, start, *states) for each T of `verify`: T tokens, with argmax [T] and logits [T, vocab] at every
+    position. decode_batch_B(tokens, positions, *states) for each B of `batches`: one token of B sequences, whose states
+    stand one after another along dimension 0; argmax [B], logits [B, vocab]; a sequence whose position is negative is left
+    alone, and its results mean nothing.
 
-    config: config.json as a dict. codecs: stored codec by tensor name. context: positions of the cache.
+    config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are.
     Raises EmitError for a config that is not understood and for a context past the model's limit.
     """
     model = family(config)
@@ -67,32 +71,19 @@ def build(
         why = ", past which its rotary scaling would change the frequencies of every token" if cut else ""
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
-    scalar = TensorType((), I32)
-
-    def caches(sequences: int = 1) -> dict[str, TensorType]:
-        return dict.fromkeys("kv", TensorType((sequences * c.layers, context, c.kv_heads, c.head_dim), F32))
-
-    with module.function("decode_step", token=scalar, pos=scalar, **caches()) as (token, pos, k, v):
-        _forward(model, c, Step(module, ops.reshape(token, (1,)), pos, None, k, v))
-    for width in widths:
-        types = {"tokens": TensorType((width,), I32), "start": scalar, "length": scalar, **caches()}
-        with module.function(f"prefill_{width}", **types) as (tokens, start, length, k, v):
-            _forward(model, c, Step(module, tokens, start, length, k, v))
-    for width in verify:
-        types = {"tokens": TensorType((width,), I32), "start": scalar, **caches()}
-        with module.function(f"verify_{width}", **types) as (tokens, start, k, v):
-            _forward(model, c, Step(module, tokens, start, None, k, v, every=True))
-    for size in batches:
-        rows = TensorType((size,), I32)
-        with module.function(f"decode_batch_{size}", tokens=rows, pos=rows, **caches(size)) as (tokens, pos, k, v):
-            _forward(model, c, Step(module, tokens, pos, None, k, v))
+    states = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
+    widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches}
+    for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
+        with module.step(role, width, states, context) as step:
+            _finish(step, model.forward(step, c))
     return module
 
 
-def _forward(model: ModuleType, config, step: Step) -> None:
-    caches = step.k, step.v
-    logits = model.forward(step, config)
-    if not (step.batched or step.every):
+def _finish(step: Step, logits: Value) -> None:
+    """Return argmax and logits, of one row or of each, and the states, which live on in the buffers they came in."""
+    if not ROLES[step.mode][1]:
         logits = ops.reshape(logits, logits.shape[-1:])
-    outputs = {"argmax": argmax(logits), "logits": logits, "k": step.k, "v": step.v}
-    current_function().returns({2: caches[0], 3: caches[1]}, **outputs)
+    function = current_function()
+    inputs = {v.name: v for v in function.inputs}
+    storage = {i: inputs[name] for i, name in enumerate(step.states, 2)}
+    function.returns(storage, argmax=argmax(logits), logits=logits, **step.states)

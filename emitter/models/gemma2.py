@@ -8,22 +8,22 @@ import numpy as np
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
-    Step,
     activation,
     attention,
     embedding,
-    last_token,
     linear,
-    project,
+    lm_head,
     rms_norm,
     rope,
     rotary_tables,
     softcapped,
     split_heads,
+    wanted_rows,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.ops import add, multiply
 from castiron.emitter.rotary import Rotary
+from castiron.emitter.step import Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,16 +113,12 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [1, vocab] of the step's last real token."""
+    """Logits [rows, vocab] of the rows that the step wants."""
     tables = rotary_tables(step, c.rotary)
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden, scale=c.hidden**0.5)
         for layer in range(c.layers):
             with scope(f"layers.{layer}"):
                 x = block(step, c, layer, x, tables)
-        x = norm(step, c, last_token(step, x), "norm")
-    if c.tied:
-        logits = project(x, step.weight("model.embed_tokens.weight", (c.vocab, c.hidden)))
-    else:
-        logits = linear(step, x, "lm_head", c.vocab)
-    return softcapped(logits, c.final_logit_softcapping)
+        x = norm(step, c, wanted_rows(step, x), "norm")
+    return softcapped(lm_head(step, x, c.vocab, c.tied), c.final_logit_softcapping)

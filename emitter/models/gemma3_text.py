@@ -8,22 +8,22 @@ import numpy as np
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
-    Step,
     activation,
     attention,
     embedding,
-    last_token,
     linear,
-    project,
+    lm_head,
     rms_norm,
     rope,
     rotary_tables,
     softcapped,
     split_heads,
+    wanted_rows,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.ops import add, multiply
 from castiron.emitter.rotary import Rotary
+from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
 
@@ -132,7 +132,7 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [1, vocab] of the step's last real token."""
+    """Logits [rows, vocab] of the rows that the step wants."""
     full = rotary_tables(step, c.full_rotary, "rotary.full")
     sliding = rotary_tables(step, c.sliding_rotary, "rotary.sliding")
     with scope("model"):
@@ -140,9 +140,5 @@ def forward(step: Step, c: Config) -> Value:
         for layer in range(c.layers):
             with scope(f"layers.{layer}"):
                 x = block(step, c, layer, x, sliding if c.windows[layer] else full)
-        x = norm(step, c, last_token(step, x), "norm")
-    if c.tied:
-        logits = project(x, step.weight("model.embed_tokens.weight", (c.vocab, c.hidden)))
-    else:
-        logits = linear(step, x, "lm_head", c.vocab)
-    return softcapped(logits, c.final_logit_softcapping)
+        x = norm(step, c, wanted_rows(step, x), "norm")
+    return softcapped(lm_head(step, x, c.vocab, c.tied), c.final_logit_softcapping)

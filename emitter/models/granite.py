@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
-    Step,
     activation,
     attention,
     embedding,
-    last_token,
     linear,
-    project,
+    lm_head,
     rms_norm,
     rope,
     rotary_tables,
     scaled,
     split_heads,
+    wanted_rows,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.ops import add, constant, divide, multiply
 from castiron.emitter.rotary import Rotary
+from castiron.emitter.step import Step
 from castiron.emitter.types import F32
 
 
@@ -102,7 +102,7 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [1, vocab] of the step's last real token."""
+    """Logits [rows, vocab] of the rows that the step wants."""
     tables = rotary_tables(step, c.rotary)
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden)
@@ -110,9 +110,6 @@ def forward(step: Step, c: Config) -> Value:
         for layer in range(c.layers):
             with scope(f"layers.{layer}"):
                 x = block(step, c, layer, x, tables)
-        x = rms_norm(step, last_token(step, x), "norm", c.eps)
-    if c.tied:
-        logits = project(x, step.weight("model.embed_tokens.weight", (c.vocab, c.hidden)))
-    else:
-        logits = linear(step, x, "lm_head", c.vocab)
+        x = rms_norm(step, wanted_rows(step, x), "norm", c.eps)
+    logits = lm_head(step, x, c.vocab, c.tied)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
-    Step,
     activation,
     attention,
     embedding,
-    last_token,
     linear,
-    project,
+    lm_head,
     rms_norm,
     rope,
     rotary_tables,
     split_heads,
+    wanted_rows,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.ops import add, multiply
 from castiron.emitter.rotary import Rotary
+from castiron.emitter.step import Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +94,12 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [1, vocab] of the step's last real token."""
+    """Logits [rows, vocab] of the rows that the step wants."""
     tables = rotary_tables(step, c.rotary)
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden)
         for layer in range(c.layers):
             with scope(f"layers.{layer}"):
                 x = block(step, c, layer, x, tables)
-        x = rms_norm(step, last_token(step, x), "norm", c.eps)
-    if c.tied:
-        return project(x, step.weight("model.embed_tokens.weight", (c.vocab, c.hidden)))
-    return linear(step, x, "lm_head", c.vocab)
+        x = rms_norm(step, wanted_rows(step, x), "norm", c.eps)
+    return lm_head(step, x, c.vocab, c.tied)

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -18,12 +18,12 @@ import numpy as np
 import castiron
 from castiron.emitter import types
 from castiron.emitter.codecs import row_bytes
-from castiron.emitter.ir import Function, Module, Param
+from castiron.emitter.ir import Function, Module, Param, Value
 from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.emitter.layers import ModelModule
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
+from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.tuning import store
@@ -31,7 +31,8 @@ from castiron.vmfb import manifest as bundle_manifest
 from castiron.vmfb.bundle import Bundle, BundleWriter, file_sha256, open_bundle
 from castiron.vmfb.compiler import compile_mlir, compiler_version
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.manifest import BundleError, Cache, Manifest, Tokens, Versions, functions
+from castiron.vmfb.manifest import BundleError, EntryPoint, Manifest, Tokens, Versions
+from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, resolve
 from castiron.vmfb.weights import write_irpa
 
@@ -210,7 +211,8 @@ def compile_model(
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
         facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
-        facts["work"] = {name: work_of(function) for name, function in module.functions.items()}
+        context = context_of(checkpoint.config, options.context)
+        facts["work"] = {name: work_of(function, context) for name, function in module.functions.items()}
         facts["threads"], facts["products"] = options.threads_or_cores, products_of(module)
         facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
@@ -224,7 +226,7 @@ def products_of(module: Module) -> list[str]:
     return list(dict.fromkeys(kernel.product.name for kernel in kernels if kernel.product))
 
 
-def work_of(function: Function) -> dict[str, dict]:
+def work_of(function: Function, context: int) -> dict[str, dict]:
     """What each kernel of a function does in one call of the function, for `castiron explain`.
 
     By kernel name: module paths (layer numbers as `*`), calls, and FLOP and bytes of all calls as [at position 0, per
@@ -241,29 +243,34 @@ def work_of(function: Function) -> dict[str, dict]:
             entry["paths"].append(path)
         entry["calls"] += 1
         if entry["calls"] == 1:
-            first, second, last = (kernel.work(p) for p in (0, 1, function.inputs[-1].shape[1] - 1))
+            first, second, last = (kernel.work(p) for p in (0, 1, context - 1))
             for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
                 entry[unit] = [start, step - start, end]
     return found
 
 
+def entry_point(function: Function) -> EntryPoint:
+    """How the manifest describes a function of a module."""
+
+    def spelled(values: Sequence[Value]) -> tuple[str, ...]:
+        return tuple(str(v.type).removeprefix("tensor<").removesuffix(">") for v in values)
+
+    return EntryPoint(function.role, function.name, function.width, spelled(function.inputs), spelled(function.outputs))
+
+
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
     decode = module.functions["decode_step"]
-    logits, cache = decode.outputs[1].type, Cache(*decode.outputs[2].shape)
-
-    def widths(role: str) -> list[int]:
-        return [int(name.removeprefix(role)) for name in module.functions if name.startswith(role)]
-
-    sizes = [widths(role) for role in ("prefill_", "verify_", "decode_batch_")]
+    vocab = decode.outputs[1].type.shape[0]
     source = {"model": str(model), "path": str(checkpoint.path), "format": checkpoint.format}
     if checkpoint.path.is_file():
         source["sha256"] = file_sha256(checkpoint.path)
     return Manifest(
         name=checkpoint.path.stem if checkpoint.format == "gguf" else checkpoint.path.resolve().name,
         config=checkpoint.config,
-        vocab=logits.shape[0],
-        cache=cache,
-        functions=functions(cache, logits.shape[0], *sizes),
+        vocab=vocab,
+        context=context_of(checkpoint.config, options.context),
+        states=tuple(State(s.name, s.shape, s.dtype.name, s.kind) for s in decode.states),
+        functions=tuple(entry_point(function) for function in module.functions.values()),
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,

@@ -61,7 +61,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
     """By module path, and for a block by its prefix: when its last operation ran, and the last float result."""
     body = module.functions[function]
-    cache = np.zeros(body.inputs[-1].shape, np.float32)
+    states = [np.zeros(state.shape, state.dtype.numpy) for state in body.states]
     params = {name: pack(checkpoint, param) for name, param in module.params.items()}
     found: dict[str, tuple[int, np.ndarray]] = {}
     count = 0
@@ -77,7 +77,7 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
             if length == len(parts) or parts[length - 1].isdigit():
                 found[".".join(parts[:length])] = count, results[0]
 
-    inputs = [np.asarray(tokens, np.int32), np.int32(0), np.int32(len(tokens)), cache, cache]
+    inputs = [np.asarray(tokens, np.int32), np.int32(0), np.int32(len(tokens)), *states]
     interpreter.run(module, function, inputs, params, trace)
     return found
 

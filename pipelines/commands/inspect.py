@@ -60,18 +60,19 @@ def catalogue() -> tuple[dict, list[str]]:
 
 def bundle(path: str) -> tuple[dict, list[str]]:
     from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.manifest import CACHE_ITEM_BYTES, dump
+    from castiron.vmfb.manifest import STATE_ITEM_BYTES, dump
 
     manifest = open_bundle(path, run=False).manifest
-    cache = manifest.cache
-    size = 2 * cache.layers * cache.context * cache.kv_heads * cache.head_dim * CACHE_ITEM_BYTES[cache.dtype]
+    size = sum(state.elements * STATE_ITEM_BYTES[state.dtype] for state in manifest.states)
+    states = ", ".join(f"{state.name} {state.type()} {state.kind}" for state in manifest.states)
     source = manifest.source
     rows = [
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
         ("from", f"{source.get('model', 'unknown')} ({source.get('format', '?')})"),
         ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
-        ("context", f"{manifest.context} positions, cache {cache.type}, {megabytes(size)} when full"),
+        ("context", f"{manifest.context} positions"),
+        ("states", f"{states}; {megabytes(size)} when full"),
         ("functions", ", ".join(function.name for function in manifest.functions)),
         ("target", f"{manifest.target.name} ({manifest.target.arch}, {manifest.target.isa or 'no kernels'})"),
         ("tuned", tuned(manifest.compile)),

@@ -21,7 +21,7 @@ from castiron.pipelines.checkpoints import open_checkpoint
 from castiron.pipelines.tuning.candidates import combined, neighbours
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.compiler import CompileError, compile_mlir
-from castiron.vmfb.manifest import MODEL, WEIGHTS, Function
+from castiron.vmfb.manifest import MODEL, WEIGHTS, EntryPoint
 from castiron.vmfb.profile import dispatches
 
 # What a candidate has to gain to be worth its place, over the default measured beside it.
@@ -94,7 +94,7 @@ class Bench:
             found[product] = before, before / after
         return found
 
-    def _look(self, model: Path, function: Function) -> Iterable[tuple[str, float]]:
+    def _look(self, model: Path, function: EntryPoint) -> Iterable[tuple[str, float]]:
         """Kernel and seconds of one call of it, in a run of about LOOK_SECONDS."""
         repeats = self._repeats.get(function.name, 2)
         rows = dispatches(model, self.bundle.file(WEIGHTS), function, position=POSITION, threads=self.threads, repeats=repeats)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.ir import Module
-from castiron.emitter.layers import ModelModule
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
+from castiron.emitter.step import ModelModule
 from castiron.pipelines.casting.compile import pack
 from castiron.pipelines.checkpoints import Checkpoint, missing_and_left_over, open_checkpoint
 from castiron.reference import hf, interpreter
@@ -29,12 +29,13 @@ class Model:
     def __init__(self, checkpoint: Checkpoint, module: Module) -> None:
         self.module = module
         self.params = {p.name: pack(checkpoint, p) for p in module.params.values()}
-        self.shape = next(iter(module.functions.values())).inputs[-1].shape
+        self.states = next(iter(module.functions.values())).states
         self.reset()
 
     def reset(self) -> None:
         """Forget every position. What lies in the caches past a position must never matter, so they start as noise."""
-        self.caches = [np.random.default_rng(i).normal(size=self.shape).astype(np.float32) for i in range(2)]
+        noise = [np.random.default_rng(i).normal(size=s.shape).astype(np.float32) for i, s in enumerate(self.states)]
+        self.caches = [n * (s.kind != "recurrent") for n, s in zip(noise, self.states)]
         self.position = 0
 
     def step(self, token: int) -> tuple[int, np.ndarray]:

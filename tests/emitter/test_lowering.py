@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from castiron.emitter.codecs import CODECS, row_bytes
-from castiron.emitter.layers import ModelModule
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
+from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.reference import interpreter
 

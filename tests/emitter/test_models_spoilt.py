@@ -10,9 +10,9 @@ import pytest
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Op
-from castiron.emitter.layers import ModelModule
 from castiron.emitter.lowering import portable
 from castiron.emitter.models import FAMILIES
+from castiron.emitter.step import ModelModule
 from castiron.reference import hf
 from tests.emitter.family_harness import LENGTH, TOLERANCE, Model, Pair, pair, prompt
 from tests.emitter.test_models import SHAPES

@@ -11,7 +11,7 @@ import pytest
 
 from castiron.vmfb import bundle as bundles
 from castiron.vmfb.bundle import BundleWriter, open_bundle
-from castiron.vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, functions, parse
+from castiron.vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, entry_points, parse
 from castiron.vmfb.record import to_json
 from castiron.vmfb.session import Session
 from tests.vmfb import toy_bundle
@@ -73,11 +73,11 @@ def test_what_is_written_is_what_is_read(toy_dir):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_at("schema", 3), "has schema 3 and this castiron reads 2"),
+        (set_at("schema", 2), "has schema 2 and this castiron reads 3"),
         (delete("schema"), "has schema None"),
         (set_at("schema", True), "has schema True"),
         (set_at("colour", "red"), "colour is not a field that this version knows"),
-        (set_at("cache", "colour", 1), "cache.colour is not a field"),
+        (set_at("states", 0, "colour", 1), "states[0].colour is not a field"),
         (set_at("files", MODEL, "colour", 1), "files.model.vmfb.colour is not a field"),
         (set_at("files", "../evil", {"size": 1, "sha256": "0" * 64}), "files.../evil is not a file"),
         (set_at("files", WEIGHTS, "sha256", "xyz"), "files.weights.irpa has no proper size and sha256"),
@@ -86,9 +86,13 @@ def test_what_is_written_is_what_is_read(toy_dir):
         (set_at("vocab", True), "vocab is True, not a whole number"),
         (set_at("vocab", 0), "vocab is 0, not a positive number"),
         (set_at("vocab", 33), "functions are not those of a castiron module with this vocabulary"),
-        (set_at("cache", "context", 25), "functions are not"),
-        (set_at("cache", "layers", 0), "cache.layers is 0"),
-        (set_at("cache", "dtype", "f8"), "cache.dtype is 'f8', not one of f32"),
+        (set_at("context", 25), "states.k has 24 positions where the context is 25"),
+        (set_at("states", 0, "shape", 3, 8), "functions are not"),
+        (set_at("states", 0, "shape", 0, 0), "states.k.shape is [0, 24, 1, 4], which no positional state has"),
+        (set_at("states", 0, "shape", [24]), "states.k.shape is [24], which no positional state has"),
+        (set_at("states", 1, "dtype", "f8"), "states.v.dtype is 'f8', not one of f32"),
+        (set_at("states", 1, "kind", "odd"), "states.v.kind is 'odd', not one of positional, window, recurrent"),
+        (set_at("states", 1, "name", "k"), "states have the same name twice"),
         (set_at("functions", 1, "width", 5), "functions are not"),
         (set_at("functions", 0, "name", "evil"), "functions are not"),
         (set_at("functions", 1, "inputs", [1]), r"functions[1].inputs[0] is 1, not a string"),
@@ -123,7 +127,8 @@ def test_a_manifest_that_does_not_hold_is_refused(copy, change, message):
 )
 def test_functions_that_no_module_has_are_refused(copy, prefill, verify, batches, message):
     manifest = open_bundle(copy).manifest
-    wrong = functions(manifest.cache, manifest.vocab, prefill, verify, batches)
+    widths = {"decode": (1,), "prefill": prefill, "verify": verify, "batch": batches}
+    wrong = entry_points(manifest.states, manifest.vocab, widths)
     (copy / "manifest.json").write_bytes(dump(dataclasses.replace(manifest, functions=wrong)))
     assert message in refusal(copy)
 

@@ -30,8 +30,8 @@ def agrees(session: Session, tokens) -> None:
     model = toy.Toy(CONTEXT)
     np.testing.assert_array_equal(session.logits(), model.run(tokens))
     assert session.position == len(tokens)
-    np.testing.assert_array_equal(session._k.array[:, : len(tokens)], model.k[:, : len(tokens)])
-    np.testing.assert_array_equal(session._v.array[:, : len(tokens)], model.v[:, : len(tokens)])
+    for state, expected in zip(session._states, (model.k, model.v), strict=True):
+        np.testing.assert_array_equal(state.array[:, : len(tokens)], expected[:, : len(tokens)])
 
 
 @pytest.mark.parametrize("count", range(1, CONTEXT + 1))
@@ -93,7 +93,7 @@ def test_forks_go_their_own_ways(session):
 def test_a_fork_copies_no_more_than_the_position(session):
     session.prefill(TOKENS)
     session.rewind(3)
-    assert not session.fork()._k.array[:, 3:].any()
+    assert not any(state.array[:, 3:].any() for state in session.fork()._states)
 
 
 def test_logits_are_the_callers_own(session):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from castiron.vmfb.bundle import BundleWriter
 from castiron.vmfb.compiler import compile_mlir, compiler_version
-from castiron.vmfb.manifest import MODEL, WEIGHTS, Cache, Manifest, Versions, functions
+from castiron.vmfb.manifest import MODEL, WEIGHTS, Manifest, Versions, entry_points
+from castiron.vmfb.states import State
 from castiron.vmfb.targets import TARGETS, Target
 from castiron.vmfb.weights import write_irpa
 from tests.vmfb import toy
@@ -14,10 +15,10 @@ from tests.vmfb import toy
 
 def manifest(context: int, widths: tuple[int, ...], target: Target = TARGETS["host"]) -> Manifest:
     """The manifest of a toy bundle, its files not filled in."""
-    cache = Cache(toy.LAYERS, context, 1, toy.HEAD_DIM)
+    states = tuple(State(name, (toy.LAYERS, context, 1, toy.HEAD_DIM), "f32", "positional") for name in "kv")
     return Manifest(
-        name="toy", config={"model_type": "toy"}, vocab=toy.VOCAB, cache=cache,
-        functions=functions(cache, toy.VOCAB, widths), numerics="exact", lowering="portable", weights="native",
+        name="toy", config={"model_type": "toy"}, vocab=toy.VOCAB, context=context, states=states,
+        functions=entry_points(states, toy.VOCAB, {"decode": (1,), "prefill": widths}), numerics="exact", lowering="portable", weights="native",
         codecs={"f32": 2}, target=target, versions=Versions("0", compiler_version()),
     )  # fmt: skip
 

@@ -1,0 +1,130 @@
+"""Attention as StableHLO alone: over the rows of all positions, or over a ring of the last ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from castiron.emitter import ops
+from castiron.emitter.ir import Op, Value
+from castiron.emitter.types import F32, I32
+
+
+def attention(op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length=None):
+    attend = _over_ring if op.attrs["cache"] == "window" else _over_positions
+    if op.attrs["mode"] != "batch":
+        return attend(op, op.attrs["layer"], q, k, v, k_cache, v_cache, start, length)
+    sequences = q.shape[0]
+    layers, outs = k_cache.shape[0] // sequences, []
+    for i in range(sequences):
+        rows = (ops.slice_(x, (i, 0, 0), (i + 1, *x.shape[1:])) for x in (q, k, v))
+        position = ops.reshape(ops.slice_(start, (i,), (i + 1,)), ())
+        # No token of a sequence that is left alone is real.
+        runs = ops.compare("GE", position, ops.constant(0, I32, ()))
+        one = ops.select(runs, ops.constant(1, I32, ()), ops.constant(0, I32, ()))
+        position = ops.maximum(position, ops.constant(0, I32, ()))
+        out, k_cache, v_cache = attend(op, i * layers + op.attrs["layer"], *rows, k_cache, v_cache, position, one)
+        outs.append(out)
+    return ops.concatenate(outs, 0), k_cache, v_cache
+
+
+def _of_layer(cache: Value, layer: int) -> Value:
+    """Rows of one layer, [rows, kv_heads, head_dim]."""
+    rows = ops.slice_(cache, (layer, 0, 0, 0), (layer + 1, *cache.shape[1:]))
+    return ops.reshape(rows, cache.shape[1:])
+
+
+def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
+    """The cache with `rows` [n, kv_heads, head_dim] from row `first` of a layer on."""
+    zero = ops.constant(0, I32, ())
+    at = (ops.constant(layer, I32, ()), first, zero, zero)
+    return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
+
+
+def _over_positions(op: Op, layer: int, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None):
+    """Attention of one sequence over the rows of all positions; rows past the real ones are written, and read by nobody."""
+    tokens, context = q.shape[0], k_cache.shape[1]
+    if op.attrs["mode"] == "batch":
+        k, v = (_kept(new, cache, layer, start, length) for new, cache in ((k, k_cache), (v, v_cache)))
+    k_cache, v_cache = _with_layer(k_cache, layer, k, start), _with_layer(v_cache, layer, v, start)
+    shape = (tokens, context)
+    seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
+    return _attend(op, q, _of_layer(k_cache, layer), _of_layer(v_cache, layer), seen), k_cache, v_cache
+
+
+def _kept(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
+    """The row `new` [1, kv_heads, head_dim], or the cache's own at that position where `length` is 0."""
+    zero = ops.constant(0, I32, ())
+    old = ops.dynamic_slice(cache, (ops.constant(layer, I32, ()), start, zero, zero), (1, 1, *cache.shape[2:]))
+    runs = ops.broadcast_in_dim(ops.compare("GT", length, zero), new.shape, ())
+    return ops.select(runs, new, ops.reshape(old, new.shape))
+
+
+def _over_ring(op: Op, layer: int, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None):
+    """Attention of one sequence over a ring of the last positions and the new ones, which then take their rows in it."""
+    tokens, rows = q.shape[0], k_cache.shape[1]
+    old_k, old_v = _of_layer(k_cache, layer), _of_layer(v_cache, layer)
+    shape = (tokens, rows)
+    held = ops.broadcast_in_dim(_held(start, rows), shape, (1,))
+    new = ops.add(ops.iota((tokens, tokens), 1), ops.broadcast_in_dim(start, (tokens, tokens), ()))
+    position = ops.concatenate((held, new), 1)
+    taken = ops.compare("GE", position, ops.constant(0, I32, position.shape))
+    seen = ops.and_(taken, _seen(_positions(start, position.shape), position, op.attrs["window"]))
+    out = _attend(op, q, ops.concatenate((old_k, k), 0), ops.concatenate((old_v, v), 0), seen)
+
+    # Each row takes the last real position that falls on it, if that is a new one.
+    end = ops.add(start, ops.constant(tokens, I32, ()) if length is None else length)
+    last = ops.subtract(_held(end, rows), ops.broadcast_in_dim(start, (rows,), ()))
+    zeros = ops.constant(0, I32, (rows,))
+    fresh, source = ops.compare("GE", last, zeros), ops.maximum(last, zeros)
+
+    def turned(old: Value, new: Value) -> Value:
+        taken = ops.gather_rows(ops.reshape(new, (tokens, new.type.elements // tokens)), source)
+        return ops.select(ops.broadcast_in_dim(fresh, old.shape, (0,)), ops.reshape(taken, old.shape), old)
+
+    zero = ops.constant(0, I32, ())
+    carried = (_with_layer(c, layer, turned(*x), zero) for c, x in ((k_cache, (old_k, k)), (v_cache, (old_v, v))))
+    return out, *carried
+
+
+def _held(end: Value, rows: int) -> Value:
+    """[rows] i32: the position in each row of a ring that has taken all positions below `end`; negative where none has."""
+    row = ops.iota((rows,), 0)
+    # One turn more keeps the quotient of a row not yet taken from being rounded towards zero.
+    turn = ops.constant(rows, I32, (rows,))
+    ahead = ops.add(ops.subtract(ops.broadcast_in_dim(ops.subtract(end, ops.constant(1, I32, ())), (rows,), ()), row), turn)
+    return ops.add(row, ops.multiply(ops.subtract(ops.divide(ahead, turn), ops.constant(1, I32, (rows,))), turn))
+
+
+def _positions(start: Value, shape: tuple[int, int]) -> Value:
+    """[T, n] i32: the position of each token."""
+    return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
+
+
+def _seen(position: Value, other: Value, window: int | None) -> Value:
+    """[T, n] i1: is `other` not after `position` and within the window before it, both [T, n] i32."""
+    seen = ops.compare("LE", other, position)
+    if window is None or window >= other.shape[1]:
+        return seen
+    near = ops.compare("LT", ops.subtract(position, other), ops.constant(window, I32, other.shape))
+    return ops.and_(seen, near)
+
+
+def _attend(op: Op, q: Value, k: Value, v: Value, seen: Value) -> Value:
+    """Softmax attention of q [T, heads, head_dim] over k and v [n, kv_heads, head_dim], as far as `seen` [T, n]."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    # [T, kv_heads, group, head_dim] . [n, kv_heads, head_dim] -> [kv_heads, T, group, n]
+    q = ops.reshape(q, (tokens, kv_heads, heads // kv_heads, head_dim))
+    scores = ops.dot_general(q, k, ((3,), (2,)), ((1,), (1,)))
+    scores = ops.multiply(scores, ops.constant(op.attrs["scale"], F32, scores.shape))
+    if op.attrs["softcap"] is not None:
+        cap = ops.constant(op.attrs["softcap"], F32, scores.shape)
+        scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap)
+    seen = ops.broadcast_in_dim(seen, scores.shape, (1, 3))
+    scores = ops.select(seen, scores, ops.constant(-np.inf, F32, scores.shape))
+    peak = ops.broadcast_in_dim(ops.reduce("maximum", scores, (3,)), scores.shape, (0, 1, 2))
+    weights = ops.exponential(ops.subtract(scores, peak))
+    total = ops.broadcast_in_dim(ops.reduce("add", weights, (3,)), scores.shape, (0, 1, 2))
+    # [kv_heads, T, group, n] . [n, kv_heads, head_dim] -> [kv_heads, T, group, head_dim]
+    out = ops.dot_general(ops.divide(weights, total), v, ((3,), (0,)), ((0,), (1,)))
+    return ops.reshape(ops.transpose(out, (1, 0, 2, 3)), (tokens, heads * head_dim))
