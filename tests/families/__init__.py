@@ -1,0 +1,1 @@
+"""Two small families whose states are no KV cache: what they remember is replaced (decaying_sum) or turns (ring)."""

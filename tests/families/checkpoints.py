@@ -1,0 +1,64 @@
+"""Random checkpoints of the small families, as HF directories, and bundles of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from castiron.emitter import models
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.vmfb.bundle import Bundle, open_bundle
+from tests.families import decaying_sum, ring
+from tests.pipelines import served
+
+FAMILIES: dict[str, ModuleType] = {"decaying_sum": decaying_sum, "ring": ring}
+VOCAB = len(served.SPECIAL) + len(served.LETTERS)
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """The families are castiron's inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "FAMILIES", (*models.FAMILIES, *FAMILIES))
+        for name, module in FAMILIES.items():
+            patch.setitem(sys.modules, f"castiron.emitter.models.{name}", module)
+        yield
+
+
+def config_of(family: str) -> dict:
+    return {"model_type": family, "vocab_size": VOCAB, **FAMILIES[family].CONFIG}
+
+
+def weights_of(family: str) -> dict[str, np.ndarray]:
+    """Drawn so that logits are spread and what was read long ago still counts."""
+    rng = np.random.default_rng(5)
+    shapes = FAMILIES[family].shapes(config_of(family))
+    return {name: (rng.normal(size=shape) * 2 / shape[-1] ** 0.5).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write(family: str, directory: Path) -> Path:
+    """The checkpoint, with a tokenizer of a token a character."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config_of(family)))
+    save_file(weights_of(family), directory / "model.safetensors")
+    served.tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": served.TEMPLATE, "eos_token": "</s>"}))
+    return directory
+
+
+@functools.cache
+def bundle(family: str, lowering: str, directory: Path) -> Bundle:
+    """Compiled once a process, with batches of 2 and 4 and checks of 4 proposed tokens."""
+    checkpoint = write(family, directory / family / lowering / "checkpoint")
+    options = Options(lowering=lowering, batch=(2, 4), speculate=(4,))
+    with known():
+        return open_bundle(compile_model(checkpoint, directory / family / lowering / "bundle", options).bundle)

@@ -1,0 +1,161 @@
+"""States of every kind: what a model says does not depend on the way by which its tokens came in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from castiron.vmfb.batch import Batch
+from castiron.vmfb.session import KEPT, Session, SessionError
+from tests.families.checkpoints import FAMILIES, VOCAB, bundle, config_of, weights_of
+
+TOKENS = np.random.default_rng(11).integers(0, VOCAB, 60).tolist()
+
+
+@pytest.fixture(scope="module", params=[(f, l) for f in FAMILIES for l in ("kernels", "portable")], ids=lambda p: "-".join(p))
+def cast(request, tmp_path_factory):
+    return bundle(*request.param, tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def expected(cast):
+    """Logits after each of TOKENS, by the family's NumPy definition."""
+    family = cast.manifest.config["model_type"]
+    return list(FAMILIES[family].define(config_of(family), weights_of(family), TOKENS))
+
+
+def agrees(session: Session, expected: list[np.ndarray]) -> None:
+    """The session's logits are those after as many of TOKENS as it has taken in."""
+    wanted = expected[session.position - 1]
+    np.testing.assert_allclose(session.logits(), wanted, atol=3e-5 * np.abs(wanted).max())
+
+
+def test_the_manifest_says_what_the_states_are(cast):
+    kinds = {state.kind for state in cast.manifest.states}
+    assert kinds == {"recurrent" if cast.manifest.config["model_type"] == "decaying_sum" else "window"}
+
+
+@pytest.mark.parametrize("pieces", [[1] * 20, [60], [5, 1, 9, 32, 3, 10], [8, 33], [3, 3, 3, 7], [31, 1, 1, 5]])
+def test_a_prompt_in_pieces_equals_token_by_token(cast, expected, pieces):
+    session, done = Session(cast, 1), 0
+    for size in pieces:
+        session.prefill(TOKENS[done : done + size])
+        done += size
+        agrees(session, expected)
+
+
+def test_logits_of_every_proposed_token(cast, expected):
+    session = Session(cast, 1)
+    for start in (0, 1, 7, 20):
+        session.rewind(0)
+        if start:
+            session.prefill(TOKENS[:start])
+        assert session.verify(TOKENS[start : start + 4]) == [int(e.argmax()) for e in expected[start : start + 4]]
+        agrees(session, expected)
+        session.step(TOKENS[start + 4])
+        agrees(session, expected)
+
+
+def test_a_session_goes_back_where_it_remembers_and_nowhere_else(cast, expected):
+    session = Session(cast, 1)
+    session.prefill(TOKENS[:20])
+    session.keep()
+    session.prefill(TOKENS[20:31])
+    assert [session.reachable(p) for p in (31, 30, 20, 19, 0)] == [31, 20, 20, 0, 0]
+    with pytest.raises(SessionError, match="does not remember its state at position 25: it can go back to 20"):
+        session.rewind(25)
+    session.rewind(20)
+    session.prefill(TOKENS[20:40])
+    agrees(session, expected)
+    session.rewind(20)
+    session.step(TOKENS[20])
+    agrees(session, expected)
+    session.rewind(0)
+    assert session.reachable(0) == 0
+    session.prefill(TOKENS[:9])
+    agrees(session, expected)
+    assert session.reachable(8) == 0, "what was kept of the tokens before is forgotten"
+
+
+def test_a_short_ring_has_forgotten_nothing(cast, expected):
+    session = Session(cast, 1)
+    session.prefill(TOKENS[:6])
+    ring = cast.manifest.states[0].kind == "window"
+    assert session.reachable(4) == (4 if ring else 0)
+    if ring:
+        session.rewind(4)
+        session.prefill(TOKENS[4:20])
+        agrees(session, expected)
+
+
+def test_few_places_are_kept_the_last_ones(cast):
+    session = Session(cast, 1)
+    for _ in range(KEPT + 3):
+        session.prefill(TOKENS[:8])
+        session.keep()
+    session.prefill(TOKENS[:7])
+    assert session.reachable(8 * 3) == 0 and session.reachable(8 * 4 + 7) == 8 * 4
+
+
+def test_a_snapshot_holds_until_other_tokens_stand_before_it(cast, expected):
+    session = Session(cast, 1)
+    session.prefill(TOKENS[:12])
+    early = session.snapshot()
+    session.prefill(TOKENS[12:18])
+    late = session.snapshot()
+    session.prefill(TOKENS[18:25])
+    session.restore(late)
+    session.restore(early)
+    with pytest.raises(SessionError, match="snapshot of position 18 is not of this session's present tokens"):
+        session.restore(late)
+    session.prefill(TOKENS[12:30])
+    agrees(session, expected)
+    with pytest.raises(SessionError, match="snapshot of position 12"):
+        Session(session.program).restore(early)
+
+
+def test_a_fork_goes_its_own_way(cast, expected):
+    session = Session(cast, 1)
+    session.prefill(TOKENS[:13])
+    other = session.fork()
+    session.prefill(TOKENS[5:20])
+    other.prefill(TOKENS[13:22])
+    agrees(other, expected)
+    session = other.fork()
+    other.rewind(0)
+    session.step(TOKENS[22])
+    agrees(session, expected)
+
+
+def test_a_beginning_is_copied_where_the_origin_remembers_it(cast, expected):
+    batch = Batch(cast, 1)
+    first, second = batch.slots[:2]
+    first.prefill(TOKENS[:10])
+    first.keep()
+    first.prefill(TOKENS[10:25])
+    second.prefill(TOKENS[30:50])
+    for position in (25, 10, 0):
+        second.copy_from(first, position)
+        second.prefill(TOKENS[position : position + 12])
+        agrees(second, expected)
+    with pytest.raises(SessionError, match="position 17 cannot be copied from a session at 25"):
+        second.copy_from(first, 17)
+    first.step(TOKENS[25])
+    agrees(first, expected)
+
+
+def test_sequences_of_a_batch_rest_and_go_on(cast, expected):
+    """Slots at positions of their own; one that is not stepped keeps its state to the last bit."""
+    batch = Batch(cast, 1)
+    for slot, length in enumerate((3, 17, 8)):
+        batch.slots[slot].prefill(TOKENS[:length])
+    resting = [state.array.copy() for state in batch.slots[1]._states]
+    for active in ((0, 2), (0,), (2, 0), (0, 2)):
+        batch.step({slot: TOKENS[batch.slots[slot].position] for slot in active})
+        for slot in active:
+            agrees(batch.slots[slot], expected)
+    for before, state in zip(resting, batch.slots[1]._states, strict=True):
+        np.testing.assert_array_equal(before, state.array)
+    batch.step({slot: TOKENS[batch.slots[slot].position] for slot in (0, 1, 2)})
+    for slot in (0, 1, 2):
+        agrees(batch.slots[slot], expected)
