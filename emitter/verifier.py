@@ -1,12 +1,14 @@
 """An independent check of a finished graph: it shares no code with the functions that build it.
 
-`verify(module)` raises one EmitError that names the function, the operation and the module path, or returns nothing.
+`check(module, table)` raises one EmitError that names the function, the operation and the module path, or returns nothing.
+A table says which operations there may be: `LOWERED` here, `layer_rules.LAYERS` before lowering.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 
 from castiron.emitter.ir import Function, Module, Op
@@ -14,19 +16,28 @@ from castiron.emitter.ops import ARITHMETIC, BITWISE, COMPARISONS, FLOAT_UNARY
 from castiron.emitter.types import BF16, DTYPES, F32, I1, I32, EmitError, TensorType
 
 
-def verify(module: Module) -> None:
+@dataclass(frozen=True)
+class Table:
+    """Of each kind of operation, how many operands and results it has (None where that varies), and what is wrong with one,
+    in words, or None."""
+
+    arity: Mapping[str, tuple[int | None, int | None]]
+    rules: Mapping[str, Callable[[Op], str | None]]
+
+
+def check(module: Module, table: Table) -> None:
     """Check definitions, types, unused inputs and parameters, element types and names of the whole module."""
     if not module.functions:
         raise EmitError(f"module {module.name} has no function")
     read: set[str] = set()
     for function in module.functions.values():
-        _verify_function(module, function, read)
+        _check_function(module, function, table, read)
     unread = sorted(set(module.params) - read)
     if unread:
         raise EmitError(f"module {module.name}: no function reads parameter {', '.join(unread)}")
 
 
-def _verify_function(module: Module, function: Function, read: set[str]) -> None:
+def _check_function(module: Module, function: Function, table: Table, read: set[str]) -> None:
     defined = set()
     used = set()
 
@@ -58,10 +69,10 @@ def _verify_function(module: Module, function: Function, read: set[str]) -> None
             used.add(operand)
         for result in op.results:
             define(result, op)
-        rule = _RULES.get(op.kind)
+        rule = table.rules.get(op.kind)
         if rule is None:
-            raise wrong(op, "no such operation in StableHLO form")
-        problem = _arity(op) or _guarded(rule, op)
+            raise wrong(op, "no such operation in a graph of this form")
+        problem = _miscounted(op, *table.arity.get(op.kind, (None, 1))) or _guarded(rule, op)
         if problem:
             types = ", ".join(str(v.type) for v in op.operands)
             raise wrong(op, f"{problem}; operands ({types}), results ({', '.join(str(v.type) for v in op.results)})")
@@ -88,8 +99,7 @@ def _verify_function(module: Module, function: Function, read: set[str]) -> None
         raise wrong(None, "two outputs cannot live in the storage of one input")
 
 
-def _arity(op: Op) -> str | None:
-    operands, results = _ARITY.get(op.kind, (None, 1))
+def _miscounted(op: Op, operands: int | None, results: int | None) -> str | None:
     if operands is not None and len(op.operands) != operands:
         return f"takes {operands} operands"
     return f"has {results} results" if results is not None and len(op.results) != results else None
@@ -269,17 +279,15 @@ def _kernel(op: Op) -> str | None:
 _UNARY = (*FLOAT_UNARY, "convert", "bitcast_convert", "broadcast_in_dim", "reshape", "transpose", "slice")
 _BINARY = (*ARITHMETIC, *BITWISE, "compare", "dot_general", "reduce", "gather")
 
-# How many operands and results an operation has; None where it varies.
-_ARITY: dict[str, tuple[int | None, int | None]] = {
-    **dict.fromkeys(("constant", "iota", "parameter"), (0, 1)),
+STABLEHLO_ARITY: dict[str, tuple[int | None, int | None]] = {
+    **dict.fromkeys(("constant", "iota"), (0, 1)),
     **dict.fromkeys(_UNARY, (1, 1)),
     **dict.fromkeys(_BINARY, (2, 1)),
     "select": (3, 1),
     "argmax": (4, 2),
-    "kernel": (None, None),
 }
 
-_RULES: dict[str, Callable[[Op], str | None]] = {
+STABLEHLO_RULES: dict[str, Callable[[Op], str | None]] = {
     **dict.fromkeys(FLOAT_UNARY, _elementwise(lambda kind: kind == "float")),
     **dict.fromkeys(ARITHMETIC, _elementwise(lambda kind: kind != "bool")),
     **dict.fromkeys(("and", "or"), _elementwise(lambda kind: kind != "float")),
@@ -287,7 +295,6 @@ _RULES: dict[str, Callable[[Op], str | None]] = {
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _moves(_dynamic)),
     "constant": _constant,
     "iota": _iota,
-    "parameter": lambda op: None,
     "compare": _compare,
     "select": _select,
     "convert": _convert,
@@ -301,5 +308,9 @@ _RULES: dict[str, Callable[[Op], str | None]] = {
     "reduce": _reduce,
     "argmax": _argmax,
     "gather": _moves(_gather),
-    "kernel": _kernel,
 }
+
+LOWERED = Table(
+    {**STABLEHLO_ARITY, "parameter": (0, 1), "kernel": (None, None)},
+    {**STABLEHLO_RULES, "parameter": lambda op: None, "kernel": _kernel},
+)

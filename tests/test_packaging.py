@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -165,6 +166,21 @@ def test_the_wheel_has_the_command_and_the_licence(wheel):
     assert "castiron = castiron.pipelines.cli:main" in texts["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in texts["METADATA"]
     assert "Version 2.0, January 2004" in texts["licenses/LICENSE"]
+
+
+def test_folders_of_a_user_are_not_in_the_way(tmp_path):
+    """A project of one's own with the names of castiron's folders, first on Python's path and the current directory."""
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('this is a user's own')\n")
+    code = "import sys; from castiron.pipelines.cli import main; sys.exit(main(['inspect']))"
+    paths = f"{tmp_path}{os.pathsep}{ROOT}"
+    for argv in (["-m", "castiron", "inspect"], ["-c", code]):
+        environment = {**os.environ, "PYTHONPATH": paths}
+        done = subprocess.run(
+            [sys.executable, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 and "smollm2" in done.stdout, done.stderr
 
 
 def make(*argv: str, directory: Path) -> subprocess.CompletedProcess:

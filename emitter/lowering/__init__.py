@@ -7,10 +7,11 @@ from collections.abc import Callable
 from castiron.emitter.ir import Module
 from castiron.emitter.kernels.products.product import Product, Tiles
 from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.layer_rules import LAYERS
 from castiron.emitter.lowering import kernels, portable
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
-from castiron.emitter.verifier import verify
+from castiron.emitter.verifier import LOWERED, check
 
 LOWERINGS = ("kernels", "portable")
 
@@ -31,9 +32,10 @@ def lower(
         raise EmitError(f"lowering {lowering!r} is not one of {', '.join(LOWERINGS)}")
     if isa not in ISAS:
         raise EmitError(f"instruction set {isa!r} is not one of {', '.join(ISAS)}")
+    check(module, LAYERS)
     if lowering == "portable":
         lowered = portable.lower(module)
     else:
         lowered = kernels.lower(module, ISAS[isa], lambda product: product.kernel(ISAS[isa], threads, tiles(product)))
-    verify(lowered)
+    check(lowered, LOWERED)
     return lowered

@@ -11,7 +11,7 @@ from castiron.emitter import ops
 from castiron.emitter.ir import Function, Module, Op, Param, Source, Value
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import BF16, DTYPES, F32, I1, I32, DType, EmitError, TensorType
-from castiron.emitter.verifier import _RULES, verify
+from castiron.emitter.verifier import LOWERED, check
 from castiron.reference.xla import run_stablehlo
 from tests.emitter.cases import Case, all_cases, module_of
 from tests.emitter.small import CACHE, small_module
@@ -41,13 +41,13 @@ def retype(op: Op, type_: TensorType, index: int = 0) -> None:
 
 
 def test_whole_graphs_pass():
-    verify(module_of(all_cases()))
-    verify(small_module(True))
-    verify(small_module(False))
+    check(module_of(all_cases()), LOWERED)
+    check(small_module(True), LOWERED)
+    check(small_module(False), LOWERED)
 
 
 def test_every_operation_has_a_rule():
-    assert set(_RULES) == {*KINDS, "parameter", "kernel"}
+    assert set(LOWERED.rules) == {*KINDS, "parameter", "kernel"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +63,7 @@ def test_a_result_of_another_shape_is_caught(kind):
     for other in wrong:
         retype(op, TensorType(other, dtype))
         with pytest.raises(EmitError, match=rf"function case_0, {kind} in {kind}: "):
-            verify(module)
+            check(module, LOWERED)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +80,7 @@ def test_a_result_of_another_element_type_is_caught(kind):
     for dtype in wrong:
         retype(op, TensorType(op.results[0].shape, dtype))
         with pytest.raises(EmitError, match=rf"function case_0, {kind} in {kind}: "):
-            verify(module)
+            check(module, LOWERED)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("constant", "iota")])
@@ -95,7 +95,7 @@ def test_an_operand_of_another_type_is_caught(kind):
         function.inputs.append(stray)
         op.operands = (*op.operands[:-1], stray)
         with pytest.raises(EmitError, match=rf"function case_0, {kind} in {kind}: "):
-            verify(module)
+            check(module, LOWERED)
         function.inputs.remove(stray)
 
 
@@ -110,7 +110,7 @@ def test_too_few_and_too_many_operands_are_caught(kind):
         op.operands = operands
         module.functions["case_0"].inputs.append(extra)
         with pytest.raises(EmitError, match=kind):
-            verify(module)
+            check(module, LOWERED)
         module.functions["case_0"].inputs.pop()
 
 
@@ -119,7 +119,7 @@ def test_a_second_result_is_caught(kind):
     module, op = first_case(kind)
     op.results = (*op.results, Value(TensorType((), F32)))
     with pytest.raises(EmitError, match=rf"{kind} in {kind}: has \d results?"):
-        verify(module)
+        check(module, LOWERED)
 
 
 BAD_ATTRS = [
@@ -147,7 +147,7 @@ def test_bad_attributes_are_caught(kind, name, value):
     module, op = first_case(kind)
     op.attrs[name] = value
     with pytest.raises(EmitError, match=rf"{kind} in {kind}: "):
-        verify(module)
+        check(module, LOWERED)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if first_case(k)[1].attrs])
@@ -156,7 +156,7 @@ def test_a_missing_attribute_is_caught(kind):
         module, op = first_case(kind)
         del op.attrs[name]
         with pytest.raises(EmitError, match=rf"{kind} in {kind}: malformed"):
-            verify(module)
+            check(module, LOWERED)
 
 
 def double_definition(_module, function):
@@ -291,14 +291,14 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_damage_is_caught_and_named(damage):
     with pytest.raises(EmitError) as error:
-        verify(damaged(damage))
+        check(damaged(damage), LOWERED)
     assert DAMAGE[damage] in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["", "0", "a b", "_x", "arg_3", "index_0", "x-y", "é "])
 def test_inputs_have_names_that_print(name):
     with pytest.raises(EmitError, match="name"):
-        verify(damaged(lambda module, function: setattr(function.inputs[0], "name", name)))
+        check(damaged(lambda module, function: setattr(function.inputs[0], "name", name)), LOWERED)
 
 
 @pytest.mark.parametrize("name", ["value", "index", "xv", "keep", "token_2", "argmax"])
@@ -306,5 +306,5 @@ def test_any_other_name_does_not_meet_the_printers_own(name):
     """Names inside the region of argmax are of no concern to a function's inputs."""
     module = module_of([Case("argmax", ((TensorType((3,), F32), np.zeros(3, np.float32)),), ops.argmax)])
     module.functions["case_0"].inputs[0].name = name
-    verify(module)
+    check(module, LOWERED)
     assert run_stablehlo(print_module(module), "case_0", [np.float32([1, 3, 3])])[0] == 1

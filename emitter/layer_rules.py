@@ -1,0 +1,131 @@
+"""What a graph of layer operations may hold: the verifier's table for the graph that a model family writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from castiron.emitter.ir import Op
+from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.verifier import STABLEHLO_ARITY, STABLEHLO_RULES, Table
+
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+def _shapes(op: Op) -> tuple[tuple[int, ...], ...]:
+    return tuple(v.shape for v in (*op.operands, op.results[0]))
+
+
+def _weight(op: Op) -> str | None:
+    return None if op.results[0].type == TensorType(op.attrs["weight"].shape, F32) else "the result is not the weight's"
+
+
+def _embedding(op: Op) -> str | None:
+    tokens, table, rows = _shapes(op)
+    ok = op.operands[0].dtype is I32 and len(tokens) == 1 and len(table) == 2
+    return None if ok and rows == (*tokens, table[1]) else "needs tokens [T] and a table [vocab, hidden]"
+
+
+def _linear(op: Op) -> str | None:
+    x, weight, *bias, y = _shapes(op)
+    ok = len(x) == len(weight) == 2 and x[1] == weight[1] and y == (x[0], weight[0])
+    return None if ok and bias in ([], [weight[:1]]) else "needs x [T, in], a weight [out, in] and at most a bias [out]"
+
+
+def _norm(weights: int, rank: int) -> Callable[[Op], str | None]:
+    """Norms over the last dimension, with up to so many weights of this rank, or of the last dimensions of x."""
+
+    def rule(op: Op) -> str | None:
+        x, *own = op.operands
+        ok = x.type == op.results[0].type and 1 <= len(own) <= weights and op.attrs["eps"] > 0
+        ok = ok and all(w.shape == x.shape[x.type.rank - rank :] for w in own)
+        return None if ok else "needs x, weights of its last dimension, and a positive epsilon"
+
+    return rule
+
+
+def _placed(op: Op, tokens: int) -> bool:
+    """Whether the step's positions are those of its mode: one start, or one position for each sequence of a batch."""
+    start = next(v for v in op.operands[3:] if v.dtype is I32)
+    return start.shape == ((tokens,) if op.attrs["mode"] == "batch" else ())
+
+
+def _rope(op: Op) -> str | None:
+    x, cos, sin, _start = (v.shape for v in op.operands)
+    ok = len(x) == 3 and cos == sin and len(cos) == 2 and 2 * cos[1] == op.attrs["rotary_dim"] <= x[2]
+    return None if ok and _placed(op, x[0]) and x == op.results[0].shape else "needs heads [T, heads, head_dim] and tables"
+
+
+def _attention(op: Op) -> str | None:
+    q, k, v, k_cache, v_cache, *numbers = op.operands
+    (tokens, heads, head_dim), (layers, rows, *own) = q.shape, k_cache.shape
+    out = TensorType((tokens, heads * head_dim), F32)
+    if [v.type for v in op.results] != [out, k_cache.type, v_cache.type]:
+        return "the results are not rows and the two caches"
+    if k.shape != v.shape or k.shape != (tokens, *own) or own[1] != head_dim or heads % own[0]:
+        return "heads and caches do not fit"
+    if (
+        any(n.dtype is not I32 for n in numbers)
+        or not _placed(op, tokens)
+        or len(numbers) != 1 + (op.attrs["mode"] == "prefill")
+    ):
+        return "positions are not those of its mode"
+    held = layers // (tokens if op.attrs["mode"] == "batch" else 1)
+    window = op.attrs["window"]
+    turns = op.attrs["cache"] == "window"
+    ok = 0 <= op.attrs["layer"] < held and k_cache.type == v_cache.type and (window is None or window > 0)
+    return None if ok and not (turns and not 0 < (window or 0) <= rows) else "no such layer, or a window that its ring lacks"
+
+
+def _activation(op: Op) -> str | None:
+    ok = op.attrs["function"] in _FUNCTIONS and op.operands[0].type == op.results[0].type
+    return None if ok else "an unknown function, or another type"
+
+
+def _route(op: Op) -> str | None:
+    tokens, experts = op.operands[0].shape
+    shape = (tokens, op.attrs["top_k"])
+    ok = [v.type for v in op.results] == [TensorType(shape, I32), TensorType(shape, F32)]
+    return None if ok and 1 <= shape[1] <= experts else "needs logits [T, experts] and chooses some of them"
+
+
+def _experts(op: Op) -> str | None:
+    x, chosen, weights, gate, up, down, y = _shapes(op)
+    count, inner = op.attrs["experts"], gate[0] // op.attrs["experts"]
+    ok = x == y and chosen == weights and chosen[0] == x[0] and op.attrs["function"] in _FUNCTIONS
+    ok = ok and gate == up == (count * inner, x[1]) and down == (count * x[1], inner)
+    return None if ok else "needs x [T, hidden], the experts of each token, and their stacked weights"
+
+
+def _argmax_rows(op: Op) -> str | None:
+    logits = op.operands[0].type
+    ok = logits.dtype is F32 and logits.rank in (1, 2) and op.results[0].type == TensorType(logits.shape[:-1], I32)
+    return None if ok else "needs logits [vocab] or [rows, vocab]"
+
+
+LAYERS = Table(
+    {
+        **STABLEHLO_ARITY,
+        "weight": (0, 1),
+        **dict.fromkeys(("activation", "argmax_rows"), (1, 1)),
+        **dict.fromkeys(("embedding", "rms_norm", "head_norms"), (2, 1)),
+        "route": (1, 2),
+        "rope": (4, 1),
+        "experts": (6, 1),
+        "attention": (None, 3),
+    },
+    {
+        **STABLEHLO_RULES,
+        "weight": _weight,
+        "embedding": _embedding,
+        "linear": _linear,
+        "rms_norm": _norm(1, 1),
+        "layer_norm": _norm(2, 1),
+        "head_norms": _norm(1, 2),
+        "rope": _rope,
+        "attention": _attention,
+        "activation": _activation,
+        "route": _route,
+        "experts": _experts,
+        "argmax_rows": _argmax_rows,
+    },
+)

@@ -1,0 +1,102 @@
+"""The table of layer operations: graphs of families hold it, and each kind of damage to one is caught and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from castiron.emitter.ir import Function, Module, Op
+from castiron.emitter.layer_rules import LAYERS
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import build
+from castiron.emitter.types import F32, I32, EmitError, TensorType
+from castiron.emitter.verifier import LOWERED, check
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 50, "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = {
+    "llama": {},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+# What is broken in an operation: result, operand or attribute, by kind and what the verifier says.
+DAMAGE = {
+    "weight": [("result", TensorType((3,), F32), "the result is not the weight's")],
+    "embedding": [("result", TensorType((8, 31), F32), "needs tokens [T] and a table")],
+    "linear": [
+        ("result", TensorType((8, 31), F32), "needs x [T, in], a weight [out, in]"),
+        ("swap", (0, 1), "needs x [T, in], a weight [out, in]"),
+    ],
+    "rms_norm": [("eps", -1.0, "a positive epsilon"), ("result", TensorType((8, 31), F32), "needs x, weights")],
+    "layer_norm": [("eps", 0.0, "a positive epsilon"), ("swap", (0, 1), "needs x, weights")],
+    "head_norms": [("result", TensorType((8, 4, 9), F32), "needs x, weights"), ("drop", 1, "takes 2 operands")],
+    "rope": [
+        ("rotary_dim", 64, "needs heads [T, heads, head_dim] and tables"),
+        ("mode", "batch", "needs heads [T, heads, head_dim] and tables"),
+    ],
+    "attention": [
+        ("layer", 2, "no such layer"),
+        ("layer", -1, "no such layer"),
+        ("window", 0, "no such layer, or a window"),
+        ("mode", "batch", "positions are not those of its mode"),
+        ("mode", "verify", "positions are not those of its mode"),
+        ("cache", "window", "no such layer, or a window that its ring lacks"),
+        ("swap", (0, 1), "the results are not rows and the two caches"),
+        ("drop", 6, "positions are not those of its mode"),
+        ("result", TensorType((8, 31), F32), "the results are not rows and the two caches"),
+    ],
+    "activation": [("function", "swish2", "an unknown function"), ("result", TensorType((8, 31), F32), "another type")],
+    "route": [("top_k", 5, "needs logits [T, experts]"), ("result", TensorType((8, 2), F32), "needs logits [T, experts]")],
+    "experts": [("experts", 3, "their stacked weights"), ("function", "no", "their stacked weights")],
+    "argmax_rows": [("result", TensorType((2,), I32), "needs logits [vocab]")],
+}
+
+
+def module(family: str) -> Module:
+    config = {"model_type": family, **SIZES, **CONFIGS[family]}
+    return build(config, lambda name: "f32", 16, (8,), verify=(4,), batches=(3,))
+
+
+def operation(kind: str) -> tuple[Module, Function, Op]:
+    """A prefill with an operation of that kind, and the operation."""
+    for family in CONFIGS:
+        found = module(family)
+        function = found.functions["prefill_8"]
+        for op in function.ops:
+            if op.kind == kind:
+                return found, function, op
+    raise AssertionError(f"no family here has {kind}")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_families_write_holds_and_is_not_lowered(family):
+    check(module(family), LAYERS)
+    with pytest.raises(EmitError, match="no such operation in a graph of this form"):
+        check(module(family), LOWERED)
+    with pytest.raises(EmitError, match="no such operation in a graph of this form"):
+        check(lower(module(family), "portable"), LAYERS)
+
+
+def test_every_operation_of_the_table_is_damaged_here():
+    assert set(DAMAGE) == set(LAYERS.rules) - set(LOWERED.rules)
+
+
+@pytest.mark.parametrize(("kind", "what", "value", "sentence"), [(k, *row) for k, rows in DAMAGE.items() for row in rows])
+def test_damage_is_caught_before_lowering(kind, what, value, sentence):
+    broken, function, op = operation(kind)
+    operands = list(op.operands)
+    if what == "result":
+        op.results[0].type = value
+    elif what == "swap":
+        first, second = value
+        operands[first], operands[second] = operands[second], operands[first]
+        op.operands = tuple(operands)
+    elif what == "drop":
+        op.operands = tuple(v for i, v in enumerate(operands) if i != value)
+    else:
+        op.attrs = {**op.attrs, what: value}
+    with pytest.raises(EmitError) as error:
+        lower(broken, "portable")
+    said = str(error.value)
+    assert said.startswith(f"function {function.name}, {kind} in ") and sentence in said and "\n" not in said
