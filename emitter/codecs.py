@@ -47,7 +47,7 @@ class Codec:
     name: str
     block: int
     block_bytes: int
-    split: Callable[[np.ndarray], Parts] | None = None
+    splitter: Callable[[np.ndarray], Parts] | None = None
     bits: int = 0
     offset: int = 0
     group: int = 0
@@ -55,7 +55,12 @@ class Codec:
 
     @property
     def quantised(self) -> bool:
-        return self.split is not None
+        return self.splitter is not None
+
+    def split(self, blocks: np.ndarray) -> Parts:
+        """Blocks [n, block_bytes] u8 taken apart; for quantised codecs only."""
+        assert self.splitter is not None, f"{self.name} has no blocks"
+        return self.splitter(blocks)
 
 
 def _f16(columns: np.ndarray) -> np.ndarray:

@@ -80,8 +80,7 @@ def rms_norm(step: Step, x: Value, name: str, eps: float, transform=None) -> Val
 def layer_norm(step: Step, x: Value, name: str, eps: float, bias: bool = True) -> Value:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (arXiv:1607.06450), in f32."""
     with scope(name):
-        operands = (x, step.vector("weight", x.shape[-1:]))
-        operands += (step.vector("bias", x.shape[-1:]),) if bias else ()
+        operands = [x, *(step.vector(vector, x.shape[-1:]) for vector in ("weight", *["bias"] * bias))]
         return append("layer_norm", operands, (x.type,), {"eps": eps})[0]
 
 
@@ -141,7 +140,7 @@ def attention(
         window = window or rows
     ok = q.type.rank == 3 and k.type == v.type and k.shape == (q.shape[0], *heads)
     ok = ok and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0 and 0 <= layer < layers // step.sequences
-    if not ok or kind not in ("positional", "window") or kind == "window" and window > rows:
+    if not ok or kind not in ("positional", "window") or kind == "window" and (window or 0) > rows:
         raise fail("attention", f"operands do not fit the {kind} cache {k_cache.type} at layer {layer}", (q, k, v))
     operands = (q, k, v, k_cache, v_cache, step.start) + ((step.length,) if step.length is not None else ())
     out = TensorType((q.shape[0], q.shape[1] * q.shape[2]), F32)
@@ -195,7 +194,8 @@ def route(logits: Value, top_k: int, normalised: bool) -> tuple[Value, Value]:
     if not 1 <= top_k <= experts:
         raise fail("route", f"cannot choose {top_k} of {experts} experts", (logits,))
     types = TensorType((tokens, top_k), I32), TensorType((tokens, top_k), F32)
-    return append("route", (logits,), types, {"top_k": top_k, "normalised": normalised})
+    chosen, weights = append("route", (logits,), types, {"top_k": top_k, "normalised": normalised})
+    return chosen, weights
 
 
 def experts(

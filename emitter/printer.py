@@ -8,6 +8,7 @@ globals read from the parameter scope "model", outputs with storage carry `iree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +39,8 @@ def argument_params(module: Module, function: Function) -> list[str]:
     return [op.attrs["name"] for op in function.ops if op.kind == "parameter"]
 
 
-def _kernels(module: Module) -> dict:
-    found = {}
+def _kernels(module: Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for function in module.functions.values():
         for op in function.ops:
             if op.kind == "kernel":

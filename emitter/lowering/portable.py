@@ -75,8 +75,8 @@ class Stored:
 def float_param(weight: Weight, dtype: DType) -> Param:
     """The parameter of an unquantised weight or of a computed table."""
     type_ = TensorType(weight.shape, dtype)
-    if weight.values is not None:
-        return Param(weight.name, type_, Source((), lambda: np.asarray(weight.values(), np.float32)))
+    if (values := weight.values) is not None:
+        return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
 
     def pack(raw: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(raw).view(dtype.numpy).reshape(weight.shape)
@@ -179,7 +179,9 @@ def _erf(x: Value) -> Value:
         total = ops.constant(coefficients[0], F32, x.shape)
         for coefficient in coefficients[1:]:
             total = ops.add(ops.multiply(total, square), ops.constant(coefficient, F32, x.shape))
-        return total
+        assert total is not None, "a token has at least one expert"
+
+    return total
 
     numerator = polynomial(
         (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05)
@@ -222,7 +224,8 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: S
 
 def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str, parts: list[tuple[Stored, int]]) -> Value:
     """One token: each chosen expert is a slice of the stacked weights."""
-    zero, total = ops.constant(0, I32, ()), None
+    zero = ops.constant(0, I32, ())
+    total: Value | None = None
     for slot in range(chosen.shape[1]):
         expert, weight = (ops.reshape(ops.slice_(v, (0, slot), (1, slot + 1)), ()) for v in (chosen, weights))
 
@@ -235,6 +238,7 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str, pa
         y = project(ops.multiply(activated(project(x, *gate), function), project(x, *up)), *down)
         y = ops.multiply(y, ops.broadcast_in_dim(weight, y.shape, ()))
         total = y if total is None else ops.add(total, y)
+    assert total is not None, "a token has at least one expert"
     return total
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from castiron.emitter import ops
@@ -9,8 +11,10 @@ from castiron.emitter.ir import Op, Value
 from castiron.emitter.types import F32, I32
 
 
-def attention(op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length=None):
-    attend = _over_ring if op.attrs["cache"] == "window" else _over_positions
+def attention(
+    op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length: Value | None = None
+) -> tuple[Value, ...]:
+    attend: Callable[..., tuple[Value, Value, Value]] = _over_ring if op.attrs["cache"] == "window" else _over_positions
     if op.attrs["mode"] != "batch":
         return attend(op, op.attrs["layer"], q, k, v, k_cache, v_cache, start, length)
     sequences = q.shape[0]
@@ -40,10 +44,12 @@ def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
 
-def _over_positions(op: Op, layer: int, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None):
+def _over_positions(
+    op: Op, layer: int, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length: Value | None
+) -> tuple[Value, Value, Value]:
     """Attention of one sequence over the rows of all positions; rows past the real ones are written, and read by nobody."""
     tokens, context = q.shape[0], k_cache.shape[1]
-    if op.attrs["mode"] == "batch":
+    if op.attrs["mode"] == "batch" and length is not None:
         k, v = (_kept(new, cache, layer, start, length) for new, cache in ((k, k_cache), (v, v_cache)))
     k_cache, v_cache = _with_layer(k_cache, layer, k, start), _with_layer(v_cache, layer, v, start)
     shape = (tokens, context)
@@ -59,7 +65,9 @@ def _kept(new: Value, cache: Value, layer: int, start: Value, length: Value) -> 
     return ops.select(runs, new, ops.reshape(old, new.shape))
 
 
-def _over_ring(op: Op, layer: int, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None):
+def _over_ring(
+    op: Op, layer: int, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length: Value | None
+) -> tuple[Value, Value, Value]:
     """Attention of one sequence over a ring of the last positions and the new ones, which then take their rows in it."""
     tokens, rows = q.shape[0], k_cache.shape[1]
     old_k, old_v = _of_layer(k_cache, layer), _of_layer(v_cache, layer)
@@ -82,8 +90,8 @@ def _over_ring(op: Op, layer: int, q, k, v, k_cache: Value, v_cache: Value, star
         return ops.select(ops.broadcast_in_dim(fresh, old.shape, (0,)), ops.reshape(taken, old.shape), old)
 
     zero = ops.constant(0, I32, ())
-    carried = (_with_layer(c, layer, turned(*x), zero) for c, x in ((k_cache, (old_k, k)), (v_cache, (old_v, v))))
-    return out, *carried
+    k_cache = _with_layer(k_cache, layer, turned(old_k, k), zero)
+    return out, k_cache, _with_layer(v_cache, layer, turned(old_v, v), zero)
 
 
 def _held(end: Value, rows: int) -> Value:
@@ -95,7 +103,7 @@ def _held(end: Value, rows: int) -> Value:
     return ops.add(row, ops.multiply(ops.subtract(ops.divide(ahead, turn), ops.constant(1, I32, (rows,))), turn))
 
 
-def _positions(start: Value, shape: tuple[int, int]) -> Value:
+def _positions(start: Value, shape: tuple[int, ...]) -> Value:
     """[T, n] i32: the position of each token."""
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 

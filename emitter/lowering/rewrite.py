@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from castiron.emitter.ir import Function, Module, Op, Value, append, building, scope
 
-# A rule makes the replacement of one operation out of its already replaced operands.
-Rule = Callable[..., tuple[Value, ...] | Value]
+# A rule makes the replacement of one operation, a value or a tuple of them, out of its already replaced operands.
+Rule = Callable[..., Any]
 
 
 def rewrite(function: Function, rule_of: Callable[[Op], Rule | None], into: Module, mapped: dict | None = None) -> None:

@@ -46,7 +46,7 @@ class ConfigReader:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(k.__name__ for k in kinds)
             raise EmitError(f"{key!r} in the {self.model_type} config is {value!r}, not {names}")
-        if kinds == (int,) and value < least:
+        if kinds == (int,) and isinstance(value, int) and value < least:
             raise EmitError(f"{key!r} in the {self.model_type} config is {value}, which is less than {least}")
         return value
 
