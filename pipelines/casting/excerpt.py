@@ -103,7 +103,9 @@ def _names(function: Function) -> dict[Value, str]:
     states, count = dict(names), Counter[str]()
     for op in function.ops:
         for i, value in enumerate(op.results):
-            if state := states.get(_updated(op, i)):
+            before = _updated(op, i)
+            state = states.get(before) if before else None
+            if state:
                 states[value] = state
             if not op.operands or not readers.get(value, set()) - {layer_of(op)}:
                 continue

@@ -8,7 +8,11 @@ StableHLO compiler takes.
 import argparse
 import json
 import sys
+from collections import Counter
 
+from castiron.emitter.ir import Function, Module
+from castiron.emitter.printer import print_module
+from castiron.pipelines.casting import excerpt
 from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
 from castiron.pipelines.commands.options import add_compile_arguments, compile_options
 from castiron.pipelines.errors import PipelineError
@@ -50,8 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.emitter.printer import print_module
-
     module = _kernel(args) if args.kernel else _model(args)
     text = print_module(module, args.weights_as)
     if args.output:
@@ -69,9 +71,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace):
+def _model(args: argparse.Namespace) -> Module:
     """The module of a checkpoint, or the part of it that was asked for."""
-    from castiron.pipelines.casting import excerpt
     from castiron.pipelines.casting.compile import build_module
     from castiron.pipelines.checkpoints import open_checkpoint
 
@@ -89,9 +90,8 @@ def _model(args: argparse.Namespace):
     return module if args.layer is None else excerpt.one_layer(module, args.layer)
 
 
-def _kernel(args: argparse.Namespace):
+def _kernel(args: argparse.Namespace) -> Module:
     """A module that calls one kernel."""
-    from castiron.pipelines.casting.excerpt import one_kernel
     from castiron.vmfb.targets import resolve
 
     options = compile_options(args)
@@ -110,11 +110,9 @@ def _kernel(args: argparse.Namespace):
         threads=options.threads_or_cores,
         context=args.context or 8192,
     )
-    return one_kernel(kernel)
+    return excerpt.one_kernel(kernel)
 
 
-def kinds(function) -> dict[str, int]:
+def kinds(function: Function) -> dict[str, int]:
     """How many operations of each kind a function has, most frequent first."""
-    from collections import Counter
-
     return dict(Counter(op.kind for op in function.ops).most_common())
