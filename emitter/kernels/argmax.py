@@ -1,4 +1,15 @@
-"""The index of the largest logit."""
+"""The index of the largest logit.
+
+each workgroup: one row of logits [rows, vocab]
+  best, place = -inf, 0                                                                        registers
+  for first in steps of `block` logits:                         a shorter one at the end
+    tops [8 vectors] = -inf                                                                    registers
+    for logits in block, 8 vectors at a time: tops = max(tops, logits)
+    if max(tops) > best: best, place = max(tops), first
+  for i in the block at `place`, from its end to its beginning:
+    if logits[i] == best: index = i
+  out = index, or 0 where best is still -inf                                                     memory
+"""
 
 from __future__ import annotations
 

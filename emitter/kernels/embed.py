@@ -1,4 +1,13 @@
-"""Rows of an embedding out of the packed weight, which a tied head shares."""
+"""Rows of an embedding out of the packed weight, which a tied head shares.
+
+each workgroup: a share of the tokens
+  for token < length in share:
+    id = ids[token], brought into the vocabulary
+    for k in steps of `depth`:
+      panel [depth, 16] = decoded block id / 16 of the weight, k : k + depth                       stack
+      for j in depth: out[token, k + j] = panel[j, id % 16]                                      memory
+  for token >= length in share: out[token] = 0                  with `length` alone
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""RMS norm and layer norm of rows."""
+"""RMS norm and layer norm of rows.
+
+    each workgroup: `rows` rows of x [T, hidden]
+      for row < length:
+        RMS norm:   inverse = 1 / sqrt(mean(x^2) + eps)                                            registers
+        layer norm: mean = mean(x), a pass of its own; then the inverse of x - mean
+        for d in hidden: out[row, d] = x * inverse * weight[d]      layer norm: (x - mean) and + bias[d]; memory
+      for row >= length: out[row] = 0                               with `length` alone
+
+Sums run along the row in up to four vectors side by side, which are added up across lanes at its end. The row is read again
+for the result: it is in the cache.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,21 @@ Short contexts are shared out by kv head. Long ones are split by position, so th
 cache and any number of threads has equal shares; the workgroup that comes last adds up the parts, which costs no second
 dispatch. The token's own key and value enter from registers: the cache row that is written is read by nobody.
 
+    workgroup (group of `per` kv heads, slot):
+      short context: one kv head, its slot; positions low .. pos - 1          slots past the heads have nothing to do
+      long context:  all `per` kv heads; the slot's part of these positions
+      q [per * group of query heads, head_dim] = scale * rope(norm(q))                                 stack
+      values [heads, head_dim], sums, references [heads] = 0                  the softmax's recurrence, stack
+      the head's own workgroup, or slot 0:
+        k[layer, pos], v[layer, pos] = rope(norm(k)), v                                              memory
+        values, sums, references = v, 1, q . k                                the recurrence after one position
+      for tile of positions: the recurrence of `attention.workgroup`
+      short context: out [heads, head_dim] = values / sums                                           memory
+      long context:
+        parts[heads, slot] = values, references, sums                                                memory
+        who adds the last one to the counter:
+          for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
+
 A batch of sequences, one token each, is the same work once for each row of one dispatch: to the last bit what each gets alone.
 """
 

@@ -4,6 +4,23 @@ Flash attention's recurrence (Dao et al. 2022). A tile is a set of columns, each
 group, against a block of keys. Scores are computed transposed, [key, column], with a column in each lane: the softmax then
 needs nothing across lanes, and a key's element is a broadcast straight out of the cache. Weighted values are computed as
 [column, head_dim], with the value rows' own vectors, in the rows of the result. Nothing of the cache is transposed or copied.
+
+    workgroup (tile of columns, kv head), the last tokens first:
+      qt [head_dim, columns] = scale * q^T                                                             stack
+      maxima, sums, rescale [columns]                                                                  stack
+      out[columns] = 0                                                                               memory
+      for block of `keys` keys, from the first that the tile sees to the last:
+        for `rows` keys:
+          acc [rows, columns] = 0                                                                  registers
+          for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
+          scores[rows, columns] = masked, capped acc                                                   stack
+        rescale = exp(maxima - new maxima); scores = exp(scores - new maxima)
+        sums = sums * rescale + sum over keys of scores
+        for `out_columns` columns x `out_vectors` vectors of head_dim:
+          acc = out * rescale                                                                      registers
+          for key in block: acc += scores[key, column] * v_cache[layer, key, kv head, d]
+          out = acc                                                                                  memory
+      out = out / sums, zeros in the rows of padding
 """
 
 from __future__ import annotations

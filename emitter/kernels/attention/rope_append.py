@@ -2,6 +2,18 @@
 
 The input is the fused projection's row: all query heads, then the key heads, then the value heads. Optional RMS norms of
 queries and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the whole row) come before the rotation, as in HF.
+
+    each workgroup: `rows` tokens t of qkv [T, (heads + 2 * kv_heads) * head_dim]
+      for head in heads: out[t, head] = turned(qkv[t, head])                                         memory
+      if t < length: for head in kv_heads:
+        k[layer, start + t, head] = turned(qkv[t, heads + head])                                     memory
+        v[layer, start + t, head] = qkv[t, heads + kv_heads + head]                                  memory
+
+    turned(x [head_dim]), vector by vector in registers:
+      x = x / sqrt(mean(x^2) + eps) * weight                        with a norm; the mean is a pass of its own
+      for d in rotary_dim / 2: first, second = x[d], x[d + rotary_dim / 2]
+        y[d], y[d + rotary_dim / 2] = first * cos[d] - second * sin[d], second * cos[d] + first * sin[d]
+      y[rotary_dim :] = x[rotary_dim :]
 """
 
 from __future__ import annotations

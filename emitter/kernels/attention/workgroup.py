@@ -4,6 +4,20 @@ Flash attention's recurrence (Dao et al. 2022) over tiles of positions, with one
 that need not be the maximum and rises only when a score is far above it. Scaling by a power of e costs no precision, and so
 almost every tile goes without the maximum and without touching what was summed before.
 
+    for tile of `tile` positions:
+      for `rows` positions: for kv head: for `heads` of its query heads:
+        acc [rows, heads] = 0                                                                      registers
+        for d in head_dim:                                          `unroll` vectors at a time
+          acc += k_cache[layer, position, kv head, d] * q[head, d]  the caches' rows as they lie
+        scores[heads, rows] = lane sums of acc                      soft-capped; stack [per * group, tile]
+      for kv head: for `heads` of its query heads:
+        if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
+        scores = exp(scores - reference); sums += scores                                               stack
+        for `columns` vectors of head_dim:
+          acc [heads, columns] = values                                                            registers
+          for position in tile: acc += scores[head, position] * v_cache[layer, position, kv head, d]
+          values = acc                                                                                 stack
+
 Long ranges are read ahead: between the arithmetic on some rows, one load a cache line goes through the rows that come next, in
 the order in which they lie in memory. Grouped heads against blocks of rows, and values after keys, are a pattern that hardware
 prefetchers lose; they follow those loads. Prefetch instructions do not do: CPUs drop them when memory is busy.

@@ -2,6 +2,14 @@
 
 A pair is a token and one of its experts; each is a GEMV (`products.gemv`) of its own with the expert's part of the
 stacked weight.
+
+    each workgroup: one pair and one share of its sets of 16-row blocks; `tiles.workgroups` of them make up a pair
+      row = pair / per_row                                          of x [pairs / per_row, in]
+      if row < length:                                              always, without `length`
+        base = chosen[pair] * blocks                                where the expert's records begin
+        y[pair, share] = gemv(weight[base : base + blocks], x[row])
+      else:
+        y[pair] = 0                                                 by the first share
 """
 
 from __future__ import annotations

@@ -4,6 +4,21 @@ A workgroup takes a few blocks of 16 rows of the weight and a block of tokens. I
 the weight onto the stack, multiplies tiles of tokens with it in registers, adds them to sums [tokens, columns] that
 stay on the stack too, and goes on to the next panel along k. (Goto and van de Geijn 2008, with the packing of B
 replaced by decoding.)
+
+    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+      for item in share:
+        sums [tokens, 16 * blocks] = 0                                                                 stack
+        for k in steps of `depth`:
+          panel [depth, 16 * blocks] = decoded W[columns, k : k + depth]^T                             stack
+          for tile of `rows` tokens:
+            for 16 * `wide` columns:
+              acc [rows, 16 * wide] = sums[tile]                                                   registers
+              for j in depth:                                       `unroll` at a time
+                acc += x[token, k + j] * panel[j]                   x broadcast from memory
+              sums[tile] = acc
+        y [tokens, 16 * blocks] = epilogue(sums)                                                     memory
+
+Rows of x from `length` on are not multiplied, but for those that fill the last tile; their results are zeros.
 """
 
 from __future__ import annotations

@@ -3,6 +3,23 @@
 With so few tokens decoding to memory, as `gemm` does, takes as long as the products. Here of a code there remain a mask and
 a conversion, which do not compete with fma, and its scale once a group. Some tokens times some vectors of outputs are
 summed up side by side: they share loads of x and decoded codes, and are as many sums as the latency of fma asks for.
+
+    each workgroup: a share of the sets of 16-row blocks
+      xs [T, in] = x * factors of the codes, sums [T, in / group]                                      stack
+      for set in share:
+        acc [T, 16 * blocks] = 0                                                                       stack
+        for tile of `rows` tokens x `vectors` vectors of outputs:
+          for group in groups of all records:
+            prefetch the group of the blocks that come next
+            products [rows, vectors] = 0                                                           registers
+            for k in group:                                         unrolled
+              code [vectors] = f32(word & mask)                                                    registers
+              products[t] += code * xs[t, k]                        for each token t of the tile
+            acc[t] += d * scale * products[t] + m * minimum * sums[t, group]
+        y [T, 16 * blocks] = epilogue(acc)                                                           memory
+
+Where xs would not fit the stack, it is prepared in parts, each once for several sets, whose acc are all on the stack. Float
+codecs need no xs: x is read from memory, and the products of a tile stay in registers over all k.
 """
 
 from __future__ import annotations

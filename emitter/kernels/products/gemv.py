@@ -2,6 +2,24 @@
 
 Sixteen rows run side by side, one a lane, so nothing is ever summed across lanes. x is prepared once per workgroup
 (`weights.prepared_x`); of a code there remain a mask, a conversion and an fma.
+
+    each workgroup: a share of the sets of 16-row blocks; a set is `together` blocks, with a GLU at least gate and up
+      prefetch the first records of the first set
+      xs [in] = norm(x) * factors of the codes, sums [in / group] = those of norm(x)                   stack
+      for set in share:
+        for `together` blocks of the set at once:
+          totals [together, 16] = 0                                                                registers
+          for record in records:                                    a codec's block of 16 rows, memory, once
+            for group in record:                                    one, in K-quants many
+              products [chains, together, 16] = 0                                                  registers
+              for k in group:                                       unrolled; prefetches of a record `ahead` in between
+                products[k % chains] += f32(word[k / fields] & mask[k % fields]) * xs[k]
+            totals += d * sum(products) + m * sums[group]           many groups: times their scales and minima
+        y [set] = epilogue(totals)                                                                   memory
+
+A word is loaded once for all of its fields. Codes with an offset start a chain with sums[group], which has minus the offset
+as a factor. Where xs would not fit the stack, it is prepared in parts, and the totals of 32 sets wait on the stack for the
+next part. A record of a float codec is one k (bf16: two) and its elements are the products' factors as they are.
 """
 
 from __future__ import annotations

@@ -1,0 +1,80 @@
+"""Golden texts: of one small instance of each kernel the text, or where that is long its busiest inner loop.
+
+`python -m tests.emitter.golden_kernels` writes them anew. Each file says the command that prints all of its kernel, and the
+hash of that; what a file leaves out of a long loop is still compared by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from pathlib import Path
+
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.pipelines.casting.named_kernel import named_kernel
+
+FOLDER = Path(__file__).parent / "golden"
+WHOLE, HEAD, TAIL = 110, 70, 30  # lines
+# By kind: the words of `castiron emit --kernel` that make it.
+INSTANCES = {
+    "gemv": "--shape 32x64 --codec q4_1",
+    "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
+    "gemm": "--shape 16x64 --codec bf16 --tokens 9",
+    "experts": "--shape 2x16x64 --codec bf16 --tokens 2",
+    "attention_decode": "--shape 4x2x16 --context 64",
+    "attention_prefill": "--shape 4x2x16 --context 64 --tokens 8",
+    "rope_append": "--shape 4x2x16 --context 64 --tokens 8",
+    "rms_norm": "--shape 16 --tokens 4",
+    "layer_norm": "--shape 16 --tokens 4",
+    "embed": "--shape 16x8 --codec bf16",
+    "argmax": "--shape 512",
+}
+
+
+def kernel(name: str) -> Kernel:
+    words = shlex.split(INSTANCES[name])
+    given = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    numbers = {key: int(given.pop(key)) for key in ("tokens", "context") if key in given}
+    return named_kernel(name, given.pop("shape"), isa="avx2", threads=2, **numbers, **given)
+
+
+def golden(name: str) -> str:
+    """What the file of a kind holds."""
+    text = kernel(name).text
+    lines = text.splitlines()
+    shown = lines if len(lines) <= WHOLE else _cut(_busiest(lines))
+    return "\n".join(
+        [
+            f"// castiron emit --kernel {name} {INSTANCES[name]} --isa avx2 --threads 2",
+            f"// {len(lines)} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()}",
+            *shown,
+            "",
+        ]
+    )
+
+
+def _busiest(lines: list[str]) -> list[str]:
+    """Of the loops with no loop in them the one that multiplies most."""
+    loops, starts = [], []
+    for i, line in enumerate(lines):
+        if "scf.for" in line:
+            starts.append(i)
+        elif line.strip() == "}" and starts and _depth(line) == _depth(lines[starts[-1]]):
+            loop = lines[starts.pop() : i + 1]
+            if sum("scf.for" in line for line in loop) == 1:
+                loops.append(loop)
+    return max(loops, key=lambda loop: (sum("math.fma" in line for line in loop), len(loop)))
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _cut(lines: list[str]) -> list[str]:
+    left = len(lines) - HEAD - TAIL
+    return lines if left <= 1 else [*lines[:HEAD], f"// {left} lines more", *lines[-TAIL:]]
+
+
+if __name__ == "__main__":
+    for each in INSTANCES:
+        (FOLDER / f"{each}.mlir").write_text(golden(each))
