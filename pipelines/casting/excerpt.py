@@ -10,7 +10,7 @@ from castiron.emitter import ops
 from castiron.emitter.ir import Function, Module, Op, Value, append, current_function, parameter, scope
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.types import TensorType
-from castiron.emitter.verifier import verify
+from castiron.emitter.verifier import LOWERED, check
 from castiron.pipelines.errors import PipelineError
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
@@ -41,7 +41,7 @@ def one_layer(module: Module, layer: int) -> Module:
     into = Module(module.name)
     for function in module.functions.values():
         _restrict(module, function, layer, into)
-    verify(into)
+    check(into, LOWERED)
     return into
 
 
@@ -60,7 +60,7 @@ def one_kernel(kernel: Kernel) -> Module:
         results = ops.kernel_call(kernel, inputs, indices)
         storage = {i: inputs[place] for i, place in enumerate(kernel.tied) if place is not None}
         current_function().returns(storage, **{f"y{i}": y for i, y in enumerate(results)})
-    verify(module)
+    check(module, LOWERED)
     return module
 
 

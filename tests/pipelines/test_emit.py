@@ -82,7 +82,7 @@ def test_the_blocks_one_after_another_are_the_model(model, lowering):
     random = np.random.default_rng(3)
     for name in ("decode_step", "prefill_8"):
         function = module.functions[name]
-        given = {"token": 5, "tokens": np.arange(8) + 20, "pos": 6, "start": 6, "length": 8}
+        given = {"token": 5, "tokens": np.arange(8) + 20, "position": 6, "start": 6, "length": 8}
         values = {
             v.name: np.asarray(given[v.name], np.int32) if v.name in given else random.random(v.shape, np.float32)
             for v in function.inputs
