@@ -10,7 +10,7 @@ import pytest
 
 from castiron.emitter.printer import argument_params, print_module
 from castiron.emitter.types import EmitError
-from castiron.pipelines.casting.compile import Options, build_module, compile_model, pack
+from castiron.pipelines.casting.compile import Options, build_module, compile_model, packed_parameter
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
 from castiron.reference import hf, tiny, xla
 from castiron.vmfb.bundle import open_bundle
@@ -120,7 +120,7 @@ def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
     checkpoint = open_checkpoint(checkpoint_dir)
     module = build_module(checkpoint, Options(context=64, lowering="portable"))
     text = print_module(module, weights="arguments")
-    params = {name: pack(checkpoint, param) for name, param in module.params.items()}
+    params = {name: packed_parameter(checkpoint, param) for name, param in module.params.items()}
     programs = {
         name: (xla.compile_stablehlo(text, name), [params[p] for p in argument_params(module, function)])
         for name, function in module.functions.items()

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,9 +24,9 @@ from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import EmitError
+from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.tuning import store
-from castiron.vmfb import manifest as bundle_manifest
 from castiron.vmfb.bundle import Bundle, BundleWriter, file_sha256, open_bundle
 from castiron.vmfb.compiler import compile_mlir, compiler_version
 from castiron.vmfb.cpu import physical_cores
@@ -152,7 +151,7 @@ def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
     return array.view(np.uint8).reshape(*tensor.shape[:-1], row_bytes(codec, tensor.shape[-1]))
 
 
-def pack(checkpoint: Checkpoint, param: Param) -> np.ndarray:
+def packed_parameter(checkpoint: Checkpoint, param: Param) -> np.ndarray:
     """The array of one parameter, as the compiled functions read it."""
     array = param.source.pack(*(stored(checkpoint, name, codec) for name, codec in param.source.tensors))
     return np.ascontiguousarray(array)
@@ -201,7 +200,7 @@ def compile_model(
             result = compile_mlir(text, target, writer.path("model.vmfb"))
         with Stage("pack"):
             entries = [
-                (p.name, lambda p=p: pack(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+                (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
                 for p in sorted(module.params.values(), key=lambda p: p.name)
             ]
             weights = write_irpa(writer.path("weights.irpa"), entries, lambda done, total: told("pack", done / total))
@@ -303,15 +302,6 @@ def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
     told = asdict(options) | {"threads": options.threads_or_cores}
     # Whether there were tuned tiles to use is seen from those that were.
     del told["tuned"]
-    facts = [stamps, told, asdict(target), compiler_version(), _code()]
+    facts = [stamps, told, asdict(target), castiron.__version__, compiler_version()]
+    facts.append(sources_hash(__name__, family(checkpoint.config).__name__))
     return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()
-
-
-@cache
-def _code() -> str:
-    """A hash of the sources that decide what a bundle holds."""
-    digest = hashlib.sha256()
-    folders = [Path(types.__file__).parent, Path(bundle_manifest.__file__).parent, Path(__file__).parent / "checkpoints"]
-    for path in (Path(__file__), *(p for folder in folders for p in sorted(folder.rglob("*.py")))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

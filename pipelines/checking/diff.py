@@ -9,7 +9,7 @@ import numpy as np
 
 from castiron.emitter.ir import Function, Op
 from castiron.emitter.lowering import lower
-from castiron.pipelines.casting.compile import Options, build_model, pack
+from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
 from castiron.pipelines.checkpoints import Checkpoint
 from castiron.reference import hf, interpreter
 
@@ -62,7 +62,7 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
     """By module path, and for a block by its prefix: when its last operation ran, and the last float result."""
     body = module.functions[function]
     cache = np.zeros(body.inputs[-1].shape, np.float32)
-    params = {name: pack(checkpoint, param) for name, param in module.params.items()}
+    params = {name: packed_parameter(checkpoint, param) for name, param in module.params.items()}
     found: dict[str, tuple[int, np.ndarray]] = {}
     count = 0
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import castiron.emitter as emitter
 from castiron.emitter.kernels.products.product import Product, Tiles
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.cache import cache_root, write_atomically
 from castiron.vmfb.compiler import compiler_version
@@ -23,8 +21,8 @@ from castiron.vmfb.targets import Target
 Chosen = Mapping[str, Mapping[str, int]]
 
 SCHEMA = 1
-# Of the emitter, what decides the code of a product's kernel.
-SOURCES = ("kernels/*.py", "packing.py", "codecs.py")
+# Where products' kernels are written; with what it imports, it decides their code.
+KERNELS = "castiron.emitter.kernels.products"
 
 
 class StoreError(PipelineError):
@@ -69,16 +67,7 @@ def store_path() -> Path:
 
 def place_of(target: Target, threads: int) -> Place:
     """What holds for code that this machine compiles for `target`, run on `threads` threads of it."""
-    return Place(host_cpu(), target.isa, compiler_version(), _kernels(), threads)
-
-
-@cache
-def _kernels() -> str:
-    root, digest = Path(emitter.__file__).parent, hashlib.sha256()
-    for pattern in SOURCES:
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return Place(host_cpu(), target.isa, compiler_version(), sources_hash(KERNELS)[:16], threads)
 
 
 def read() -> tuple[Finding, ...]:
