@@ -224,12 +224,14 @@ def products_of(module: Module) -> list[str]:
 
 
 def work_of(function: Function) -> dict[str, dict]:
-    """What each kernel of a function does in one call of the function, for `castiron explain`.
+    """What each kernel of a function does in one call of the function, for `castiron explain` and `castiron bench`.
 
-    By kernel name: module paths (layer numbers as `*`), calls, and FLOP and bytes of all calls as [at position 0, per
-    position, largest]: work grows with the position until a window is full.
+    By kernel name: module paths (layer numbers as `*`), calls, and of one call FLOP and bytes as [at position 0, per
+    position, largest]: work grows with the position until a window is full. weights: those of the bytes that are weights,
+    tokens: how many rows a product has.
     """
     found: dict[str, dict] = {}
+    weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}
     for op in function.ops:
         if op.kind != "kernel":
             continue
@@ -243,6 +245,11 @@ def work_of(function: Function) -> dict[str, dict]:
             first, second, last = (kernel.work(p) for p in (0, 1, function.inputs[-1].shape[1] - 1))
             for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
                 entry[unit] = [start, step - start, end]
+            # Of a table of embeddings or of experts less is read than there is; what grows with the position is a state.
+            held = sum(value.type.nbytes for value in op.operands if value in weights)
+            entry["weights"] = 0 if second[1] > first[1] else min(held, first[1])
+            if kernel.product:
+                entry["tokens"] = kernel.product.tokens
     return found
 
 
