@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_architectures import Architecture, architecture_names, architecture_row
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
@@ -114,6 +115,7 @@ def hf_config(file: GgufFile) -> dict:
         if value is not None:
             config[name] = value
     _fill_sizes(config, metadata)
+    refuse_impossible_sizes(file.path, config, {name: tensor.shape for name, tensor in file.tensors.items()})
     config.setdefault("rope_theta", _ROPE_BASE)
     for name, leaf in row.flags.items():
         config[name] = f"blk.0.{leaf}" in file.tensors

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from castiron.pipelines.checkpoints.audit import IGNORABLE
+from castiron.pipelines.checkpoints.audit import IGNORABLE, refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 
@@ -22,11 +22,13 @@ def open_hf_directory(path: Path) -> Checkpoint:
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
     generation = _json_object(path / "generation_config.json") or {}
+    tensors = _tensors(path)
+    refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     return Checkpoint(
         path=path,
         format="hf",
         config=config,
-        tensors=_tensors(path),
+        tensors=tensors,
         tokenizer=_json_object(path / "tokenizer.json"),
         chat_template=_chat_template(path),
         bos_token_id=_first_id(path, "bos_token_id", generation, config),

@@ -29,7 +29,6 @@ def explained(capsys, bundle, *options) -> dict:
 
 def test_kernels_have_their_work_and_python_its_share(bundle, monkeypatch, capsys):
     monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
-    FixedMachine.threads = 1
     found = explained(capsys, bundle)
     assert 0 < found["python_us"] < 1e6
     rows = [row for row in found["dispatches"] if row["paths"] == ["model.layers.*.self_attn"]]
