@@ -61,7 +61,7 @@ class Options:
     numerics: str = "exact"
     lowering: str = "kernels"
     target: str = "host"
-    batch: tuple[int, ...] = ()
+    batch: tuple[int, ...] = (4, 8)
     speculate: tuple[int, ...] = (4, 8)
     threads: int | None = None
     tuned: bool = True

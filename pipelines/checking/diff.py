@@ -41,7 +41,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     Raises EmitError or CheckpointError for what cannot be built, OSError or ValueError for what HF cannot load.
     """
     width = len(tokens)
-    options = Options(context=width, lowering=lowering, speculate=())
+    options = Options(context=width, lowering=lowering, batch=(), speculate=())
     model = build_model(checkpoint, options, (width,))
     module = lower(model, lowering)
     function = f"prefill_{width}"

@@ -130,7 +130,7 @@ def tune(checkpoint, capsys, *more: str) -> tuple[dict, str]:
 
 
 def test_measured_gains_are_of_the_kernels_asked_for(checkpoint, tmp_path):
-    options = Options(speculate=(4,), threads=2)
+    options = Options(speculate=(4,), batch=(), threads=2)
     bench = Bench(checkpoint, options, ["decode_step", "verify_4"], tmp_path, lambda stage, done: None)
     trials = bench.products()
     assert {trial.function for trial in trials.values()} == {"decode_step", "verify_4"}

@@ -23,7 +23,7 @@ from tests.pipelines.tiny_gguf import write_llama
 from tests.pipelines.toy_text import read_json
 
 HOST = resolve("host")
-OPTIONS = Options(context=16, speculate=(), threads=3)
+OPTIONS = Options(context=16, speculate=(), batch=(), threads=3)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_manifest_and_inspect_tell_what_was_tuned(checkpoint, tmp_path, compiled
     known = products(checkpoint)
     chosen = list(known.values())[2]
     store.keep([finding(chosen)])
-    arguments = ["compile", str(checkpoint), "--context", "16", "--speculate", "", "--threads", "3"]
+    arguments = ["compile", str(checkpoint), "--context", "16", "--speculate", "none", "--batch", "", "--threads", "3"]
 
     def inspected(*more) -> tuple[dict, str]:
         assert cli.main([*arguments, "-o", str(tmp_path / "out"), *more]) == 0
@@ -133,6 +133,17 @@ def test_other_targets_and_lowerings_take_none(checkpoint, tmp_path, compiled, c
     store.keep([finding(product) for product in products(checkpoint).values()])
     compile_model(checkpoint, tmp_path / "out", replace(OPTIONS, **change))
     assert all(product.tiles(other_tiles(product)).name not in compiled[0] for product in products(checkpoint).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [((), ["decode_batch_4", "decode_batch_8"]), (("--batch", "none"), []), (("--batch", "2"), ["decode_batch_2"])],
+)
+def test_a_bundle_can_batch_unless_it_is_told_not_to(checkpoint, tmp_path, compiled, options, batches, capsys):
+    assert cli.main(["compile", str(checkpoint), "-o", str(tmp_path / "out"), "--context", "16", *options]) == 0
+    functions = json.loads((tmp_path / "out" / "manifest.json").read_text())["functions"]
+    assert [function["name"] for function in functions if function["role"] == "batch"] == batches
+    assert all(f"@{name}(" in compiled[0] for name in batches)
 
 
 def test_threads_default_to_the_cores_of_the_machine_that_runs_it():
