@@ -73,7 +73,7 @@ class Options:
         for field, least in (("batch", 2), ("speculate", 2)):
             sizes = getattr(self, field)
             if len(set(sizes)) != len(sizes) or min(sizes, default=least) < least or max(sizes, default=0) > 64:
-                raise EmitError(f"{field} takes different sizes from {least} to 64, not {', '.join(map(str, sizes))}")
+                raise EmitError(f"{field} takes distinct sizes from {least} to 64, not {', '.join(map(str, sizes))}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
 

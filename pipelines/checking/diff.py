@@ -101,10 +101,10 @@ def _between(function: Function, compared: list[Compared], first: int | None) ->
         return []
 
     def last(name: str) -> int:
-        places = [i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + ".")]
-        return places[-1]
+        indices = [i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + ".")]
+        return indices[-1]
 
     end = last(compared[first].module)
     before = [last(c.module) for c in compared[:first]]
-    start = max((place for place in before if place < end), default=-1)
+    start = max((index for index in before if index < end), default=-1)
     return [(op.kind, op.path) for op in function.ops[start + 1 : end + 1] if op.kind != "weight"]

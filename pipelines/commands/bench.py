@@ -33,12 +33,12 @@ NAMES = ("llama.cpp", "hf")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="DIR", help="the bundle")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine (default: one a core)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine (default: one per physical core)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens to prefill (default: 512)")
     parser.add_argument("--gen", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
     parser.add_argument("--depth", type=int, default=0, metavar="N", help="position to decode from (default: 0)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns that count (default: 5)")
-    parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="peers: llama.cpp,hf")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measured turns (default: 5)")
+    parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="engines to compare with: llama.cpp,hf")
     parser.add_argument("--speculation", action="store_true", help="measure --speculate ngram instead: answers that "
                         "repeat their prompt, and others")  # fmt: skip
     parser.add_argument("--model", metavar="MODEL", help="the checkpoint for peers (default: the one the bundle names)")

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text to a file instead of stdout")
     parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters",
-                        help="parameters: from the bundle's weight file, for IREE; arguments: of each function")  # fmt: skip
+                        help="how functions get weights: as the module's parameters, for IREE, or as arguments")  # fmt: skip
     add_compile_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     function = functions[args.function]
     most = bundle.manifest.context - (1 if function.role == "batch" else function.width)
     if not 0 <= args.position <= most:
-        raise PipelineError(f"position {args.position} leaves no room in a context of {bundle.manifest.context}: 0 to {most}")
+        raise PipelineError(f"--position is {args.position}; in a context of {bundle.manifest.context} it can be 0 to {most}")
     measured = profile(bundle, function, position=args.position, threads=args.threads)
     machine = Machine(measured.threads)
     limits = {"read_gb_s": machine.read_gb_s(), "peak_gflop_s": machine.peak_gflop_s()}

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_arguments(parser)
     parser.add_argument("--functions", type=lambda names: names.split(","), default=[], metavar="NAME[,NAME]",
                         help="tune these alone: decode_step, prefill_128, verify_4, ... (default: all)")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="search also for products that were tuned before")
+    parser.add_argument("--again", action="store_true", help="search again for products that were tuned before")
     parser.add_argument("--json", action="store_true", help="print one JSON object about what was found")
 
 
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
     options, start = compile_options(args), time.monotonic()
     if options.target != "host" or options.lowering != "kernels":
-        raise PipelineError("tuning measures this machine's kernels: leave --target and --lowering as they are")
+        raise PipelineError("tuning measures this machine's kernels; drop --target and --lowering")
     with tempfile.TemporaryDirectory(prefix="castiron-tune-") as directory, Progress() as progress:
         bench = Bench(args.model, options, args.functions, Path(directory), progress)
         names = [function.name for function in bench.bundle.manifest.functions]
