@@ -139,7 +139,7 @@ def tuned_tiles(options: Options, target: Target) -> store.Chosen:
     """The tiles that tuning found for what these options compile; StoreError if they cannot be read."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
-    return store.tiles_at(store.place_of(target, options.threads_or_cores))
+    return store.tiles_of(store.key_of(target, options.threads_or_cores))
 
 
 def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:

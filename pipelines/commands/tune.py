@@ -53,15 +53,15 @@ def main(args: argparse.Namespace) -> int:
         names = [function.name for function in bench.bundle.manifest.functions]
         if unknown := sorted(set(args.functions) - set(names)):
             raise PipelineError(f"the model has no function {unknown[0]}: use {', '.join(names)}")
-        place = store.place_of(bench.target, bench.threads)
-        known = {} if args.again else store.findings_at(place)
+        key = store.key_of(bench.target, bench.threads)
+        known = {} if args.again else store.findings_of(key)
         trials = {name: trial for name, trial in bench.products().items() if name not in known}
         refused = search(bench, trials, progress)
         found = {name: trial.tiles for name, trial in trials.items() if trial.tiles is not None}
         kept, decode = accept(bench, found, progress)
         findings = [
             store.Finding(
-                place, name, asdict(kept[name]) if name in kept else None, round(trial.gain, 3) if name in kept else 1.0
+                key, name, asdict(kept[name]) if name in kept else None, round(trial.gain, 3) if name in kept else 1.0
             )
             for name, trial in trials.items()
         ]
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
             for name, trial in bench.products().items()
         ]
     result = {
-        "model": args.model, "cpu": place.cpu, "threads": place.threads, "store": str(store.store_path()), "products": rows,
+        "model": args.model, "cpu": key.cpu, "threads": key.threads, "store": str(store.store_path()), "products": rows,
         "decode": decode, "refused": refused, "changed_tokens": sorted(set(found) - set(kept)),
         "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip

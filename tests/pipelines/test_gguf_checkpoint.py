@@ -121,7 +121,10 @@ REFUSED = {
     "no layers": (lambda path: write_llama(path, {"llama.block_count": 0}), "llama.block_count is missing or 0"),
     "layers in words": (lambda path: write_llama(path, {"llama.block_count": "two"}), "is 'two'"),
     "heads per layer": (lambda path: write_llama(path, {"llama.attention.head_count": [4, 2]}), r"is \[4, 2\]"),
-    "heads that do not divide": (lambda path: write_llama(path, {"llama.attention.head_count_kv": 3}), "cannot be divided among"),
+    "heads that do not divide": (
+        lambda path: write_llama(path, {"llama.attention.head_count_kv": 3}),
+        "cannot be divided among",
+    ),
     "a part": (lambda path: write_llama(path, {"split.count": 3}), "one of 3 parts"),
     "an adapter": (lambda path: write_llama(path, {"general.type": "adapter"}), "of type 'adapter'"),
     "partial rotation": (lambda path: write_llama(path, {"llama.rope.dimension_count": 8}), "rotates 8 of 16"),

@@ -108,7 +108,10 @@ MALFORMED = {
     "absurd array of strings": (raw_gguf((entry("k", ARRAY, struct.pack("<IQ", STRING, BIG)),)), "strings in 'k'"),
     "alignment 0": (raw_gguf((entry("general.alignment", U32, b"\0" * 4),)), "must be a 32-bit power of two"),
     "alignment 48": (raw_gguf((entry("general.alignment", U32, struct.pack("<I", 48)),)), "must be a 32-bit power of two"),
-    "alignment of 64 bits": (raw_gguf((entry("general.alignment", U64, struct.pack("<Q", 32)),)), "must be a 32-bit power of two"),
+    "alignment of 64 bits": (
+        raw_gguf((entry("general.alignment", U64, struct.pack("<Q", 32)),)),
+        "must be a 32-bit power of two",
+    ),
     "tensor name not UTF-8": (raw_gguf((), (tensor_info(b"\xff", (4,)),), b"\0" * 16), "not UTF-8"),
     "tensor twice": (raw_gguf((), (tensor_info("x", (4,)),) * 2, b"\0" * 64), "'x' appears twice"),
     "no dimensions": (raw_gguf((), (tensor_info("x", ()),), b"\0" * 64), "0 dimensions"),

@@ -106,6 +106,6 @@ def test_a_bundle_is_out_of_date_when_code_that_made_it_changes(tmp_path, touche
     ],
 )
 def test_tiles_hold_for_the_code_of_the_products_that_they_were_measured_with(tmp_path, touched, module, counts):
-    before = store.place_of(resolve("host"), 2)
+    before = store.key_of(resolve("host"), 2)
     touched(module, tmp_path / "touched.py")
-    assert (store.place_of(resolve("host"), 2) != before) is counts
+    assert (store.key_of(resolve("host"), 2) != before) is counts
