@@ -36,7 +36,8 @@ class Workload:
     @property
     def known(self) -> bool:
         """Whether the manifest says what the kernels do."""
-        return bool(self._kernels("decode_step"))
+        kernels = self._kernels("decode_step").values()
+        return bool(kernels) and all("weights" in kernel for kernel in kernels)
 
     @property
     def weight_bytes(self) -> int:
@@ -53,6 +54,8 @@ class Workload:
     def cache_bytes(self, depth: int, tokens: int, item_bytes: int) -> float:
         """Bytes of caches that a token reads, on average over `tokens` from position `depth` on; those of their elements
         are `item_bytes`."""
+        if not self.known:
+            return 0.0
         # A kernel whose bytes grow with the position reads one position at 0, and each time as many more.
         growing = [kernel for kernel in self._kernels("decode_step").values() if kernel["bytes"][1]]
         read = sum(
