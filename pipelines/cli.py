@@ -18,7 +18,7 @@ COMMANDS = {
     "run": "generate text from a bundle",
     "chat": "talk with a bundle",
     "serve": "serve a bundle over HTTP with OpenAI's API",
-    "pack": "make one file of a bundle",
+    "pack": "write a bundle as one file",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "bench": "measure a bundle, against the machine's limits and against peers",
     "explain": "show where the time of a call goes, kernel by kernel",

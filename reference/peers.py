@@ -14,10 +14,22 @@ from pathlib import Path
 class LlamaCpp:
     """llama.cpp through llama-cpp-python, with its defaults: f16 cache, activations rounded to 8 bits."""
 
+    extra_buffers = True
+
     def __init__(self, model: str | Path, threads: int, context: int):
         """`model` is a GGUF file; ValueError if llama.cpp does not take it."""
-        from llama_cpp import Llama
+        from llama_cpp import Llama, llama_cpp
 
+        if not self.extra_buffers:
+            # No argument of Llama: it starts from the library's default parameters.
+            defaults = llama_cpp.llama_model_default_params
+
+            def without_extra_buffers():
+                parameters = defaults()
+                parameters.use_extra_bufts = False
+                return parameters
+
+            llama_cpp.llama_model_default_params = without_extra_buffers
         self.llama = Llama(
             str(model), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False
         )
@@ -42,6 +54,13 @@ class LlamaCpp:
         """The greedy token after `tokens`."""
         self.prefill(tokens)
         return self.llama.sample(temp=0.0)
+
+
+class PlainLlamaCpp(LlamaCpp):
+    """llama.cpp that leaves weights as the file has them; repacked for AMX it crashes on some machines. For a process
+    that has no other llama.cpp."""
+
+    extra_buffers = False
 
 
 class HuggingFace:
@@ -88,8 +107,11 @@ class HuggingFace:
         return out.logits
 
 
-# Name: class, the module that it needs, and how to get that.
+ENGINES = {"llama.cpp": LlamaCpp, "llama.cpp without its extra buffers": PlainLlamaCpp, "hf": HuggingFace}
+# What stands in for an engine that crashed.
+AFTER_CRASH = {"llama.cpp": "llama.cpp without its extra buffers"}
+# Name: the module that it needs, and how to get that.
 PEERS = {
-    "llama.cpp": (LlamaCpp, "llama_cpp", "pip install llama-cpp-python==0.3.36"),
-    "hf": (HuggingFace, "transformers", "pip install torch==2.13.0 transformers==5.23.0 gguf==0.19.0"),
+    "llama.cpp": ("llama_cpp", "pip install llama-cpp-python==0.3.36"),
+    "hf": ("transformers", "pip install torch==2.13.0 transformers==5.23.0 gguf==0.19.0"),
 }

@@ -10,7 +10,7 @@ import pytest
 
 from castiron.emitter.printer import argument_params, print_module
 from castiron.emitter.types import EmitError
-from castiron.pipelines.casting.compile import Options, build_module, compile_model, pack
+from castiron.pipelines.casting.compile import Options, build_module, compile_model, packed_parameter
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
 from castiron.reference import hf, tiny, xla
 from castiron.vmfb.bundle import open_bundle
@@ -38,7 +38,7 @@ def oracle(checkpoint_dir):
 @pytest.fixture(scope="session", params=["kernels", "portable"])
 def bundle(request, checkpoint_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("bundle") / request.param
-    options = Options(context=CONTEXT, lowering=request.param)
+    options = Options(context=CONTEXT, lowering=request.param, batch=())
     return open_bundle(compile_model(checkpoint_dir, out, options).bundle)
 
 
@@ -118,9 +118,9 @@ def test_the_context_works_to_its_last_position(bundle, oracle):
 def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
     """The second compiler: the printed StableHLO alone, weights as arguments, greedy decoding by XLA."""
     checkpoint = open_checkpoint(checkpoint_dir)
-    module = build_module(checkpoint, Options(context=64, lowering="portable"))
+    module = build_module(checkpoint, Options(context=64, lowering="portable", batch=()))
     text = print_module(module, weights="arguments")
-    params = {name: pack(checkpoint, param) for name, param in module.params.items()}
+    params = {name: packed_parameter(checkpoint, param) for name, param in module.params.items()}
     programs = {
         name: (xla.compile_stablehlo(text, name), [params[p] for p in argument_params(module, function)])
         for name, function in module.functions.items()
@@ -144,7 +144,7 @@ def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
 
 def stream_sizes(checkpoint_dir, lowering: str, context: int, tmp_path) -> dict[str, list[int]]:
     """Bytes of every copy and transient allocation in the stream-level IR."""
-    module = build_module(open_checkpoint(checkpoint_dir), Options(context=context, lowering=lowering))
+    module = build_module(open_checkpoint(checkpoint_dir), Options(context=context, lowering=lowering, batch=()))
     source = tmp_path / f"{lowering}_{context}.mlir"
     source.write_text(print_module(module))
     flags = [*resolve("host").flags, "--compile-to=stream"]
@@ -198,10 +198,10 @@ def test_tensors_that_do_not_fit_are_listed_at_once(checkpoint_dir):
 
 
 def test_a_second_compile_reuses_the_bundle(checkpoint_dir, tmp_path):
-    out, options = tmp_path / "bundle", Options(context=64)
+    out, options = tmp_path / "bundle", Options(context=64, batch=())
     first = compile_model(checkpoint_dir, out, options)
     stamp = (out / "manifest.json").stat().st_mtime_ns
     second = compile_model(checkpoint_dir, out, options)
     assert not first.up_to_date and second.up_to_date
     assert (out / "manifest.json").stat().st_mtime_ns == stamp
-    assert not compile_model(checkpoint_dir, out, Options(context=72)).up_to_date
+    assert not compile_model(checkpoint_dir, out, Options(context=72, batch=())).up_to_date

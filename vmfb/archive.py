@@ -87,7 +87,7 @@ def parts_of(path: Path) -> dict[str, Part]:
     return found
 
 
-def pack(
+def write_archive(
     parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Writes `parts` by name as one archive at `out`, complete or not at all; the same parts give the same bytes.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from castiron.vmfb.archive import MANIFEST, Part, pack, parts_of
+from castiron.vmfb.archive import MANIFEST, Part, parts_of, write_archive
 from castiron.vmfb.cache import cache_root, write_atomically
 from castiron.vmfb.cpu import host_arch, host_cpu
 from castiron.vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
@@ -75,13 +75,13 @@ def open_bundle(place: Path | str, *, full_check: bool = False, run: bool = True
 
 
 def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], None] | None = None) -> None:
-    """Writes `bundle` as one archive, its files' sha256 checked on the way; see `castiron.vmfb.archive.pack`."""
+    """Writes `bundle` as one archive, its files' sha256 checked on the way; see `castiron.vmfb.archive.write_archive`."""
     place, out = bundle.path, Path(out)
     if out.exists() and place.exists() and out.samefile(place):
         raise BundleError(f"{out} is the bundle itself; give another file")
     head = bundle.packed[MANIFEST] if bundle.packed else Part(place / MANIFEST, 0, (place / MANIFEST).stat().st_size)
     files = bundle.manifest.files
-    pack(
+    write_archive(
         {MANIFEST: head, **{name: bundle.part(name) for name in files}}, {n: f.sha256 for n, f in files.items()}, out, progress
     )
 

@@ -172,11 +172,11 @@ def _interrupt_later() -> Iterator[None]:
         handler(*came[0])
 
 
-def _failure(status: int, output: str, log: str, source: Path, place: Path) -> CompileError:
-    """The error to show; log and module move to `place`, since the caller's own directory may go."""
-    place.mkdir(parents=True, exist_ok=True)
-    os.replace(source, place / "module.mlir")
-    write_atomically(place / "compile.log", log.encode())
+def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
+    """The error to show; log and module move to `folder`, since the caller's own directory may go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.replace(source, folder / "module.mlir")
+    write_atomically(folder / "compile.log", log.encode())
     if status < 0:
         reason = f"was killed by {signal.Signals(-status).name}"
         if -status == signal.SIGKILL:
@@ -186,7 +186,7 @@ def _failure(status: int, output: str, log: str, source: Path, place: Path) -> C
         shown = [line if len(line) <= SHOWN_WIDTH else line[:SHOWN_WIDTH] + " …" for line in errors[:SHOWN_ERRORS]]
         shown = shown or [f"exit status {status} and no error line"]
         reason = "failed: " + "\n  ".join(shown if len(shown) == 1 else ["", *shown])
-    return CompileError(f"iree-compile {reason}\nlog and module: {place}", place / "compile.log")
+    return CompileError(f"iree-compile {reason}\nlog and module: {folder}", folder / "compile.log")
 
 
 def _prune(store: Path) -> None:

@@ -76,7 +76,7 @@ def task_flags(threads: int) -> tuple[str, ...]:
     one and leaves another idle for whole tokens. Fewer workers are left to it, since others may need the CPUs more.
     """
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    place = f"--task_topology_group_count={threads}"
+    topology = f"--task_topology_group_count={threads}"
     if threads == len(cpus):
-        place = f"--task_topology_cpu_ids={','.join(map(str, cpus))}"
-    return place, f"--task_worker_spin_us={SPIN_US}"
+        topology = f"--task_topology_cpu_ids={','.join(map(str, cpus))}"
+    return topology, f"--task_worker_spin_us={SPIN_US}"

@@ -77,6 +77,12 @@ class Session:
         self._last = call
         return call.argmax()
 
+    def count_runtime(self) -> Callable[[], float]:
+        """What returns the seconds that steps from now on spend inside the runtime: the rest of a step is Python's."""
+        call = self._decode
+        call.count_seconds()
+        return lambda: call.seconds
+
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
         """Appends `tokens` from `position` on, in chunks, and returns the most probable token after them.
 

@@ -107,7 +107,7 @@ class ConfigReader:
         share = entry.get("partial_rotary_factor", share)
         if partial is None and share != 1:
             raise EmitError(
-                f"'partial_rotary_factor' in the {self.model_type} config is {share!r}; this family turns whole heads"
+                f"'partial_rotary_factor' in the {self.model_type} config is {share!r}; this family rotates whole heads"
             )
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 

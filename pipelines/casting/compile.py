@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,9 +24,9 @@ from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
+from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.tuning import store
-from castiron.vmfb import manifest as bundle_manifest
 from castiron.vmfb.bundle import Bundle, BundleWriter, file_sha256, open_bundle
 from castiron.vmfb.compiler import compile_mlir, compiler_version
 from castiron.vmfb.cpu import physical_cores
@@ -63,7 +62,7 @@ class Options:
     numerics: str = "exact"
     lowering: str = "kernels"
     target: str = "host"
-    batch: tuple[int, ...] = ()
+    batch: tuple[int, ...] = (4, 8)
     speculate: tuple[int, ...] = (4, 8)
     threads: int | None = None
     tuned: bool = True
@@ -75,7 +74,7 @@ class Options:
         for field, least in (("batch", 2), ("speculate", 2)):
             sizes = getattr(self, field)
             if len(set(sizes)) != len(sizes) or min(sizes, default=least) < least or max(sizes, default=0) > 64:
-                raise EmitError(f"{field} takes different sizes from {least} to 64, not {', '.join(map(str, sizes))}")
+                raise EmitError(f"{field} takes distinct sizes from {least} to 64, not {', '.join(map(str, sizes))}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
 
@@ -141,7 +140,7 @@ def tuned_tiles(options: Options, target: Target) -> store.Chosen:
     """The tiles that tuning found for what these options compile; StoreError if they cannot be read."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
-    return store.tiles_at(store.place_of(target, options.threads_or_cores))
+    return store.tiles_of(store.key_of(target, options.threads_or_cores))
 
 
 def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
@@ -153,7 +152,7 @@ def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
     return array.view(np.uint8).reshape(*tensor.shape[:-1], row_bytes(codec, tensor.shape[-1]))
 
 
-def pack(checkpoint: Checkpoint, param: Param) -> np.ndarray:
+def packed_parameter(checkpoint: Checkpoint, param: Param) -> np.ndarray:
     """The array of one parameter, as the compiled functions read it."""
     array = param.source.pack(*(stored(checkpoint, name, codec) for name, codec in param.source.tensors))
     return np.ascontiguousarray(array)
@@ -202,7 +201,7 @@ def compile_model(
             result = compile_mlir(text, target, writer.path("model.vmfb"))
         with Stage("pack"):
             entries = [
-                (p.name, lambda p=p: pack(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+                (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
                 for p in sorted(module.params.values(), key=lambda p: p.name)
             ]
             weights = write_irpa(writer.path("weights.irpa"), entries, lambda done, total: told("pack", done / total))
@@ -227,12 +226,14 @@ def products_of(module: Module) -> list[str]:
 
 
 def work_of(function: Function, context: int) -> dict[str, dict]:
-    """What each kernel of a function does in one call of the function, for `castiron explain`.
+    """What each kernel of a function does in one call of the function, for `castiron explain` and `castiron bench`.
 
-    By kernel name: module paths (layer numbers as `*`), calls, and FLOP and bytes of all calls as [at position 0, per
-    position, largest]: work grows with the position until a window is full.
+    By kernel name: module paths (layer numbers as `*`), calls, and of one call FLOP and bytes as [at position 0, per
+    position, largest]: work grows with the position until a window is full. weights: those of the bytes that are weights,
+    tokens: how many rows a product has.
     """
     found: dict[str, dict] = {}
+    weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}
     for op in function.ops:
         if op.kind != "kernel":
             continue
@@ -246,6 +247,11 @@ def work_of(function: Function, context: int) -> dict[str, dict]:
             first, second, last = (kernel.work(p) for p in (0, 1, context - 1))
             for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
                 entry[unit] = [start, step - start, end]
+            # Of a table of embeddings or of experts less is read than there is; what grows with the position is a state.
+            held = sum(value.type.nbytes for value in op.operands if value in weights)
+            entry["weights"] = 0 if second[1] > first[1] else min(held, first[1])
+            if kernel.product:
+                entry["tokens"] = kernel.product.tokens
     return found
 
 
@@ -310,15 +316,6 @@ def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
     told = asdict(options) | {"threads": options.threads_or_cores}
     # Whether there were tuned tiles to use is seen from those that were.
     del told["tuned"]
-    facts = [stamps, told, asdict(target), compiler_version(), _code()]
+    facts = [stamps, told, asdict(target), castiron.__version__, compiler_version()]
+    facts.append(sources_hash(__name__, family(checkpoint.config).__name__))
     return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()
-
-
-@cache
-def _code() -> str:
-    """A hash of the sources that decide what a bundle holds."""
-    digest = hashlib.sha256()
-    folders = [Path(types.__file__).parent, Path(bundle_manifest.__file__).parent, Path(__file__).parent / "checkpoints"]
-    for path in (Path(__file__), *(p for folder in folders for p in sorted(folder.rglob("*.py")))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

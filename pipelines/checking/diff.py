@@ -9,7 +9,7 @@ import numpy as np
 
 from castiron.emitter.ir import Function, Op
 from castiron.emitter.lowering import lower
-from castiron.pipelines.casting.compile import Options, build_model, pack
+from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
 from castiron.pipelines.checkpoints import Checkpoint
 from castiron.reference import hf, interpreter
 
@@ -41,7 +41,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     Raises EmitError or CheckpointError for what cannot be built, OSError or ValueError for what HF cannot load.
     """
     width = len(tokens)
-    options = Options(context=width, lowering=lowering, speculate=())
+    options = Options(context=width, lowering=lowering, batch=(), speculate=())
     model = build_model(checkpoint, options, (width,))
     module = lower(model, lowering)
     function = f"prefill_{width}"
@@ -62,7 +62,7 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
     """By module path, and for a block by its prefix: when its last operation ran, and the last float result."""
     body = module.functions[function]
     states = [np.zeros(state.shape, state.dtype.numpy) for state in body.states]
-    params = {name: pack(checkpoint, param) for name, param in module.params.items()}
+    params = {name: packed_parameter(checkpoint, param) for name, param in module.params.items()}
     found: dict[str, tuple[int, np.ndarray]] = {}
     count = 0
 
@@ -101,10 +101,10 @@ def _between(function: Function, compared: list[Compared], first: int | None) ->
         return []
 
     def last(name: str) -> int:
-        places = [i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + ".")]
-        return places[-1]
+        indices = [i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + ".")]
+        return indices[-1]
 
     end = last(compared[first].module)
     before = [last(c.module) for c in compared[:first]]
-    start = max((place for place in before if place < end), default=-1)
+    start = max((index for index in before if index < end), default=-1)
     return [(op.kind, op.path) for op in function.ops[start + 1 : end + 1] if op.kind != "weight"]

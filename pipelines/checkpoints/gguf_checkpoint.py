@@ -45,7 +45,7 @@ def _refuse_parts(file: GgufFile) -> None:
         raise CheckpointError(f"{file.path} is one of {parts} parts: join them with llama-gguf-split --merge")
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
-        raise CheckpointError(f"{file.path} holds no model but, in its own words, a {kind}: give a model's file")
+        raise CheckpointError(f"{file.path} is a GGUF file of type {kind!r}: give a model's file")
 
 
 def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tenso
             continue
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
-                raise CheckpointError(f"{file.path}: {tensors[tensor.name].source} and {stored.name} are the same")
+                raise CheckpointError(f"{file.path}: {tensors[tensor.name].source} and {stored.name} are the same tensor")
             tensors[tensor.name] = tensor
     return tensors
 
@@ -105,7 +105,7 @@ def _unpermuted(file: GgufFile, stored: GgufTensor, name: str, heads: int) -> Te
     """Rows back from (head, pair, half) to HF's (head, half, pair): the inverse of the converter's `permute`."""
     out = stored.shape[0]
     if out % (2 * heads):
-        raise CheckpointError(f"{file.path}: {stored.name} has {out} rows, which {heads} heads cannot share")
+        raise CheckpointError(f"{file.path}: {stored.name} has {out} rows, which cannot be divided among {heads} heads")
 
     def read() -> np.ndarray:
         rows = file.rows(stored)

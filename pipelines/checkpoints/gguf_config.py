@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_architectures import Architecture, architecture_names, architecture_row
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
@@ -51,19 +52,19 @@ class Metadata:
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()  # a number per layer, all the same
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise self.fail(f"{self.prefix}{key} is {_short(value)}, where {words} belongs")
+            raise self.fail(f"{self.prefix}{key} is {_short(value)}, not {words}")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        value = self._typed(key, numbers.Integral, "one whole number", default)
+        value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
             raise self.fail(f"{self.prefix}{key} is {value}, which is negative")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        value = self._typed(key, numbers.Real, "one number", default)
+        value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
-            raise self.fail(f"{self.prefix}{key} is {value}, which is no finite number")
+            raise self.fail(f"{self.prefix}{key} is {value}, which is not finite")
         return None if value is None else float(value)
 
     def required(self, key: str) -> int:
@@ -97,7 +98,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     row = architecture_row(name, experts if isinstance(experts, int) else 1)
     if row is None:
         known = ", ".join(architecture_names())
-        raise CheckpointError(f"{file.path} holds a {name} model, which is not known: use one of {known}")
+        raise CheckpointError(f"{file.path} holds a {name} model; supported are {known}")
     return row
 
 
@@ -114,6 +115,7 @@ def hf_config(file: GgufFile) -> dict:
         if value is not None:
             config[name] = value
     _fill_sizes(config, metadata)
+    refuse_impossible_sizes(file.path, config, {name: tensor.shape for name, tensor in file.tensors.items()})
     config.setdefault("rope_theta", _ROPE_BASE)
     for name, leaf in row.flags.items():
         config[name] = f"blk.0.{leaf}" in file.tensors
@@ -134,34 +136,36 @@ def _fill_sizes(config: dict, metadata: Metadata) -> None:
     if metadata.integer("expert_count") == 0:  # how a dense file may say that it has none
         metadata.get("expert_used_count")
     elif metadata.integer("expert_count") and "num_experts_per_tok" not in config:
-        raise metadata.fail(f"a {config['model_type']} model has no experts, but {metadata.prefix}expert_count says so")
+        raise metadata.fail(
+            f"{metadata.prefix}expert_count is set, but {config['model_type']} models with experts are not supported"
+        )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if kv_heads == 0 or heads % kv_heads:
-        raise metadata.fail(f"{heads} attention heads cannot share {kv_heads} key-value heads")
+        raise metadata.fail(f"{heads} attention heads cannot be divided among {kv_heads} key-value heads")
     for key in ("attention.key_length", "attention.value_length"):
         length = metadata.integer(key)
         if length not in (None, head_dim(config)):
-            raise metadata.fail(f"{metadata.prefix}{key} is {length}, where heads have {head_dim(config)} elements")
+            raise metadata.fail(f"{metadata.prefix}{key} is {length}, but a head has {head_dim(config)} elements")
 
 
 def _token_id(file: GgufFile, key: str) -> int | None:
     value = file.metadata.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise CheckpointError(f"{file.path}: {key} is {_short(value)}, where a token's number belongs")
+        raise CheckpointError(f"{file.path}: {key} is {_short(value)}, not a token id")
     return value
 
 
 def _vocab_size(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{file.path} has no token_embd.weight of two dimensions, so it is no whole model")
+        raise CheckpointError(f"{file.path} has no two-dimensional token_embd.weight: it is not a whole model")
     return embedding.shape[0]
 
 
 def _refuse_unread(metadata: Metadata) -> None:
     unread = metadata.unread()
     if unread:
-        raise metadata.fail(f"metadata that is not understood may change the result: {', '.join(unread)}")
+        raise metadata.fail(f"unknown metadata could change the result: {', '.join(unread)}")
 
 
 def head_dim(config: dict) -> int:
@@ -206,7 +210,7 @@ def _gemma3_layers(config: dict, metadata: Metadata) -> None:
     elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
         config["layer_types"] = _windowed_layers(layers, pattern)
     else:
-        raise metadata.fail(f"{metadata.prefix}attention.sliding_window_pattern is {_short(pattern)}")
+        raise metadata.fail(f"{metadata.prefix}attention.sliding_window_pattern is {_short(pattern)}, not a whole number")
     config.setdefault("rope_local_base_freq", _GEMMA3_LOCAL_ROPE_BASE)
     config.setdefault("final_logit_softcapping", None)
 
@@ -220,7 +224,7 @@ def _smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 def _normalised_experts(config: dict, metadata: Metadata) -> None:
     if metadata.get("expert_weights_norm", True) is not True:
-        raise metadata.fail(f"{metadata.prefix}expert_weights_norm is not true, which llama.cpp computes regardless")
+        raise metadata.fail(f"{metadata.prefix}expert_weights_norm is not true, and other experts are not supported")
 
 
 def _stablelm_residual(config: dict, metadata: Metadata) -> None:

@@ -37,7 +37,7 @@ _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A row of the tensor table: shape in NumPy's order, the place of its bytes from the start of the file."""
+    """A row of the tensor table: shape in NumPy's order, the offset of its bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,7 +155,7 @@ def _version(cursor: _Cursor) -> int:
     if version & 0xFFFF == 0 and version:
         raise CheckpointError(f"{cursor.path} is a big-endian GGUF file: convert it again as little-endian")
     if version not in (2, 3):
-        raise CheckpointError(f"{cursor.path} is GGUF version {version}: versions 2 and 3 are read, convert it again")
+        raise CheckpointError(f"{cursor.path} is GGUF version {version}: only 2 and 3 are supported; convert it again")
     return version
 
 
@@ -166,13 +166,13 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int]:
         if not key:
             raise cursor.fail("a metadata key is empty")
         if key in metadata:
-            raise cursor.fail(f"the metadata key {key!r} stands twice")
+            raise cursor.fail(f"the metadata key {key!r} appears twice")
         kind = cursor.number(_U32, f"the type of {key!r}")
         metadata[key] = cursor.value(kind, repr(key))
         if key == "general.alignment":
             alignment = metadata[key]
             if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
-                raise cursor.fail(f"general.alignment is {alignment!r}, which is no 32-bit power of two")
+                raise cursor.fail(f"general.alignment is {alignment!r}; it must be a 32-bit power of two")
     return metadata, alignment
 
 
@@ -182,7 +182,7 @@ def _tensor_table(cursor: _Cursor, count: int) -> list[tuple]:
     for _ in range(count):
         name = cursor.string("a tensor's name")
         if name in seen:
-            raise cursor.fail(f"the tensor {name!r} stands twice")
+            raise cursor.fail(f"the tensor {name!r} appears twice")
         seen.add(name)
         shape = _shape(cursor, name)
         codec = _codec(cursor, name)
@@ -190,7 +190,9 @@ def _tensor_table(cursor: _Cursor, count: int) -> list[tuple]:
             nbytes = math.prod(shape[:-1]) * row_bytes(codec, shape[-1])
         except ValueError:
             block = CODECS[codec].block
-            raise cursor.fail(f"a row of {name!r} has {shape[-1]} elements, {codec} takes blocks of {block}") from None
+            raise cursor.fail(
+                f"a row of {name!r} has {shape[-1]} elements, not a multiple of {codec}'s block of {block}"
+            ) from None
         entries.append((name, shape, codec, cursor.number(_U64, f"the offset of {name!r}"), nbytes))
     return entries
 
@@ -214,7 +216,9 @@ def _codec(cursor: _Cursor, name: str) -> str:
     if ggml_type not in names:
         raise cursor.fail(f"{name!r} has the unknown ggml type {ggml_type}")
     known = ", ".join(codec.upper() for codec in CODEC_OF_GGML_TYPE.values())
-    raise CheckpointError(f"{cursor.path}: {name!r} is stored as {names[ggml_type]}, which is not read; use {known}")
+    raise CheckpointError(
+        f"{cursor.path}: {name!r} is stored as {names[ggml_type]}, which is not supported; supported are {known}"
+    )
 
 
 def _placed(cursor: _Cursor, entries: list[tuple], alignment: int) -> dict[str, GgufTensor]:
@@ -223,7 +227,7 @@ def _placed(cursor: _Cursor, entries: list[tuple], alignment: int) -> dict[str, 
     tensors = {}
     for name, shape, codec, offset, nbytes in entries:
         if offset % alignment:
-            raise cursor.fail(f"the data of {name!r} starts at {offset}, which is no multiple of {alignment}")
+            raise cursor.fail(f"the data of {name!r} starts at {offset}, not a multiple of {alignment}")
         if data_start + offset + nbytes > len(cursor.view):
             raise cursor.fail(f"the data of {name!r} ends past the file's {len(cursor.view)} bytes; fetch it again")
         tensors[name] = GgufTensor(name, shape, codec, data_start + offset, nbytes)

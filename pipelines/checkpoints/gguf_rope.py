@@ -43,7 +43,7 @@ def _rope_factors(config: dict, metadata) -> None:
     if factors is None or np.all(factors == 1):
         return
     if config.get("rope_scaling"):
-        raise metadata.fail("it has rope_freqs.weight and rope.scaling keys, of which only one can hold")
+        raise metadata.fail("it has both rope_freqs.weight and rope.scaling keys, and only one of them can apply")
     low, high, original = _LLAMA3.values()
     factor = float(factors.max())
     if len(factors) * 2 == _head_dim(config):
@@ -76,7 +76,7 @@ def _rope_scaling(config: dict, metadata) -> None:
     elif kind == "yarn":
         config["rope_scaling"] = _yarn(config, metadata, factor, original)
     else:
-        raise metadata.fail(f"{metadata.prefix}rope.scaling.type is {kind!r}: none, linear and yarn are read")
+        raise metadata.fail(f"{metadata.prefix}rope.scaling.type is {kind!r}; supported are none, linear and yarn")
 
 
 # What yarn has besides its factor: keys whose other values HF cannot express.
@@ -87,7 +87,7 @@ def _yarn(config: dict, metadata, factor: float, original: int | None) -> dict:
     for key, only in _YARN_FIXED.items():
         value = metadata.real(f"rope.scaling.{key}", only)
         if value != only:
-            raise metadata.fail(f"{metadata.prefix}rope.scaling.{key} is {value}: only {only} is read")
+            raise metadata.fail(f"{metadata.prefix}rope.scaling.{key} is {value}; only {only} is supported")
     scaling = {
         "rope_type": "yarn",
         "factor": factor,
@@ -103,7 +103,7 @@ def _yarn(config: dict, metadata, factor: float, original: int | None) -> dict:
 def _full_rotary(config: dict, metadata) -> None:
     rotary, whole = metadata.integer("rope.dimension_count"), _head_dim(config)
     if rotary not in (None, whole):
-        raise metadata.fail(f"it rotates {rotary} of {whole} elements of a head, which {config['model_type']} cannot")
+        raise metadata.fail(f"it rotates {rotary} of {whole} elements of a head; {config['model_type']} rotates all")
 
 
 def _partial_rotary(config: dict, metadata) -> None:
@@ -119,7 +119,7 @@ def _phi3_rope(config: dict, metadata) -> None:
     config["original_max_position_embeddings"] = original
     long, short = (_factors(metadata.file, f"rope_factors_{length}.weight") for length in ("long", "short"))
     if (long is None) != (short is None):
-        raise metadata.fail("it has one of rope_factors_long.weight and rope_factors_short.weight, which go together")
+        raise metadata.fail("it has only one of rope_factors_long.weight and rope_factors_short.weight")
     if long is not None:
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
         if attention_factor is not None:

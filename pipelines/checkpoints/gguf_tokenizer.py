@@ -20,8 +20,8 @@ _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
 _SPACE = "\u2581"
 
-# Gemma's scores do not follow the order of its merges, the places in its vocabulary do.
-_RANKED_BY_PLACE = {"gemma", "gemma2", "gemma3"}
+# Gemma's scores do not follow the order of its merges, the ids do.
+_RANKED_BY_ID = {"gemma", "gemma2", "gemma3"}
 
 
 class _Metadata:
@@ -55,7 +55,7 @@ class _Metadata:
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.fail(f"{_PREFIX}{key} is {value!r}, where true or false belongs")
+            raise self.fail(f"{_PREFIX}{key} is {value!r}, not true or false")
         return value
 
     def token(self, key: str) -> str | None:
@@ -64,7 +64,7 @@ class _Metadata:
         if number is None:
             return None
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self.tokens):
-            raise self.fail(f"{_PREFIX}{key} is {number!r}, which is no token of {len(self.tokens)}")
+            raise self.fail(f"{_PREFIX}{key} is {number!r}, outside the vocabulary of {len(self.tokens)}")
         return self.tokens[number]
 
 
@@ -83,7 +83,7 @@ def tokenizer_json(file: GgufFile) -> dict | None:
         return _byte_level(_Metadata(file))
     if model == "llama":
         return _sentencepiece(_Metadata(file))
-    raise CheckpointError(f"{file.path} has a tokenizer of the kind {model!r}: gpt2 and llama are read")
+    raise CheckpointError(f"{file.path} has a tokenizer of kind {model!r}; supported are gpt2 and llama")
 
 
 def _byte_level(metadata: _Metadata) -> dict:
@@ -91,7 +91,7 @@ def _byte_level(metadata: _Metadata) -> dict:
     row = PRE_TOKENIZERS.get(name)
     if row is None:
         known = ", ".join(PRE_TOKENIZERS)
-        raise metadata.fail(f"it cuts text the way named {name!r} (tokenizer.ggml.pre), which is none of {known}")
+        raise metadata.fail(f"unknown pre-tokenizer {name!r}; known are {known}")
     vocabulary = {token: number for number, token in enumerate(metadata.tokens)}
     bpe = _bpe(vocabulary, list(_merges_of_file(metadata, vocabulary)))
     bpe |= {"continuing_subword_prefix": "", "end_of_word_suffix": "", "ignore_merges": row.ignore_merges}
@@ -122,18 +122,18 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
     for merge in metadata.strings("merges"):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise metadata.fail(f"its tokenizer merges {merge!r}, whose parts or whole are not among its tokens")
+            raise metadata.fail(f"its tokenizer merges {merge!r}, which are not tokens of its vocabulary")
         yield [left, right]
 
 
 def _sentencepiece(metadata: _Metadata) -> dict:
-    by_place = metadata.file.metadata.get("general.architecture") in _RANKED_BY_PLACE
+    by_id = metadata.file.metadata.get("general.architecture") in _RANKED_BY_ID
     # GGUF writes runs of spaces as they look in text; the model joins them from single ones
     tokens = [_SPACE * len(token) if token.strip(" ") == "" else token for token in metadata.tokens]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if metadata.get("merges") is not None:
         merges = list(_merges_of_file(metadata, vocabulary))
-    elif by_place:
+    elif by_id:
         merges = [merge for token in tokens for merge in _splits(token, vocabulary)]
     else:
         merges = _merges_by_score(metadata, tokens, vocabulary)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from castiron.pipelines.checkpoints.audit import IGNORABLE
+from castiron.pipelines.checkpoints.audit import IGNORABLE, refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 
@@ -22,11 +22,13 @@ def open_hf_directory(path: Path) -> Checkpoint:
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
     generation = _json_object(path / "generation_config.json") or {}
+    tensors = _tensors(path)
+    refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     return Checkpoint(
         path=path,
         format="hf",
         config=config,
-        tensors=_tensors(path),
+        tensors=tensors,
         tokenizer=_json_object(path / "tokenizer.json"),
         chat_template=_chat_template(path),
         bos_token_id=_first_id(path, "bos_token_id", generation, config),
@@ -45,7 +47,7 @@ def _json_object(path: Path) -> dict | None:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise CheckpointError(f"{path} is not JSON: fetch it again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is JSON but no object: fetch it again")
+        raise CheckpointError(f"{path} is not a JSON object: fetch it again")
     return content
 
 
@@ -56,13 +58,13 @@ def _shards(path: Path) -> dict[str, list[str] | None]:
     index = _json_object(path / _INDEX)
     if index is None:
         raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}: save the model as safetensors")
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(shard, str) for shard in files.values()):
         raise CheckpointError(f"{path / _INDEX} has no weight_map of tensor names to files")
     shards: dict[str, list[str] | None] = {}
-    for name, shard in places.items():
+    for name, shard in files.items():
         if Path(shard).name != shard:
-            raise CheckpointError(f"{path / _INDEX} places {name} in {shard!r}, which is not a file beside it")
+            raise CheckpointError(f"{path / _INDEX} says {name} is in {shard!r}, which is not a file beside it")
         shards.setdefault(shard, []).append(name)
     return shards
 
@@ -71,14 +73,14 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for shard, expected in _shards(path).items():
         if not (path / shard).is_file():
-            raise CheckpointError(f"{path / shard} is missing, which {_INDEX} names: fetch it")
+            raise CheckpointError(f"{path / shard} is missing, and {_INDEX} names it: fetch it")
         stored = read_safetensors(path / shard)
         absent = sorted(set(expected or ()) - set(stored))
         if absent:
-            raise CheckpointError(f"{path / shard} lacks {', '.join(absent)}, which {_INDEX} places there")
+            raise CheckpointError(f"{path / shard} lacks {', '.join(absent)}, which {_INDEX} says it has")
         for tensor in stored.values():
             if tensor.name in tensors:
-                raise CheckpointError(f"{path / shard} holds {tensor.name}, which another shard holds as well")
+                raise CheckpointError(f"{path / shard} holds {tensor.name}, and so does another shard")
             if not any(pattern.fullmatch(tensor.name) for pattern in IGNORABLE):
                 tensors[tensor.name] = _tensor(path / shard, tensor)
     return tensors
@@ -88,9 +90,11 @@ def _tensor(shard: Path, stored: StoredTensor) -> Tensor:
     codec = CODEC_OF_DTYPE.get(stored.dtype)
     if codec is None:
         known = ", ".join(CODEC_OF_DTYPE)
-        raise CheckpointError(f"{shard}: {stored.name} is stored as {stored.dtype}, which is not read; use {known}")
+        raise CheckpointError(
+            f"{shard}: {stored.name} is stored as {stored.dtype}, which is not supported; supported are {known}"
+        )
     if not stored.shape or 0 in stored.shape:
-        raise CheckpointError(f"{shard}: {stored.name} has the shape {list(stored.shape)}, which holds no row")
+        raise CheckpointError(f"{shard}: {stored.name} has the shape {list(stored.shape)}, which is empty")
     rows = stored.data.reshape(*stored.shape[:-1], -1)
     return Tensor(stored.name, stored.shape, codec, stored.name, lambda: rows)
 
@@ -115,7 +119,7 @@ def _first_id(path: Path, key: str, *sources: dict) -> int | None:
         value = source.get(key)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int):
-                raise CheckpointError(f"{path}: {key} is {value!r}, where a token's number belongs")
+                raise CheckpointError(f"{path}: {key} is {value!r}, not a token id")
             return value
     return None
 
@@ -126,6 +130,6 @@ def _eos_ids(path: Path, *sources: dict) -> tuple[int, ...]:
         if value is not None:
             several = value if isinstance(value, list) else [value]
             if any(isinstance(token, bool) or not isinstance(token, int) for token in several):
-                raise CheckpointError(f"{path}: eos_token_id is {value!r}, where tokens' numbers belong")
+                raise CheckpointError(f"{path}: eos_token_id is {value!r}, not token ids")
             return tuple(several)
     return ()

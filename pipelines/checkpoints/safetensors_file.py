@@ -54,5 +54,5 @@ def _unique(path: Path, pairs: list[tuple]) -> dict:
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
     if twice is not None:
-        raise CheckpointError(f"{path} is not a sound safetensors file: {twice!r} stands twice in its header")
+        raise CheckpointError(f"{path} is not a sound safetensors file: {twice!r} appears twice in its header")
     return dict(pairs)

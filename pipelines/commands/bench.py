@@ -23,20 +23,22 @@ examples:
 --json prints one object: castiron and peers (by name), each with decode_tok_s, prefill_tok_s, decode_roofline (share of
 read bandwidth), prefill_peak_share (of f32 peak), ttft_ms (process start to first token of a 32-token prompt), rss_mb
 (peak) and runs (median, min, max, values); machine with read_gb_s and peak_gflop_s; ratios (castiron against each peer:
-above 1 is better); settings; missing (peers that could not be measured, and why). With --speculation: repeating_ratio
-and other_ratio (decode rate with --speculate over that without, medians over prompts), tokens_equal, answers.
+above 1 is better); settings; missing (peers that could not be measured, and why); notes (by engine, what its numbers need
+said: that it crashed and was measured with other settings, that its work is an estimate). A share of unknown work is null.
+With --speculation: repeating_ratio and other_ratio (decode rate with --speculate over that without, medians over
+prompts), tokens_equal, answers.
 """
 NAMES = ("llama.cpp", "hf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="DIR", help="the bundle")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine (default: one a core)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine (default: one per physical core)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens to prefill (default: 512)")
     parser.add_argument("--gen", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
     parser.add_argument("--depth", type=int, default=0, metavar="N", help="position to decode from (default: 0)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns that count (default: 5)")
-    parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="peers: llama.cpp,hf")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measured turns (default: 5)")
+    parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="engines to compare with: llama.cpp,hf")
     parser.add_argument("--speculation", action="store_true", help="measure --speculate ngram instead: answers that "
                         "repeat their prompt, and others")  # fmt: skip
     parser.add_argument("--model", metavar="MODEL", help="the checkpoint for peers (default: the one the bundle names)")
@@ -56,6 +58,7 @@ def peers(text: str) -> tuple[str, ...]:
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.measuring.bench import Settings, measure, ratios, spread, summarise
     from castiron.pipelines.measuring.machine import Machine, describe
+    from castiron.pipelines.measuring.workload import Workload
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.device import default_threads
 
@@ -68,33 +71,34 @@ def main(args: argparse.Namespace) -> int:
     check(settings, bundle)
     if args.speculation:
         return speculation(bundle, settings, args)
-    models, measured, missing = contestants(args, bundle)
-    for name, why in missing.items():
-        say(f"without {name}: {why}")
+    workload = Workload.of(bundle)
+    engines, measured = contestants(args, bundle, workload)
+    told = warn(engines.missing | engines.notes, {})
     with Progress() as progress:
         progress("compiling the probes of the machine", 0.0)
         machine = Machine(settings.threads)
-        rounds = measure(models, measured, settings, sample_tokens(settings, bundle), machine, progress)
+        rounds = measure(engines, measured, settings, sample_tokens(settings, bundle), machine, progress)
     limits = {name: statistics.median(values) for name, values in rounds.items()}
-    workload = workload_of(bundle)
-    engines = {name: summarise(engine, settings, workload, limits) for name, engine in measured.items()}
-    ours = engines.pop("castiron")
+    results = {name: summarise(measured[name], settings, workload, limits) for name in engines.models}
+    ours = results.pop("castiron")
     result = {
         "castiron": ours,
-        "peers": engines,
+        "peers": results,
         "machine": {
             **describe(),
             **{name: round(value, 2) for name, value in limits.items()},
             "runs": {name: spread(values) for name, values in rounds.items()},
         },
-        "ratios": {name: ratios(ours, peer) for name, peer in engines.items()},
+        "ratios": {name: ratios(ours, peer) for name, peer in results.items()},
         "settings": {
             "model": bundle.manifest.name, "weights": bundle.manifest.weights, "numerics": bundle.manifest.numerics,
             "threads": settings.threads, "prompt": settings.prompt, "gen": settings.gen, "depth": settings.depth,
             "rounds": settings.rounds,
         },
-        "missing": missing,
+        "missing": engines.missing,
+        "notes": engines.notes,
     }  # fmt: skip
+    warn(engines.missing | engines.notes, told)
     publish(result, args)
     return 0
 
@@ -131,34 +135,40 @@ def check_chart() -> None:
         raise PipelineError("--chart needs matplotlib: pip install matplotlib")
 
 
-def contestants(args: argparse.Namespace, bundle) -> tuple[dict, dict, dict]:
-    """The model of each engine, what will hold its measurements, and the peers that cannot run, with why."""
+def contestants(args: argparse.Namespace, bundle, workload) -> tuple:
+    """Who takes part, with the peers that cannot and why, and what will hold the measurements of each."""
     from castiron.pipelines.commands.verify import checkpoint_path
-    from castiron.pipelines.measuring.bench import Measured
-    from castiron.pipelines.measuring.workload import Workload, bundle_bytes, gguf_bytes
+    from castiron.pipelines.measuring.bench import Engines, Measured
+    from castiron.pipelines.measuring.workload import gguf_bytes
     from castiron.reference.peers import PEERS
 
-    models = {"castiron": str(args.bundle)}
-    measured = {"castiron": Measured("castiron", bundle_bytes(bundle), 4)}
-    missing = {}
+    found = Engines({"castiron": str(args.bundle)})
+    measured = {"castiron": Measured("castiron", workload.weight_bytes, 4)}
+    if not workload.known:
+        found.notes["castiron"] = (
+            "it does not say what its functions read: decode_roofline is an estimate, all weights and no cache"
+        )
     source = checkpoint_path(args, bundle) if args.against else Path()
     for name in args.against:
-        _, module, install = PEERS[name]
+        module, install = PEERS[name]
         if importlib.util.find_spec(module) is None:
-            missing[name] = f"it is not installed; {install}"
+            found.missing[name] = f"it is not installed; {install}"
         elif name == "llama.cpp" and source.is_dir():
-            missing[name] = f"it reads GGUF files and {source} is a directory"
+            found.missing[name] = f"it reads GGUF files and {source} is a directory"
+        elif name == "llama.cpp":
+            found.models[name], measured[name] = str(source), Measured(name, gguf_bytes(source), 2)
         else:
-            models[name] = str(source)
-            weights = gguf_bytes(source) if name == "llama.cpp" else Workload.of(bundle.manifest.config).elements * 4
-            measured[name] = Measured(name, weights, 2 if name == "llama.cpp" else 4)
-    return models, measured, missing
+            elements = workload.elements
+            found.models[name], measured[name] = str(source), Measured(name, elements and elements * 4, 4)
+    return found, measured
 
 
-def workload_of(bundle):
-    from castiron.pipelines.measuring.workload import Workload
-
-    return Workload.of(bundle.manifest.config)
+def warn(remarks: dict[str, str], told: dict[str, str]) -> dict[str, str]:
+    """Says of each engine what was not said yet; returns all that was."""
+    for name, remark in remarks.items():
+        if told.get(name) != remark:
+            say(f"{name}: {remark}")
+    return told | remarks
 
 
 def sample_tokens(settings, bundle) -> list[int]:
@@ -193,11 +203,15 @@ def table(result: dict) -> str:
     ]
     for name, engine in {"castiron": result["castiron"], **result["peers"]}.items():
         lines.append(
-            f"{name:<12}{engine['decode_tok_s']:>14.1f}{engine['decode_roofline']:>10.0%}"
-            f"{engine['prefill_tok_s']:>15.1f}{engine['prefill_peak_share']:>9.0%}"
+            f"{name:<12}{engine['decode_tok_s']:>14.1f}{percent(engine['decode_roofline']):>10}"
+            f"{engine['prefill_tok_s']:>15.1f}{percent(engine['prefill_peak_share']):>9}"
             f"{engine['ttft_ms']:>10.0f}{engine['rss_mb']:>8.0f}"
         )
     for name, ratio in result["ratios"].items():
         lines.append(f"against {name}: decode {ratio['decode']:.2f}x, prefill {ratio['prefill']:.2f}x, first token "
                      f"{ratio['ttft']:.2f}x, memory {ratio['rss']:.2f}x")  # fmt: skip
     return "\n".join(lines)
+
+
+def percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:.0%}"

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
     parser.add_argument("-o", "--output", metavar="DIR", help="where to write the bundle (default: build/NAME)")
     add_compile_arguments(parser)
-    parser.add_argument("--no-tuned", action="store_true", help="leave aside what castiron tune found on this machine")
+    parser.add_argument("--no-tuned", action="store_true", help="ignore what castiron tune found on this machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object about what was done")
 
 

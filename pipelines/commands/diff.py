@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given = parser.add_mutually_exclusive_group()
     given.add_argument("-p", "--prompt", metavar="TEXT", default=TEXT, help="the text to run")
     given.add_argument("--tokens", metavar="IDS", help="token ids to run: 1,2,3")
-    parser.add_argument("--lowering", choices=("kernels", "portable"), default="portable", help="what to interpret")
+    parser.add_argument("--lowering", choices=("kernels", "portable"), default="portable", help="the graph to interpret")
     parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
                         help="largest difference, as a share of the root mean square (default: 0.001)")  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="list every module, not only where the sides part")
+    parser.add_argument("--all", action="store_true", help="list every module, not only those near the first difference")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -61,7 +61,7 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
         try:
             tokens = [int(part) for part in args.tokens.split(",")]
         except ValueError:
-            raise PipelineError(f"--tokens takes numbers with commas such as 1,2,3, not {args.tokens!r}") from None
+            raise PipelineError(f"--tokens takes ids with commas, such as 1,2,3, not {args.tokens!r}") from None
     elif checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer: give token ids with --tokens 1,2,3")
     else:
@@ -69,7 +69,7 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
         tokens = Tokenizer.from_str(json.dumps(checkpoint.tokenizer)).encode(args.prompt).ids
     if len(tokens) < 2:
-        raise PipelineError("give at least two tokens: with one, attention has nothing to get wrong")
+        raise PipelineError("give at least two tokens: one alone does not test attention")
     return tokens
 
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="GGUF file, HF directory or catalogue name")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text to a file instead of stdout")
     parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters",
-                        help="parameters: from the bundle's weight file, for IREE; arguments: of each function")  # fmt: skip
+                        help="how functions get weights: as the module's parameters, for IREE, or as arguments")  # fmt: skip
     parser.add_argument("--function", metavar="NAME", help="this function alone: decode_step, prefill_128, ...")
     parser.add_argument("--layer", type=int, metavar="N", help="this block alone, from 0; what comes in are arguments")
     parser.add_argument("--kernel", metavar="NAME", help="instead of a MODEL, one kernel: " + ", ".join(KINDS))

@@ -1,4 +1,4 @@
-"""Shows where a call's time goes: each kernel with its place in the model, its work and its share of the limit."""
+"""Shows where a call's time goes: each kernel with its module in the model, its work and its share of the limit."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     function = functions[args.function]
     most = bundle.manifest.context - (1 if function.role == "batch" else function.width)
     if not 0 <= args.position <= most:
-        raise PipelineError(f"position {args.position} leaves no room in a context of {bundle.manifest.context}: 0 to {most}")
+        raise PipelineError(f"--position is {args.position}; in a context of {bundle.manifest.context} it can be 0 to {most}")
     measured = profile(bundle, function, position=args.position, threads=args.threads)
     machine = Machine(measured.threads)
     limits = {"read_gb_s": machine.read_gb_s(), "peak_gflop_s": machine.peak_gflop_s()}
@@ -59,15 +59,13 @@ def main(args: argparse.Namespace) -> int:
 
 def row(dispatch, work: dict, measured, limits: dict) -> dict:
     """One kernel: where it stands in the model, its time, and its work over all calls of it."""
+    from castiron.pipelines.measuring.workload import amount
+
     kernel = work.get(measured.function, {}).get(dispatch.name.removesuffix("_fn"), {})
 
-    def amount(unit: str) -> int | None:
-        if unit not in kernel:
-            return None
-        start, step, end = kernel[unit]
-        return kernel["calls"] * min(start + step * measured.position, max(start, end))
-
-    nbytes, flops = amount("bytes"), amount("flops")
+    nbytes, flops = (
+        amount(kernel, unit, measured.position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops")
+    )
     found = {
         "kernel": dispatch.name,
         "paths": kernel.get("paths", []),
@@ -84,24 +82,16 @@ def row(dispatch, work: dict, measured, limits: dict) -> dict:
 
 
 def python_microseconds(bundle, threads: int, steps: int = 200) -> float:
-    """Microseconds that `Session.step` spends outside the runtime's invoke, the median of some steps."""
+    """Microseconds that `Session.step` spends outside the runtime, the median of some steps."""
     from castiron.vmfb.session import Session
 
     session = Session(bundle, threads)
-    call, inside = session._decode, []
-    invoke = call._run
-
-    def timed(*arguments) -> None:
-        start = time.perf_counter()
-        invoke(*arguments)
-        inside.append(time.perf_counter() - start)
-
-    call._run = timed
+    inside = session.count_runtime()
     outside, token = [], 0
     for _ in range(min(steps, session.context)):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), inside()
         token = session.step(token)
-        outside.append(time.perf_counter() - start - inside[-1])
+        outside.append(time.perf_counter() - start - (inside() - before))
     return statistics.median(outside) * 1e6
 
 
@@ -120,7 +110,7 @@ def table(result: dict) -> list[str]:
         known = d["bytes"] is not None
         work = f"{d['bytes'] / 1e6:8.1f} {d['flops'] / 1e6:8.1f}" if known else f"{'?':>8} {'?':>8}"
         share = f"{d['limit_share']:8.0%}" if d["limit_share"] is not None else f"{'?':>8}"
-        place = " ".join(d["paths"]) or "(made by IREE)"
+        paths = " ".join(d["paths"]) or "(made by IREE)"
         each = d["ms"] * 1e3 / d["calls"]
-        lines.append(f"{d['ms']:8.3f} {d['ms'] / total:6.1%} {d['calls']:5} {each:8.1f} {work} {share}  {place}  {d['kernel']}")
+        lines.append(f"{d['ms']:8.3f} {d['ms'] / total:6.1%} {d['calls']:5} {each:8.1f} {work} {share}  {paths}  {d['kernel']}")
     return lines

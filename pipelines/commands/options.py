@@ -19,17 +19,17 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the CPU that will run the bundle")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="threads that will run the bundle (default: one per "
                         "physical core here, 2 for other targets); it runs on any number")  # fmt: skip
-    parser.add_argument("--batch", type=_sizes, default=(), metavar="B[,B]",
-                        help="also decode B sequences at once, for castiron serve: 4,8")  # fmt: skip
-    parser.add_argument("--speculate", type=_sizes, default=(4, 8), metavar="T[,T]",
-                        help="numbers of proposed tokens to check at once, for run --speculate (default: 4,8)")  # fmt: skip
+    parser.add_argument("--batch", type=_sizes, default=(4, 8), metavar="B[,B]", help="how many sequences "
+                        "castiron serve can decode at once (default: 4,8; none turns it off)")  # fmt: skip
+    parser.add_argument("--speculate", type=_sizes, default=(4, 8), metavar="T[,T]", help="how many proposed tokens "
+                        "run --speculate can check at once (default: 4,8; none turns it off)")  # fmt: skip
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part)
+        return () if text == "none" else tuple(int(part) for part in text.split(",") if part)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 4,8") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is neither numbers such as 4,8 nor none") from None
 
 
 def compile_options(args: argparse.Namespace):

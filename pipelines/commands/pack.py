@@ -1,4 +1,4 @@
-"""Makes one file of a bundle, which run, chat and serve take as they take the directory.
+"""Writes a bundle as one file, which run, chat and serve take as they take the directory.
 
 The file is a zip archive whose parts are stored as they are, on pages of their own: the weights are mapped where they
 lie, and unzip gives the directory back. What is packed is checked against the manifest's sha256.

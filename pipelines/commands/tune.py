@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_arguments(parser)
     parser.add_argument("--functions", type=lambda names: names.split(","), default=[], metavar="NAME[,NAME]",
                         help="tune these alone: decode_step, prefill_128, verify_4, ... (default: all)")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="search also for products that were tuned before")
+    parser.add_argument("--again", action="store_true", help="search again for products that were tuned before")
     parser.add_argument("--json", action="store_true", help="print one JSON object about what was found")
 
 
@@ -47,21 +47,21 @@ def main(args: argparse.Namespace) -> int:
 
     options, start = compile_options(args), time.monotonic()
     if options.target != "host" or options.lowering != "kernels":
-        raise PipelineError("tuning measures this machine's kernels: leave --target and --lowering as they are")
+        raise PipelineError("tuning measures this machine's kernels; drop --target and --lowering")
     with tempfile.TemporaryDirectory(prefix="castiron-tune-") as directory, Progress() as progress:
         bench = Bench(args.model, options, args.functions, Path(directory), progress)
         names = [function.name for function in bench.bundle.manifest.functions]
         if unknown := sorted(set(args.functions) - set(names)):
             raise PipelineError(f"the model has no function {unknown[0]}: use {', '.join(names)}")
-        place = store.place_of(bench.target, bench.threads)
-        known = {} if args.again else store.findings_at(place)
+        key = store.key_of(bench.target, bench.threads)
+        known = {} if args.again else store.findings_of(key)
         trials = {name: trial for name, trial in bench.products().items() if name not in known}
         refused = search(bench, trials, progress)
         found = {name: trial.tiles for name, trial in trials.items() if trial.tiles is not None}
         kept, decode = accept(bench, found, progress)
         findings = [
             store.Finding(
-                place, name, asdict(kept[name]) if name in kept else None, round(trial.gain, 3) if name in kept else 1.0
+                key, name, asdict(kept[name]) if name in kept else None, round(trial.gain, 3) if name in kept else 1.0
             )
             for name, trial in trials.items()
         ]
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
             for name, trial in bench.products().items()
         ]
     result = {
-        "model": args.model, "cpu": place.cpu, "threads": place.threads, "store": str(store.store_path()), "products": rows,
+        "model": args.model, "cpu": key.cpu, "threads": key.threads, "store": str(store.store_path()), "products": rows,
         "decode": decode, "refused": refused, "changed_tokens": sorted(set(found) - set(kept)),
         "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip

@@ -21,7 +21,7 @@ examples:
 A prompts file has one prompt a line; a line that starts with { is JSON: {"name": ..., "prompt": TEXT, "raw": true} (raw
 leaves the chat template out) or {"name": ..., "tokens": [1, 2, 3]}.
 
---json prints one object: exact, compared, tokens (a prompt), skipped, and prompts, each with name, prompt_tokens, exact,
+--json prints one object: exact, compared, tokens (for each prompt), skipped, and prompts, each with name, prompt_tokens, exact,
 first_difference (position among the generated tokens), castiron and hf (the tokens there), hf_margin (between HF's two
 largest logits there), smallest_hf_margin, tokens.
 """
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompts", metavar="FILE", help="the prompts (default: 32 of many kinds that come with castiron)")
     prompts.add_argument("--tokens", type=token_ids, metavar="IDS", help="one prompt of token ids: 1,2,3")
-    parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens a prompt (default: 64)")
+    parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default: 64)")
     parser.add_argument("--model", metavar="MODEL", help="the checkpoint for HF (default: the one that the bundle names)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads, for both sides")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -104,7 +104,7 @@ def checkpoint_path(args: argparse.Namespace, bundle) -> Path:
         return source_of(bundle)
     path = fetch(args.model) if args.model in CATALOGUE else Path(args.model)
     if not path.exists():
-        raise PipelineError(f"{path} is no file and no directory")
+        raise PipelineError(f"{path} is neither a file nor a directory")
     check_source(bundle, path)
     return path
 

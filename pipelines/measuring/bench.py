@@ -1,6 +1,8 @@
 """Engines taking turns on one machine: each in a process of its own, one at a time, in the same minutes."""
 
+import contextlib
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.measuring.workload import Workload
 
 # A short prompt, for the time from starting a process to its first token.
 FIRST_PROMPT = 32
@@ -35,45 +38,69 @@ class Settings:
         return max(self.prompt, self.depth + self.gen, FIRST_PROMPT + 1)
 
 
+class EngineError(PipelineError):
+    """An engine that ended; `signal` is the name of the one that killed it, if one did."""
+
+    def __init__(self, engine: str, status: int, errors: str):
+        """`status` is the process's, `errors` what it wrote to stderr."""
+        self.engine, self.signal = engine, signal.Signals(-status).name if status < 0 else None
+        self.reason = f"crashed ({self.signal})" if self.signal else f"ended: {last_line(errors)}"
+        super().__init__(f"{engine} {self.reason}")
+
+
 @dataclass
 class Measured:
-    """One engine's measurements, a value for each round; `weight_bytes` are read for one decoded token."""
+    """One engine's measurements, a value for each round; `weight_bytes` (None: unknown) are read for one decoded token."""
 
     name: str
-    weight_bytes: float
+    weight_bytes: float | None
     cache_item_bytes: int
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     rss_mb: float = 0.0
 
+    def clear(self) -> None:
+        """Forgets what was measured."""
+        for values in (self.decode, self.prefill, self.first):
+            values.clear()
+
 
 class Worker:
     """An engine in a process of its own, see `castiron.pipelines.measuring.bench_worker`."""
 
     def __init__(self, engine: str, model: str, threads: int, context: int):
-        """PipelineError, with the last line it wrote, if the engine cannot be loaded."""
+        """EngineError, with the last line it wrote, if the engine cannot be loaded."""
         self.engine = engine
         command = [sys.executable, "-m", "castiron.pipelines.measuring.bench_worker", engine, model, str(threads), str(context)]
         # A file, because nobody reads a pipe before the end and a full one would stop the engine.
         self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
-        self._answer()
+        try:
+            self._answer()
+        except EngineError:
+            self.close()
+            raise
 
     def ask(self, op: str, **arguments) -> dict:
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
+        """The engine's answer; EngineError if it ends instead."""
+        # Whoever writes to a process that has ended learns why from its silence.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict:
         line = self.process.stdout.readline()
         if not line:
+            status = self.process.wait()
             self.errors.seek(0)
-            raise PipelineError(f"{self.engine} ended: {last_line(self.errors.read())}")
+            raise EngineError(self.engine, status, self.errors.read())
         return json.loads(line)
 
     def close(self) -> None:
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -99,33 +126,78 @@ def first_token_command(engine: str, model: str, settings: Settings, tokens: Seq
             str(settings.context), ids]  # fmt: skip
 
 
-def time_to_first_token(command: Sequence[str]) -> float:
-    """Seconds from starting `command` to its first line; PipelineError if it fails."""
+def time_to_first_token(engine: str, command: Sequence[str]) -> float:
+    """Seconds from starting the engine's `command` to its first line; EngineError if it fails."""
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         line = process.stdout.readline()
         seconds = time.perf_counter() - start
         _, errors = process.communicate()
     if process.returncode or not line:
-        raise PipelineError(f"the time to a first token could not be taken: {last_line(errors.decode(errors='replace'))}")
+        raise EngineError(engine, process.returncode, errors.decode(errors="replace"))
     return seconds
 
 
+@dataclass
+class Engines:
+    """Those that take part, with the paths of their models.
+
+    missing: why an engine was not measured; notes: what is to be known of one that was; variants: what runs in the place
+    of an engine that crashed.
+    """
+
+    models: dict[str, str]
+    missing: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    variants: dict[str, str] = field(default_factory=dict)
+
+    def variant(self, engine: str) -> str:
+        return self.variants.get(engine, engine)
+
+    def lost(self, error: EngineError) -> str:
+        """Puts a variant in the place of the engine that crashed, or leaves it out; returns its name."""
+        from castiron.reference.peers import AFTER_CRASH
+
+        engine = next(name for name in self.models if self.variant(name) == error.engine)
+        if error.signal and engine not in self.variants and engine in AFTER_CRASH:
+            self.variants[engine] = AFTER_CRASH[engine]
+            self.notes[engine] = f"crashed ({error.signal}); measured as {AFTER_CRASH[engine]}"
+            return engine
+        first = self.notes.pop(engine, "").partition(";")[0]
+        self.missing[engine] = f"{first}, and {error}" if first else error.reason
+        del self.models[engine]
+        return engine
+
+
 def measure(
-    models: dict[str, str],
+    engines: Engines,
     measured: dict[str, Measured],
     settings: Settings,
     tokens: Sequence[int],
     machine,
     progress: Callable[[str, float], None],
 ) -> dict[str, list[float]]:
-    """Runs every engine of `models` (engine to model path) `settings.rounds` times in turn and fills `measured`.
+    """Runs every engine that takes part `settings.rounds` times in turn and fills `measured`.
 
     One turn is not counted: it warms caches and clocks. `tokens` are as many as the longest of prompt and depth + gen.
-    Returns the machine's own measurements: read_gb_s and peak_gflop_s, a value a round.
+    When a peer ends, all start again, without it or with what stands in for it: `engines` then says so. EngineError if
+    castiron itself ends. Returns the machine's own measurements: read_gb_s and peak_gflop_s, a value a round.
     """
+    while True:
+        try:
+            return _measure_once(engines, measured, settings, tokens, machine, progress)
+        except EngineError as error:
+            if error.engine == "castiron":
+                raise
+            engines.lost(error)
+            for values in measured.values():
+                values.clear()
+
+
+def _measure_once(engines, measured, settings, tokens, machine, progress) -> dict[str, list[float]]:
+    models = engines.models
     workers: dict[str, Worker] = {}
-    limits = {"read_gb_s": [], "peak_gflop_s": []}
+    limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
 
     def decode(engine: str) -> float:
         following = tokens[settings.depth : settings.depth + settings.gen]
@@ -135,7 +207,8 @@ def measure(
         return workers[engine].ask("prefill", tokens=tokens[: settings.prompt])["seconds"]
 
     def first(engine: str) -> float:
-        return time_to_first_token(first_token_command(engine, models[engine], settings, tokens[:FIRST_PROMPT]))
+        variant = engines.variant(engine)
+        return time_to_first_token(variant, first_token_command(variant, models[engine], settings, tokens[:FIRST_PROMPT]))
 
     def take_turns(stage, turn: Callable[[str], float], rounds: int, limit=None) -> Iterator[tuple[str, float]]:
         for done in range(rounds + 1):
@@ -152,7 +225,7 @@ def measure(
     try:
         for engine, model in models.items():
             progress(f"loading {engine}", 0.0)
-            workers[engine] = Worker(engine, model, settings.threads, settings.context)
+            workers[engine] = Worker(engines.variant(engine), model, settings.threads, settings.context)
             if settings.depth:
                 progress(f"filling the context of {engine}", 0.0)
                 workers[engine].ask("fill", tokens=tokens[: settings.depth])
@@ -181,20 +254,22 @@ def spread(values: Sequence[float]) -> dict:
     return {"median": round(statistics.median(values), 3), "min": min(digits), "max": max(digits), "values": digits}
 
 
-def summarise(measured: Measured, settings: Settings, workload, limits: dict[str, float]) -> dict:
+def summarise(measured: Measured, settings: Settings, workload: Workload, limits: dict[str, float]) -> dict:
     """One engine's part of the result.
 
     decode_roofline is the share of read bandwidth that weights and cache of the decoded tokens take; prefill_peak_share
-    that of f32 peak which the prompt's arithmetic takes (above 1 is possible for engines that round to int8).
+    that of f32 peak which the prompt's arithmetic takes (above 1 is possible for engines that round to int8). Each is
+    None where the work is not known.
     """
     decode, prefill = statistics.median(measured.decode), statistics.median(measured.prefill)
-    touched = measured.weight_bytes + workload.cache_bytes(settings.depth, settings.gen, measured.cache_item_bytes)
-    flops = workload.prefill_flops(settings.prompt) / settings.prompt
+    touched, flops = measured.weight_bytes, workload.prefill_flops(settings.prompt)
+    if touched is not None:
+        touched += workload.cache_bytes(settings.depth, settings.gen, measured.cache_item_bytes)
     return {
         "decode_tok_s": round(decode, 2),
         "prefill_tok_s": round(prefill, 2),
-        "decode_roofline": round(touched * decode / (limits["read_gb_s"] * 1e9), 4),
-        "prefill_peak_share": round(flops * prefill / (limits["peak_gflop_s"] * 1e9), 4),
+        "decode_roofline": _share(touched, decode, limits["read_gb_s"]),
+        "prefill_peak_share": _share(flops and flops / settings.prompt, prefill, limits["peak_gflop_s"]),
         "ttft_ms": round(statistics.median(measured.first), 1),
         "rss_mb": round(measured.rss_mb, 1),
         "runs": {
@@ -203,6 +278,11 @@ def summarise(measured: Measured, settings: Settings, workload, limits: dict[str
             "ttft_ms": spread(measured.first),
         },
     }
+
+
+def _share(work: float | None, rate: float, limit: float) -> float | None:
+    """`work` for a token at `rate` tokens a second, of `limit` * 10^9 of it a second."""
+    return None if work is None else round(work * rate / (limit * 1e9), 4)
 
 
 def ratios(ours: dict, peer: dict) -> dict[str, float]:

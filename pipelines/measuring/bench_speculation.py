@@ -86,7 +86,7 @@ def measure(session, text, tokens: int, rounds: int, progress: Callable[[str, fl
     """Answers of at most `tokens` tokens, both ways in turn, `rounds` times and once to warm up; PipelineError for a
     bundle without verify functions or a chat template."""
     if not session.manifest.widths("verify"):
-        raise PipelineError("this bundle checks no proposed tokens; compile it with --speculate 4,8")
+        raise PipelineError("this bundle cannot check proposed tokens; compile it with --speculate 4,8")
     found = {}
     names = [(name, words, repeats) for kind, repeats in ((REPEATING, True), (OTHER, False)) for name, words in kind.items()]
     for done, (name, words, repeats) in enumerate(names):

@@ -48,9 +48,9 @@ def engine(name: str, model: str, threads: int, context: int):
     """The engine called `name`, loaded."""
     if name == "castiron":
         return Castiron(model, threads, context)
-    from castiron.reference.peers import PEERS
+    from castiron.reference.peers import ENGINES
 
-    return PEERS[name][0](model, threads, context)
+    return ENGINES[name](model, threads, context)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,79 +1,97 @@
-"""How much work a model is: bytes read for a token, and arithmetic for a prompt. Bench sets times against these."""
+"""How much work a model is: bytes read for a token, and arithmetic for a prompt. Bench sets times against these.
 
+A bundle's manifest says what each of its kernels does (`castiron.pipelines.casting.compile.work_of`); a GGUF file's
+tensors say what another engine reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-import numpy as np
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.chunks import chunks
+from castiron.vmfb.manifest import WEIGHTS, Manifest
+
+# Of a state's elements, as castiron keeps them.
+STATE_ITEM_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A decoder's work, out of its config (HF key names).
+    """A bundle's work, by what its manifest says of every kernel.
 
-    matrices: elements of the weight matrices that every token passes, output head left out; head: elements of the
-    output head, which only tokens with logits pass.
+    A bundle without kernels says nothing: then `weight_bytes` are those of all parameters, `cache_bytes` 0 and the rest None.
     """
 
-    matrices: int
-    head: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    manifest: Manifest
+    parameter_bytes: int
 
     @classmethod
-    def of(cls, config: dict) -> "Workload":
-        """Four attention projections in each layer, and those of an MLP or of a token's experts."""
-        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-        heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or hidden // heads
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        mlp = (2 if config.get("model_type") == "starcoder2" else 3) * hidden * config["intermediate_size"]
-        experts, chosen = _experts(config)
-        own = hidden * experts + 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"]) * chosen
-        dense = config.get("mlp_only_layers") or ()
-        sparse = [experts and i not in dense and not (i + 1) % config.get("decoder_sparse_step", 1) for i in range(layers)]
-        matrices = sum(attention + (own if s else mlp) for s in sparse)
-        return cls(matrices, config["vocab_size"] * hidden, layers, heads, kv_heads, head_dim)
+    def of(cls, bundle: Bundle) -> Workload:
+        return cls(bundle.manifest, sum(parameter_sizes(bundle.file(WEIGHTS)).values()))
 
     @property
-    def elements(self) -> int:
-        """Weight elements that decoding one token reads."""
-        return self.matrices + self.head
+    def known(self) -> bool:
+        """Whether the manifest says what the kernels do."""
+        kernels = self._kernels("decode_step").values()
+        return bool(kernels) and all("weights" in kernel for kernel in kernels)
 
-    def prefill_flops(self, tokens: int) -> float:
-        """Multiplications and additions for `tokens` from an empty context, with logits of the last token only."""
-        pairs = tokens * (tokens + 1) / 2
-        attention = 4 * self.layers * self.heads * self.head_dim * pairs
-        return 2.0 * self.matrices * tokens + 2.0 * self.head + attention
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that decoding one token reads: of an embedding table a row, of experts the token's."""
+        kernels = self._kernels("decode_step").values()
+        return sum(kernel["calls"] * kernel["weights"] for kernel in kernels) if self.known else self.parameter_bytes
+
+    @property
+    def elements(self) -> int | None:
+        """Elements of the matrices that decoding one token reads, each of which is multiplied and added once."""
+        kernels = self._kernels("decode_step").values()
+        return sum(k["calls"] * k["flops"][0] // 2 for k in kernels if "tokens" in k) if self.known else None
 
     def cache_bytes(self, depth: int, tokens: int, item_bytes: int) -> float:
-        """Bytes of k and v that a token reads, on average over `tokens` from position `depth` on."""
-        position = 2 * self.layers * self.kv_heads * self.head_dim * item_bytes
-        return position * (depth + (tokens + 1) / 2)
+        """Bytes of caches that a token reads, on average over `tokens` from position `depth` on; those of their elements
+        are `item_bytes`."""
+        if not self.known:
+            return 0.0
+        # A kernel whose bytes grow with the position reads one position at 0, and each time as many more.
+        growing = [kernel for kernel in self._kernels("decode_step").values() if kernel["bytes"][1]]
+        read = sum(
+            kernel["calls"] * (amount(kernel, "bytes", position) - kernel["bytes"][0] + kernel["bytes"][1])
+            for kernel in growing
+            for position in range(depth, depth + tokens)
+        )
+        return read * item_bytes / STATE_ITEM_BYTES / tokens
+
+    def prefill_flops(self, tokens: int) -> float | None:
+        """Multiplications and additions for `tokens` from an empty context, with logits of the last token only.
+
+        A call that is not full counts by its share of tokens.
+        """
+        if not self.known:
+            return None
+        names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
+        names[1] = "decode_step"
+        done, total = 0, 0.0
+        for width, count in chunks(tokens, 0, self.manifest.context, self.manifest.prefill_widths, 0.0):
+            for kernel in self._kernels(names[width]).values():
+                # One row in a call of several tokens: the output head, for logits that only the last call's end needs.
+                of_last = width > 1 and kernel.get("tokens") == 1
+                share = (done + count == tokens) if of_last else count / width
+                total += kernel["calls"] * amount(kernel, "flops", done) * share
+            done += count
+        return total
+
+    def _kernels(self, function: str) -> Mapping[str, dict]:
+        return self.manifest.compile.get("work", {}).get(function, {})
 
 
-def _experts(config: dict) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token passes; (0, 0) for a dense model."""
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    return experts, config.get("num_experts_per_tok", 0) if experts else 0
-
-
-def bundle_bytes(bundle) -> int:
-    """Bytes of weights that one decoded token reads."""
-    config = bundle.manifest.config
-    return bytes_read(parameter_sizes(bundle.file("weights.irpa")), config, bool(config.get("tie_word_embeddings")))
-
-
-def bytes_read(sizes: dict[str, int], config: dict, tied: bool) -> int:
-    """Of all weights those of a token's experts, and of an embedding table beside the output head only a row."""
-    experts, chosen = _experts(config)
-    read = 0
-    for name, size in sizes.items():
-        if tied or "embed_tokens" not in name:
-            read += size * chosen // experts if ".experts." in name else size
-    return read
+def amount(kernel: Mapping, unit: str, position: int) -> int:
+    """FLOP or bytes of one call of a kernel at `position`, out of the manifest's [at position 0, per position, largest]."""
+    start, step, end = kernel[unit]
+    return min(start + step * position, max(start, end))
 
 
 def parameter_sizes(path: Path) -> dict[str, int]:
@@ -86,14 +104,20 @@ def parameter_sizes(path: Path) -> dict[str, int]:
 
 
 def gguf_bytes(path: Path) -> int:
-    """Bytes of weights that llama.cpp reads for one token of a GGUF file."""
-    from castiron.pipelines.checkpoints import open_checkpoint
+    """Bytes of weights that llama.cpp reads for one token of a GGUF file: of the stacked weights of experts those that a
+    token passes, of an embedding table beside an output head a row. CheckpointError for a file that is not sound."""
+    from castiron.pipelines.checkpoints.gguf_file import read_gguf
 
-    checkpoint = open_checkpoint(path)
-    from castiron.emitter.codecs import row_bytes
-
-    sizes = {
-        name: int(np.prod(tensor.shape[:-1])) * row_bytes(tensor.codec, tensor.shape[-1])
-        for name, tensor in checkpoint.tensors.items()
-    }
-    return bytes_read(sizes, checkpoint.config, "lm_head.weight" not in sizes)
+    file = read_gguf(path)
+    prefix = f"{file.metadata.get('general.architecture')}."
+    experts = file.metadata.get(prefix + "expert_count", 0)
+    chosen = file.metadata.get(prefix + "expert_used_count", experts)
+    read = 0
+    for tensor in file.tensors.values():
+        rows = prod(tensor.shape[:-1])
+        if len(tensor.shape) == 3 and tensor.shape[0] == experts:
+            read += tensor.nbytes * chosen // experts
+        else:
+            table = tensor.name == "token_embd.weight" and "output.weight" in file.tensors
+            read += tensor.nbytes // rows if table else tensor.nbytes
+    return read

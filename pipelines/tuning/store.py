@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import castiron.emitter as emitter
 from castiron.emitter.kernels.products.product import Product, Tiles
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.cache import cache_root, write_atomically
 from castiron.vmfb.compiler import compiler_version
@@ -22,9 +20,9 @@ from castiron.vmfb.targets import Target
 # By a product's name, the fields of its tiles.
 Chosen = Mapping[str, Mapping[str, int]]
 
-SCHEMA = 1
-# Of the emitter, what decides the code of a product's kernel.
-SOURCES = ("kernels/*.py", "packing.py", "codecs.py")
+SCHEMA = 2
+# Where products' kernels are written; with what it imports, it decides their code.
+KERNELS = "castiron.emitter.kernels.products"
 
 
 class StoreError(PipelineError):
@@ -32,7 +30,7 @@ class StoreError(PipelineError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Key:
     """What a measurement holds for: CPU model, instruction set of the kernels, version of IREE, hash of the kernels'
     sources, threads."""
 
@@ -50,7 +48,7 @@ class Finding:
     gain: the default's time over theirs, 1 for the default.
     """
 
-    place: Place
+    key: Key
     product: str
     tiles: dict[str, int] | None
     gain: float
@@ -67,18 +65,9 @@ def store_path() -> Path:
     return cache_root() / "tuned.json"
 
 
-def place_of(target: Target, threads: int) -> Place:
+def key_of(target: Target, threads: int) -> Key:
     """What holds for code that this machine compiles for `target`, run on `threads` threads of it."""
-    return Place(host_cpu(), target.isa, compiler_version(), _kernels(), threads)
-
-
-@cache
-def _kernels() -> str:
-    root, digest = Path(emitter.__file__).parent, hashlib.sha256()
-    for pattern in SOURCES:
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return Key(host_cpu(), target.isa, compiler_version(), sources_hash(KERNELS)[:16], threads)
 
 
 def read() -> tuple[Finding, ...]:
@@ -96,19 +85,19 @@ def read() -> tuple[Finding, ...]:
         raise StoreError(f"{path} is not what castiron tune writes ({reason}); delete it, or compile with --no-tuned") from None
 
 
-def findings_at(place: Place) -> dict[str, Finding]:
-    """By the product's name, what holds at `place`."""
-    return {finding.product: finding for finding in read() if finding.place == place}
+def findings_of(key: Key) -> dict[str, Finding]:
+    """By the product's name, what was found under `key`."""
+    return {finding.product: finding for finding in read() if finding.key == key}
 
 
-def tiles_at(place: Place) -> Chosen:
-    """The tiles that beat the default at `place`."""
-    return {name: finding.tiles for name, finding in findings_at(place).items() if finding.tiles is not None}
+def tiles_of(key: Key) -> Chosen:
+    """The tiles that beat the default under `key`."""
+    return {name: finding.tiles for name, finding in findings_of(key).items() if finding.tiles is not None}
 
 
 def keep(findings: Iterable[Finding]) -> None:
-    """Adds the findings to the file, over what it had for the same products and places; whole or not at all."""
-    found = {(finding.place, finding.product): finding for finding in (*read(), *findings)}
+    """Adds the findings to the file, over what it had for the same products and keys; whole or not at all."""
+    found = {(finding.key, finding.product): finding for finding in (*read(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
     write_atomically(store_path(), text.encode() + b"\n")
 

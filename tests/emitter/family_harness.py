@@ -12,7 +12,7 @@ from castiron.emitter.ir import Module
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
 from castiron.emitter.step import ModelModule
-from castiron.pipelines.casting.compile import pack
+from castiron.pipelines.casting.compile import packed_parameter
 from castiron.pipelines.checkpoints import Checkpoint, missing_and_left_over, open_checkpoint
 from castiron.reference import hf, interpreter
 from castiron.reference.tiny import tiny_model
@@ -28,7 +28,7 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint, module: Module) -> None:
         self.module = module
-        self.params = {p.name: pack(checkpoint, p) for p in module.params.values()}
+        self.params = {p.name: packed_parameter(checkpoint, p) for p in module.params.values()}
         self.states = next(iter(module.functions.values())).states
         self.reset()
 

@@ -237,7 +237,7 @@ def test_a_key_that_nobody_understands_is_refused(model_type):
         ("llama", {"num_hidden_layers": 0}, "'num_hidden_layers' in the llama config is 0, which is less than 1"),
         ("llama", {"num_key_value_heads": True}, "is True, not int"),
         ("llama", {"hidden_act": "mish"}, "'hidden_act' in the llama config is 'mish'; supported are silu"),
-        ("llama", {"partial_rotary_factor": 0.5}, "this family turns whole heads"),
+        ("llama", {"partial_rotary_factor": 0.5}, "this family rotates whole heads"),
         ("llama", {"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not supported"),
         ("qwen2", {"layer_types": ["full_attention"] * 2}, "for each of its 3 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "must say 'full_attention' or 'sliding_attention'"),

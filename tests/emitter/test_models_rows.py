@@ -7,7 +7,7 @@ import pytest
 
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import FAMILIES, build
-from castiron.pipelines.casting.compile import pack
+from castiron.pipelines.casting.compile import packed_parameter
 from castiron.reference import hf, interpreter
 from tests.emitter.family_harness import CONTEXT, WIDTHS, Agreement, pair, prompt
 from tests.emitter.test_models import SHAPES
@@ -23,7 +23,7 @@ def rows(request, tmp_path_factory):
     checkpoint = models.checkpoint
     codec = lambda name: checkpoint.tensors[name].codec if name in checkpoint.tensors else "f32"
     module = lower(build(checkpoint.config, codec, CONTEXT, WIDTHS, verify=(WIDTH,), batches=(SEQUENCES,)), lowering)
-    params = {p.name: pack(checkpoint, p) for p in module.params.values()}
+    params = {p.name: packed_parameter(checkpoint, p) for p in module.params.values()}
 
     def run(function: str, *inputs: np.ndarray) -> list[np.ndarray]:
         return interpreter.run(module, function, inputs, params)

@@ -8,7 +8,7 @@ import pytest
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import FAMILIES
 from castiron.emitter.printer import argument_params, print_module
-from castiron.pipelines.casting.compile import pack
+from castiron.pipelines.casting.compile import packed_parameter
 from castiron.reference import hf
 from castiron.reference.xla import run_stablehlo
 from tests.emitter.family_harness import Agreement, pair, prompt
@@ -24,7 +24,7 @@ def test_xla_gives_the_logits_of_hf(family, tmp_path):
     models = pair(family, tmp_path, **SHAPES[family][0])
     module = lower(models.layers(CONTEXT, (WIDTH,)), "portable")
     text = print_module(module, weights="arguments")
-    params = {p.name: pack(models.checkpoint, p) for p in module.params.values()}
+    params = {p.name: packed_parameter(models.checkpoint, p) for p in module.params.values()}
     caches = [np.zeros(module.functions["decode_step"].inputs[-1].shape, np.float32)] * 2
 
     def run(function: str, *inputs: np.ndarray) -> np.ndarray:

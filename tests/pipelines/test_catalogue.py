@@ -83,7 +83,7 @@ def test_a_file_put_there_by_hand_is_taken_if_it_is_the_one(index, tmp_path):
 
 def test_another_file_is_refused_and_nothing_stays(index, tmp_path, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "toy", _row(sha256="0" * 64))
-    with pytest.raises(CheckpointError, match="the catalogue says 0000"):
+    with pytest.raises(CheckpointError, match="instead of 0000"):
         fetch("toy", tmp_path)
     assert list((tmp_path / "models").iterdir()) == []
 

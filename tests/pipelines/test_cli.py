@@ -184,7 +184,7 @@ def test_run_loads_neither_compiler_nor_torch_nor_jinja(bundle):
 
 def test_inspect_describes_bundles_and_the_catalogue(bundle, bare_bundle, capsys):
     assert cli.main(["inspect", bundle, "--json"]) == 0
-    assert read_json(capsys.readouterr().out)["cache"]["context"] == CONTEXT
+    assert read_json(capsys.readouterr().out)["context"] == CONTEXT
     assert cli.main(["inspect", bare_bundle]) == 0
     assert "takes token ids only" in capsys.readouterr().out
     assert cli.main(["inspect", "--json"]) == 0

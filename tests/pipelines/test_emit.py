@@ -10,7 +10,7 @@ import pytest
 from castiron.emitter.codecs import dequantise
 from castiron.emitter.kernels.weights.packing import pack as pack_rows
 from castiron.pipelines import cli
-from castiron.pipelines.casting.compile import Options, build_module, pack
+from castiron.pipelines.casting.compile import Options, build_module, packed_parameter
 from castiron.pipelines.casting.excerpt import one_layer
 from castiron.pipelines.casting.named_kernel import KINDS
 from castiron.pipelines.checkpoints import open_checkpoint
@@ -78,7 +78,7 @@ def test_the_blocks_one_after_another_are_the_model(model, lowering):
     """States go in and come out by their names, what flows between blocks by the path of its maker."""
     checkpoint = open_checkpoint(model)
     module = build_module(checkpoint, Options(lowering=lowering, context=16, threads=1))
-    params = {p.name: pack(checkpoint, p) for p in module.params.values()}
+    params = {p.name: packed_parameter(checkpoint, p) for p in module.params.values()}
     random = np.random.default_rng(3)
     for name in ("decode_step", "prefill_8"):
         function = module.functions[name]

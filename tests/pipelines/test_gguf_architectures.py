@@ -153,5 +153,5 @@ def test_llama3_scaling_is_named_where_its_numbers_explain_the_factors(tmp_path)
 def test_factors_and_scaling_keys_at_once_are_refused(tmp_path):
     metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     factors = {"rope_freqs.weight": np.full(8, 2, np.float32)}
-    with pytest.raises(CheckpointError, match="of which only one can hold"):
+    with pytest.raises(CheckpointError, match="only one of them can apply"):
         open_checkpoint(write_llama(tmp_path / "x.gguf", metadata, factors))

@@ -160,7 +160,7 @@ def _generation(directory, **content):
 BAD_DIRECTORIES = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
-    "config is a list": (lambda d: (d / "config.json").write_text("[]"), "no object"),
+    "config is a list": (lambda d: (d / "config.json").write_text("[]"), "not a JSON object"),
     "config not UTF-8": (lambda d: (d / "config.json").write_bytes(b"\xff"), "is not JSON"),
     "no model type": (lambda d: (d / "config.json").write_text("{}"), "names no model_type"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither model.safetensors nor"),
@@ -174,7 +174,7 @@ BAD_DIRECTORIES = {
             shutil.copy(d / "model.safetensors", d / "b.safetensors"),
             _sharded(d, {"model.norm.weight": "a.safetensors", "model.embed_tokens.weight": "b.safetensors"}),
         ),
-        "which another shard holds as well",
+        "and so does another shard",
     ),
     "eos in words": (lambda d: _generation(d, eos_token_id="x"), "eos_token_id is 'x'"),
     "bos in words": (lambda d: _generation(d, bos_token_id="x"), "bos_token_id is 'x'"),

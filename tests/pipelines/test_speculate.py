@@ -24,7 +24,9 @@ SMALL = st.lists(st.integers(0, 3), max_size=60)
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculate")
     checkpoint = tiny.tiny_model("llama", folder / "llama")
-    return open_bundle(compile_model(checkpoint, folder / "bundle", Options(context=CONTEXT, speculate=(4, 8))).bundle)
+    return open_bundle(
+        compile_model(checkpoint, folder / "bundle", Options(context=CONTEXT, speculate=(4, 8), batch=())).bundle
+    )
 
 
 class Parrot:

@@ -189,16 +189,16 @@ def test_expressions_are_those_of_transformers():
 
 
 REFUSED = {
-    "unknown pre": ({"pre": "viking"}, "the way named 'viking'"),
-    "unknown kind": ({"model": "rwkv"}, "of the kind 'rwkv'"),
+    "unknown pre": ({"pre": "viking"}, "unknown pre-tokenizer 'viking'; known are gpt-2"),
+    "unknown kind": ({"model": "rwkv"}, "of kind 'rwkv'"),
     "no merges": ({"merges": "none"}, "no tokenizer.ggml.merges"),
     "merge of no tokens": ({"merges": ["a q"]}, "merges 'a q'"),
     "merge without a whole": ({"merges": ["b a"]}, "merges 'b a'"),
     "merge without parts": ({"merges": ["ab"]}, "merges 'ab'"),
     "tokens that are numbers": ({"tokens": [1, 2]}, "no tokenizer.ggml.tokens"),
     "too few types": ({"token_type": [1, 1]}, "one number for each of the 12"),
-    "flag that is a number": ({"add_bos_token": 1}, "where true or false belongs"),
-    "bos past the vocabulary": ({"add_bos_token": True, "bos_token_id": 99}, "99, which is no token of 12"),
+    "flag that is a number": ({"add_bos_token": 1}, "not true or false"),
+    "bos past the vocabulary": ({"add_bos_token": True, "bos_token_id": 99}, "99, outside the vocabulary of 12"),
 }
 
 

@@ -15,7 +15,7 @@ from castiron.pipelines.casting import compile as compiling
 from castiron.pipelines.casting.compile import Options, build_module, compile_model
 from castiron.pipelines.checkpoints import open_checkpoint
 from castiron.pipelines.tuning import store
-from castiron.pipelines.tuning.store import Finding, Place, StoreError
+from castiron.pipelines.tuning.store import Finding, Key, StoreError
 from castiron.vmfb.compiler import CompileResult
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.targets import resolve
@@ -23,7 +23,7 @@ from tests.pipelines.tiny_gguf import write_llama
 from tests.pipelines.toy_text import read_json
 
 HOST = resolve("host")
-OPTIONS = Options(context=16, speculate=(), threads=3)
+OPTIONS = Options(context=16, speculate=(), batch=(), threads=3)
 
 
 @pytest.fixture(scope="module")
@@ -61,29 +61,29 @@ def other_tiles(product: Product, threads: int = 3) -> dict[str, int]:
     return asdict(replace(default, unroll=default.unroll + 1))
 
 
-def finding(product: Product, place: Place | None = None) -> Finding:
-    return Finding(place or store.place_of(HOST, 3), product.name, other_tiles(product), 1.25)
+def finding(product: Product, key: Key | None = None) -> Finding:
+    return Finding(key or store.key_of(HOST, 3), product.name, other_tiles(product), 1.25)
 
 
 def test_what_is_kept_is_read_and_the_last_of_a_product_holds():
-    place = Place("a cpu", "avx2", "3.13.0", "abcd", 2)
-    other = replace(place, threads=1)
-    first = Finding(place, "p", {"workgroups": 2}, 1.5)
-    store.keep([first, Finding(place, "q", None, 1.0), Finding(other, "p", {"workgroups": 3}, 1.1)])
-    assert store.findings_at(place)["p"] == first and store.tiles_at(place) == {"p": {"workgroups": 2}}
-    store.keep([Finding(place, "p", {"workgroups": 9}, 1.7)])
-    assert store.tiles_at(place) == {"p": {"workgroups": 9}} and store.tiles_at(other) == {"p": {"workgroups": 3}}
-    assert set(store.findings_at(place)) == {"p", "q"} and len(store.read()) == 3
+    key = Key("a cpu", "avx2", "3.13.0", "abcd", 2)
+    other = replace(key, threads=1)
+    first = Finding(key, "p", {"workgroups": 2}, 1.5)
+    store.keep([first, Finding(key, "q", None, 1.0), Finding(other, "p", {"workgroups": 3}, 1.1)])
+    assert store.findings_of(key)["p"] == first and store.tiles_of(key) == {"p": {"workgroups": 2}}
+    store.keep([Finding(key, "p", {"workgroups": 9}, 1.7)])
+    assert store.tiles_of(key) == {"p": {"workgroups": 9}} and store.tiles_of(other) == {"p": {"workgroups": 3}}
+    assert set(store.findings_of(key)) == {"p", "q"} and len(store.read()) == 3
 
 
 @pytest.mark.parametrize("field", ["cpu", "isa", "iree", "kernels", "threads"])
-def test_a_compilation_takes_what_was_found_in_the_same_place_alone(checkpoint, tmp_path, compiled, field):
+def test_a_compilation_takes_what_was_found_under_its_key_alone(checkpoint, tmp_path, compiled, field):
     product = list(products(checkpoint).values())[1]
-    place = store.place_of(HOST, 3)
-    elsewhere = replace(place, **{field: 9 if field == "threads" else "other"})
+    key = store.key_of(HOST, 3)
+    elsewhere = replace(key, **{field: 9 if field == "threads" else "other"})
     store.keep([finding(product, elsewhere)])
     compile_model(checkpoint, tmp_path / "out", OPTIONS)
-    store.keep([finding(product, place)])
+    store.keep([finding(product, key)])
     report = compile_model(checkpoint, tmp_path / "out", OPTIONS)
     tiles = product.tiles(other_tiles(product)).name
     assert not report.up_to_date and tiles not in compiled[0] and tiles in compiled[1]
@@ -110,7 +110,7 @@ def test_manifest_and_inspect_tell_what_was_tuned(checkpoint, tmp_path, compiled
     known = products(checkpoint)
     chosen = list(known.values())[2]
     store.keep([finding(chosen)])
-    arguments = ["compile", str(checkpoint), "--context", "16", "--speculate", "", "--threads", "3"]
+    arguments = ["compile", str(checkpoint), "--context", "16", "--speculate", "none", "--batch", "", "--threads", "3"]
 
     def inspected(*more) -> tuple[dict, str]:
         assert cli.main([*arguments, "-o", str(tmp_path / "out"), *more]) == 0
@@ -135,6 +135,17 @@ def test_other_targets_and_lowerings_take_none(checkpoint, tmp_path, compiled, c
     assert all(product.tiles(other_tiles(product)).name not in compiled[0] for product in products(checkpoint).values())
 
 
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [((), ["decode_batch_4", "decode_batch_8"]), (("--batch", "none"), []), (("--batch", "2"), ["decode_batch_2"])],
+)
+def test_a_bundle_can_batch_unless_it_is_told_not_to(checkpoint, tmp_path, compiled, options, batches, capsys):
+    assert cli.main(["compile", str(checkpoint), "-o", str(tmp_path / "out"), "--context", "16", *options]) == 0
+    functions = json.loads((tmp_path / "out" / "manifest.json").read_text())["functions"]
+    assert [function["name"] for function in functions if function["role"] == "batch"] == batches
+    assert all(f"@{name}(" in compiled[0] for name in batches)
+
+
 def test_threads_default_to_the_cores_of_the_machine_that_runs_it():
     assert Options().threads_or_cores == physical_cores()
     assert Options(target="aarch64").threads_or_cores == 2
@@ -142,8 +153,8 @@ def test_threads_default_to_the_cores_of_the_machine_that_runs_it():
 
 
 BAD = [
-    b"", b"[]", b"{", b'{"schema": 2, "findings": []}', b'{"schema": 1}', b'{"schema": 1, "findings": [{"product": "p"}]}',
-    b'{"schema": 1, "findings": [], "more": 1}', b"\xff\xfe", b"[" * 100_000,
+    b"", b"[]", b"{", b'{"schema": 1, "findings": []}', b'{"schema": 2}', b'{"schema": 2, "findings": [{"product": "p"}]}',
+    b'{"schema": 2, "findings": [], "more": 1}', b"\xff\xfe", b"[" * 100_000,
 ]  # fmt: skip
 
 
@@ -175,8 +186,8 @@ def test_tiles_that_do_not_fit_are_one_sentence(checkpoint, tmp_path, compiled):
 
 def test_the_file_is_whole_at_every_moment():
     """Readers in another thread never see half of what is written."""
-    place = Place("a cpu", "avx2", "3.13.0", "abcd", 2)
-    many = [Finding(place, f"product {n}", {"workgroups": n}, 1.0) for n in range(300)]
+    key = Key("a cpu", "avx2", "3.13.0", "abcd", 2)
+    many = [Finding(key, f"product {n}", {"workgroups": n}, 1.0) for n in range(300)]
     store.keep(many)
     done = threading.Event()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from castiron.vmfb.archive import ALIGNMENT, pack, parts_of
+from castiron.vmfb.archive import ALIGNMENT, parts_of, write_archive
 from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
 from castiron.vmfb.session import Session
@@ -95,7 +95,7 @@ def test_cut_files_and_files_of_another_kind_are_refused(packed, tmp_path):
 def test_an_archive_without_a_part_of_its_manifest_is_refused(packed, tmp_path):
     parts = parts_of(packed)
     del parts[WEIGHTS]
-    pack(parts, {}, tmp_path / "less.castiron")
+    write_archive(parts, {}, tmp_path / "less.castiron")
     assert f"{WEIGHTS} is missing" in refusal(tmp_path / "less.castiron")
 
 

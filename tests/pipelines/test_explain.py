@@ -1,0 +1,50 @@
+"""castiron explain: every kernel with its work, and how much of a step is Python's."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from castiron.pipelines import cli
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
+from tests.pipelines.test_bench import FixedMachine
+from tests.pipelines.tiny_gguf import HIDDEN, write_llama
+from tests.pipelines.toy_text import read_json
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("explained")
+    checkpoint = write_llama(directory / "tiny.gguf")
+    return compile_model(checkpoint, directory / "out", Options(context=32, speculate=(), batch=(), threads=1)).bundle
+
+
+def explained(capsys, bundle, *options) -> dict:
+    assert cli.main(["explain", str(bundle), "--threads", "1", "--position", "7", *options, "--json"]) == 0
+    return read_json(capsys.readouterr().out)
+
+
+def test_kernels_have_their_work_and_python_its_share(bundle, monkeypatch, capsys):
+    monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
+    found = explained(capsys, bundle)
+    assert 0 < found["python_us"] < 1e6
+    rows = [row for row in found["dispatches"] if row["paths"] == ["model.layers.*.self_attn"]]
+    attention = next(row for row in rows if "attention" in row["kernel"])
+    # Of two layers, four operations for each of eight positions and every element of the heads.
+    assert attention["calls"] == 2 and attention["flops"] == 2 * 4 * 8 * HIDDEN
+    assert explained(capsys, bundle, "--function", "prefill_8")["python_us"] is None
+
+
+def test_a_session_counts_the_runtimes_share_of_its_steps_when_asked_to(bundle):
+    session = Session(open_bundle(bundle), 1)
+    session.step(1)
+    seconds = session.count_runtime()
+    assert seconds() == 0
+    start = time.perf_counter()
+    tokens = [session.step(1) for _ in range(3)]
+    assert 0 < seconds() < time.perf_counter() - start
+    other = Session(open_bundle(bundle), 1)
+    assert [other.step(1) for _ in range(4)][1:] == tokens
