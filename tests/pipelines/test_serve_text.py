@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from castiron.pipelines.generation.choosing import Chooser, Choosing, log_probabilities
-from castiron.pipelines.generation.sampling import Sampling
-from castiron.pipelines.generation.sequence import Finished, Piece, Sequence
+from castiron.pipelines.generation.sampling import Sampler, Sampling, log_probabilities
+from castiron.pipelines.generation.sequence import Delta, Finished, Sequence
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
@@ -57,18 +57,19 @@ def test_tokens_behind_a_stop_string_are_not_told():
     tokens = text.tokenizer.encode("he said: he你 then left", add_special_tokens=False).ids
     for stop in ("then", "said", "你", "nothing", "t"):
         events = []
-        sequence = Sequence(text, [1], events.append, max_tokens=len(tokens), stop_strings=[stop])
+        sequence = Sequence([1], 100, text=text, max_tokens=len(tokens), stop_strings=[stop])
         for token in tokens:
             events += sequence.advance(token, None)
             if isinstance(events[-1], Finished):
                 break
-        told = "".join(e.text for e in events if isinstance(e, Piece))
+        told = "".join(e.text for e in events if isinstance(e, Delta))
         whole = "he said: he你 then left"
         assert told == (whole[: whole.find(stop)] if stop in whole else whole)
         assert events[-1].reason == ("stop" if stop in whole else "length")
-        said = [s for e in events if isinstance(e, Piece) for s in e.said]
-        assert text.decode(s.chosen.token for s in said).startswith(told)
-        assert all(s.offset < len(told) for s in said) and [s.offset for s in said] == sorted(s.offset for s in said)
+        said = [token for e in events if isinstance(e, Delta) for token in e.tokens]
+        assert text.decode(token.id for token in said).startswith(told)
+        offsets = [token.offset for token in said]
+        assert all(offset < len(told) for offset in offsets) and offsets == sorted(offsets)
 
 
 @given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=8), st.floats(-2, 2), st.floats(-2, 2),
@@ -77,19 +78,28 @@ def test_tokens_behind_a_stop_string_are_not_told():
 @example(np.eye(VOCAB, dtype=np.float32)[3] * 2 + 0.5, [3, 3, 3], 0.5, 0.0, {})
 def test_penalties_and_biases_are_openais(logits, said, frequency, presence, bias):
     """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, as the API reference says; greedily."""
-    chooser = Chooser(Choosing(Sampling(), frequency, presence, bias, top_logprobs=0), [5, 6])
-    chooser.counts.update(said)
+    sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence, logit_bias=bias)
     changed = logits.astype(np.float64)
     for token in range(VOCAB):
         count = said.count(token)
         changed[token] += -count * frequency - (count > 0) * presence + bias.get(token, 0.0)
-    chosen = chooser.choose(int(logits.argmax()), lambda: logits)
-    assert changed[chosen.token] == changed.max()
-    assert chooser.counts[chosen.token] == said.count(chosen.token) + 1
+    chosen = Sampler(sampling).choose(logits, [5, 6, *said], Counter(said))
+    assert changed[chosen] == changed.max()
+
+
+def test_what_was_generated_is_counted_and_the_prompt_is_not():
+    """A token that is 1 ahead of the next comes twice under a frequency penalty of 0.6, whatever the prompt says."""
+    logits = np.array([0, 3, 2, -9], np.float32)
+    sequence = Sequence([1, 1, 1], 100, max_tokens=3, sampler=Sampler(Sampling(frequency_penalty=0.6)))
+    while sequence.finish_reason is None:
+        sequence.advance(1, lambda: logits)
+    assert sequence.tokens == [1, 1, 2]
 
 
 def test_a_greedy_token_needs_no_logits():
-    assert Chooser(Choosing(), [1]).choose(7, None).token == 7
+    sequence = Sequence([1], 100)
+    sequence.advance(7, None)
+    assert sequence.tokens == [7]
 
 
 @given(LOGITS, st.integers(0, VOCAB - 1), st.integers(0, VOCAB + 3))
