@@ -48,16 +48,19 @@ class Slot:
 
     def __init__(self, batch: FakeBatch):
         self.batch, self.held, self.ready = batch, [], False
-        self.context, self.manifest = CONTEXT, SimpleNamespace(prefill_widths=WIDTHS)
+        self.context, self.manifest = CONTEXT, SimpleNamespace(prefill_widths=WIDTHS, vocab=VOCAB)
 
     @property
     def position(self) -> int:
         return len(self.held)
 
-    def prefill(self, tokens) -> int:
+    def prefill(self, tokens, progress=None) -> int:
         self.batch.work.append(("prefill", self.batch.slots.index(self), len(tokens)))
         self.batch.fail_on(tokens)
         return self._append(tokens)
+
+    def step(self, token: int) -> int:
+        return self._append([token])
 
     def _append(self, tokens) -> int:
         assert len(tokens) and self.position + len(tokens) <= CONTEXT

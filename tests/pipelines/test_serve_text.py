@@ -9,15 +9,22 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.engine import QueueFull, Stopping
 from castiron.pipelines.generation.sampling import Sampler, Sampling, log_probabilities
+from castiron.pipelines.generation.scheduler import ModelFailed
 from castiron.pipelines.generation.sequence import Delta, Finished, Sequence
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
-from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.api import Limits
+from castiron.pipelines.serve.app import open_app
+from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, TokenizeRequest, read
+from tests.pipelines import toy_text
 from tests.pipelines.test_generate_text import TEXTS, byte_level
 
 VOCAB = 40
@@ -195,6 +202,32 @@ def test_what_asks_for_nothing_is_taken_and_null_is_absence():
     fields = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1},
               "service_tier": "auto", "store": False, "stop": None, "seed": None, "n": None, "temperature": None}  # fmt: skip
     assert read(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode()).stop is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(QueueFull("busy"), 503, "queue_full"), (Stopping(), 503, "shutting_down"),
+     (ModelFailed(ValueError("inside")), 500, "model_failure"), (PipelineError("no"), 400, None)],
+)  # fmt: skip
+def test_every_failure_behind_the_http_has_its_status(error, status, code):
+    found = api_error(error)
+    assert (found.status, found.code, found.message) == (status, code, str(error))
+    assert "inside" not in found.message, "clients are not told of the server's inside"
+
+
+def test_an_application_is_opened_without_a_command_line(tmp_path):
+    """With the name of its directory, its own limits, and a key."""
+    path = toy_text.write(tmp_path / "toy")
+    app = open_app(path, threads=1, queue=0, api_keys=["key"], limits=Limits(body_bytes=200))
+    with TestClient(app, headers={"Authorization": "Bearer key"}) as client:
+        body = {"model": "toy", "prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+        assert client.post("/v1/completions", json={**body, "n": 2}).status_code == 503
+        assert client.post("/v1/completions", json={**body, "prompt": "abc" * 90}).status_code == 413
+        assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
+    with pytest.raises(PipelineError, match="no tokenizer"):
+        open_app(toy_text.write(tmp_path / "bare", text=False))
 
 
 def test_metrics_are_prometheus_text():
