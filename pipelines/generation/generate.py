@@ -27,8 +27,8 @@ class Generation:
     then.
 
     While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token or string), "length"
-    (max_tokens) or "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent in the
-    model and in choosing, `steps` tokens decoded after the first.
+    (max_tokens) or "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent on the
+    first token and on the `steps` after it, without what the caller does between them.
     """
 
     def __init__(

@@ -99,8 +99,8 @@ def _results(scheduler: Scheduler, prompts: Iterator, begin: Callable[[Any], Seq
                     continue
                 del running[sequence]
                 text = "".join(said) if sequence.text else None
-                error = event.error if isinstance(event, Failed) else None
-                yield Result(index, sequence.tokens, text, sequence.finish_reason or "error", error)
+                failure = event.error if isinstance(event, Failed) else None
+                yield Result(index, sequence.tokens, text, sequence.finish_reason or "error", failure)
     finally:
         for sequence in running:
             scheduler.cancel(sequence)

@@ -128,7 +128,9 @@ class Scheduler:
     def _next(self) -> tuple[int | None, Sequence | None]:
         """Whose prompt is read on, with its slot; None for a sequence that has none yet."""
         free = self.batch.size - len(self.reading) - len(self.decoding)
-        found = [(len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()]
+        found: list[tuple[int, int | None, Sequence]] = [
+            (len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()
+        ]
         for sequence in list(self.waiting)[:free]:
             known = self.cache.longest(sequence.prompt)
             if all(shared(sequence.prompt, other.prompt) <= known for other in self.reading.values()):
