@@ -15,41 +15,56 @@ if TYPE_CHECKING:
     from castiron.pipelines.errors import PipelineError as PipelineError
     from castiron.pipelines.generation.chat import Chat as Chat
     from castiron.pipelines.generation.generate import Generation as Generation
-    from castiron.pipelines.generation.generate import generate as generate
+    from castiron.pipelines.generation.generate import Generation as generate  # noqa: F401
+    from castiron.pipelines.generation.many import Result as Result
+    from castiron.pipelines.generation.many import generate_many as generate_many
     from castiron.pipelines.generation.sampling import Sampling as Sampling
+    from castiron.pipelines.generation.scheduler import Scheduler as Scheduler
+    from castiron.pipelines.generation.sequence import Delta as Delta
+    from castiron.pipelines.generation.sequence import Failed as Failed
+    from castiron.pipelines.generation.sequence import Finished as Finished
+    from castiron.pipelines.generation.sequence import Sequence as Sequence
     from castiron.pipelines.generation.text import Detokeniser as Detokeniser
     from castiron.pipelines.generation.text import Text as Text
     from castiron.pipelines.generation.text import load_text as load_text
+    from castiron.pipelines.serve.app import open_app as open_app
     from castiron.vmfb.bundle import Bundle as Bundle
     from castiron.vmfb.bundle import open_bundle as open  # noqa: F401
     from castiron.vmfb.manifest import BundleError as BundleError
     from castiron.vmfb.session import Session as Session
     from castiron.vmfb.session import SessionError as SessionError
 
-# Where each name is, and what it is called there. The runtime takes a quarter of a second to load, and the command line
-# imports this module too.
-_PLACES = {
+# The full name of each. The runtime takes a quarter of a second to load, and the command line imports this module too.
+_FULL_NAMES = {
     "Bundle": "castiron.vmfb.bundle.Bundle",
     "BundleError": "castiron.vmfb.manifest.BundleError",
     "Chat": "castiron.pipelines.generation.chat.Chat",
+    "Delta": "castiron.pipelines.generation.sequence.Delta",
     "Detokeniser": "castiron.pipelines.generation.text.Detokeniser",
+    "Failed": "castiron.pipelines.generation.sequence.Failed",
+    "Finished": "castiron.pipelines.generation.sequence.Finished",
     "Generation": "castiron.pipelines.generation.generate.Generation",
     "PipelineError": "castiron.pipelines.errors.PipelineError",
+    "Result": "castiron.pipelines.generation.many.Result",
     "Sampling": "castiron.pipelines.generation.sampling.Sampling",
+    "Scheduler": "castiron.pipelines.generation.scheduler.Scheduler",
+    "Sequence": "castiron.pipelines.generation.sequence.Sequence",
     "Session": "castiron.vmfb.session.Session",
     "SessionError": "castiron.vmfb.session.SessionError",
     "Text": "castiron.pipelines.generation.text.Text",
-    "generate": "castiron.pipelines.generation.generate.generate",
+    "generate": "castiron.pipelines.generation.generate.Generation",
+    "generate_many": "castiron.pipelines.generation.many.generate_many",
     "load_text": "castiron.pipelines.generation.text.load_text",
     "open": "castiron.vmfb.bundle.open_bundle",
+    "open_app": "castiron.pipelines.serve.app.open_app",
 }
-__all__ = ["__version__", *_PLACES]  # noqa: PLE0604
+__all__ = ["__version__", *_FULL_NAMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _FULL_NAMES:
         raise AttributeError(f"module 'castiron' has no attribute {name!r}")
-    module, _, attribute = _PLACES[name].rpartition(".")
+    module, _, attribute = _FULL_NAMES[name].rpartition(".")
     globals()[name] = value = getattr(import_module(module), attribute)
     return value
 

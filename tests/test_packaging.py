@@ -121,6 +121,14 @@ def test_packages_import_each_other_one_way():
             assert "tests" not in {name for name, _ in imports(path)}, path
 
 
+def test_generation_knows_no_http():
+    """serve imports generation, and generation neither serve nor what serve is made of."""
+    for path in sources("pipelines/generation"):
+        modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        assert not {name for name in modules if name.startswith("castiron.pipelines.serve")}, path
+        assert not {name for name, _ in imports(path)} & {"http", "starlette", "uvicorn", "pydantic"}, path
+
+
 def test_a_runtime_environment_is_enough_to_run():
     """Of third-party packages, what runs a bundle imports those that the project depends on without extras."""
     allowed = set(sys.stdlib_module_names) | {"numpy", "iree", "tokenizers", "jinja2", "vmfb", "pipelines", "castiron"}

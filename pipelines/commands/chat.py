@@ -1,13 +1,13 @@
 """Talks with a bundle in the model's chat template. The cache is kept: a turn costs only its own tokens.
 
-/reset begins anew, /save FILE and /load FILE keep a conversation, /exit or Ctrl-D ends, /help lists this. Ctrl-C stops
-the answer. When the context is full the oldest turns are dropped, and said to be; the system message stays.
+/reset begins anew, /save FILE and /load FILE keep a conversation, /exit or Ctrl-D ends, /help lists the commands.
+Ctrl-C stops the answer. When the context is full the oldest turns are dropped, with a note; the system message stays.
 """
 
 import argparse
 import sys
 
-from castiron.pipelines.commands.run import add_sampling_arguments, sampling_of, stops_of
+from castiron.pipelines.commands.run import add_length_argument, add_sampling_arguments, length_of, sampling_of
 from castiron.pipelines.progress import say
 
 EXAMPLES = """\
@@ -16,19 +16,18 @@ examples:
   castiron chat model.castiron --system "Answer in one sentence." --temperature 0.7 --seed 1
   printf 'What is the capital of France?\\nAnd of Italy?\\n' | castiron chat build/model
 
-Answers go to stdout, all else to stderr. A line that ends in \\ goes on in the next one.
+Answers go to stdout, all else to stderr. A line that ends in \\ continues in the next one.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    parser.add_argument("-n", "--max-tokens", type=int, metavar="N", help="tokens of an answer (default: until the model "
-                        "ends or the context is full)")  # fmt: skip
+    add_length_argument(parser)
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add_sampling_arguments(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one a core)")
-    parser.add_argument("--quiet", action="store_true", help="no speed after every answer")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
+    parser.add_argument("--quiet", action="store_true", help="do not print the speed after each answer")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -39,16 +38,14 @@ def main(args: argparse.Namespace) -> int:
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
-    sampling, _ = sampling_of(args), stops_of(args)
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
+    sampling, (asked, usual) = sampling_of(args), length_of(args)
     bundle = open_bundle(args.bundle)
     text = load_text(bundle)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
     chat = Chat(
         Session(bundle, threads=args.threads), text, sampling=sampling, system=args.system, stops=args.stop,
-        max_tokens=args.max_tokens, speculate=args.speculate == "ngram",
+        max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram",
     )  # fmt: skip
     if args.load:
         chat.load(args.load)

@@ -10,12 +10,12 @@ from castiron.pipelines.progress import Progress, say
 
 PROMPT, MORE = "> ", ". "
 HELP = """\
-/reset       begin anew, with the same system message
-/save FILE   write the conversation
-/load FILE   go on with one
-/help        this
+/reset       begin a new conversation, with the same system message
+/save FILE   write the conversation to a file
+/load FILE   go on with a conversation that /save wrote
+/help        list the commands
 /exit        end, as Ctrl-D does
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next one."""
+Ctrl-C stops an answer. A line that ends in \\ continues in the next one."""
 
 
 class Console:
@@ -84,7 +84,7 @@ class Console:
             say("a new conversation")
         elif command in ("/save", "/load"):
             if not rest:
-                say(f"{command} needs the name of a file")
+                say(f"{command} needs a file: {command} FILE")
                 return
             (self.chat.save if command == "/save" else self.chat.load)(rest)
             count = len(self.chat.messages)
@@ -97,31 +97,31 @@ class Console:
     def answer(self, words: str) -> None:
         chat = self.chat
         stopped = False
-        pieces = chat.answer(words, lambda done, total: progress("reading", done / total))
+        deltas = chat.answer(words, lambda done, total: progress("reading", done / total))
         if chat.dropped:
             say(f"the context of {chat.session.context} is full: the {chat.dropped} oldest messages were dropped")
         with Progress(quiet=self.quiet) as progress:
             try:
-                first = next(pieces, "")
+                first = next(deltas, "")
             except KeyboardInterrupt:
                 stopped, first = True, ""
         try:
             if not stopped:
                 sys.stdout.write(first)
                 sys.stdout.flush()
-                for piece in pieces:
-                    sys.stdout.write(piece)
+                for text in deltas:
+                    sys.stdout.write(text)
                     sys.stdout.flush()
         except KeyboardInterrupt:
             stopped = True
         finally:
-            pieces.close()
+            deltas.close()
         sys.stdout.write("\n")
         sys.stdout.flush()
         if stopped:
             say("stopped")
         if not self.quiet and chat.generation.prefill_seconds:
-            print(speed(chat.generation), file=sys.stderr)
+            print(speed(chat.generation, chat.usual_tokens), file=sys.stderr)
 
 
 def edit_lines() -> None:

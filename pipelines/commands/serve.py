@@ -4,13 +4,13 @@ Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logp
 logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty and ignore_eos), /tokenize, /detokenize, /health, and
 /metrics for Prometheus.
 
-A bundle compiled with --batch 4,8 decodes up to 8 sequences at once and reads the weights once for all of them; one
-compiled without serves one after another. What two prompts begin with is computed once, as long as it is in the cache.
+A bundle compiled with --batch 4,8 decodes up to 8 sequences at once and reads the weights once for all of them; on one
+without batch functions requests run one after another. What two prompts begin with is computed once, as long as it is
+in the cache.
 """
 
 import argparse
 import os
-from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
@@ -30,42 +30,46 @@ KEY_VARIABLE = "CASTIRON_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="DIR", help="the bundle")
+    parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen; 0.0.0.0 is everywhere "
                         "(default: 127.0.0.1, this machine alone)")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes any that is free")
-    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the bundle's own; its "
-                        "directory's name is taken for it too)")  # fmt: skip
-    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for this key on every path "
-                        f"but / and /health; may be repeated; {KEY_VARIABLE} in the environment, commas between keys, "
-                        "keeps it out of the process list")  # fmt: skip
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for requests that give none "
-                        "(default: 1, as OpenAI's; 0 is greedy)")  # fmt: skip
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one a core)")
+    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the bundle's own name, "
+                        "and its directory's works too)")  # fmt: skip
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="require this key on every path "
+                        f"but / and /health; may be repeated; keys in the environment variable {KEY_VARIABLE}, with "
+                        "commas between them, stay out of the process list")  # fmt: skip
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for requests that name none "
+                        "(default: 1, as OpenAI's API has it; 0 is greedy)")  # fmt: skip
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait (default: 64)")
-    limits.add_argument("--max-body", type=float, default=4.0, metavar="MB", help="size of a request (default: 4)")
-    limits.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds that a request may take, the "
-                        "wait included (default: 600)")  # fmt: skip
-    limits.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds that requests have to finish "
-                        "after SIGTERM (default: 10)")  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="no line on stderr for every request")
+    limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait for a slot (default: 64)")
+    limits.add_argument("--max-body", type=float, default=4.0, metavar="MB", help="largest request body (default: 4)")
+    limits.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest that a request may take, in "
+                        "seconds, waiting included (default: 600)")  # fmt: skip
+    limits.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds that running requests have to "
+                        "finish after SIGTERM (default: 10)")  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="do not log each request to stderr")
 
 
 def main(args: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer than to say that a package is missing.
-    from castiron.pipelines.serve.app import create_app
+    from castiron.pipelines.serve.api import Limits
+    from castiron.pipelines.serve.app import open_app
     from castiron.pipelines.serve.server import listen, serve, url
 
     check(args)
-    keys = api_keys(args)
+    keys, limits = api_keys(args), Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
     with listen(args.host, args.port) as listening:
-        api, metrics = load(args)
-        app = create_app(api, metrics, api_keys=keys, quiet=args.quiet)
-        slots = api.engine.slots
-        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context})")
+        app = open_app(
+            args.bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
+            quiet=args.quiet,
+        )  # fmt: skip
+        api, slots = app.api, app.api.engine.slots
         if slots == 1:
-            say("this bundle decodes one sequence at a time; castiron compile --batch 4,8 makes one that decodes 8")
+            say("requests run one after another, because this bundle has no batch functions; compile with --batch 4,8 for "
+                "up to 8 at once")  # fmt: skip
+        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context})")
         serve(app, api.engine, listening, args.grace)
     return 0
 
@@ -89,27 +93,5 @@ def api_keys(args: argparse.Namespace) -> list[str]:
     """Of the command line and of the environment; PipelineError for an empty one."""
     keys = [*args.api_key, *(key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip())]
     if not all(keys):
-        raise PipelineError("--api-key is empty; give a key, or leave the option out to ask for none")
+        raise PipelineError("--api-key is empty; give a key, or leave the option out to require none")
     return keys
-
-
-def load(args: argparse.Namespace):
-    """The bundle at `args.bundle` behind an API, and its metrics."""
-    from castiron.pipelines.generation.scheduler import Scheduler
-    from castiron.pipelines.generation.text import load_text
-    from castiron.pipelines.serve.api import Api, Limits
-    from castiron.pipelines.serve.engine import Engine
-    from castiron.vmfb.batch import Batch
-    from castiron.vmfb.bundle import open_bundle
-
-    bundle = open_bundle(args.bundle)
-    if bundle.tokenizer is None:
-        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
-    text = load_text(bundle)
-    scheduler = Scheduler(Batch(bundle, args.threads))
-    engine = Engine(scheduler, args.queue)
-    manifest = bundle.manifest
-    own = [manifest.name, Path(args.bundle).resolve().name.removesuffix(".castiron")]
-    names = [args.name] if args.name else list(dict.fromkeys(own))
-    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
-    return Api(engine, text, names, manifest.context, manifest.vocab, limits), scheduler.metrics

@@ -4,25 +4,27 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.positions import at_most, room, stand
+from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.sampling import Sampler, Sampling
-from castiron.pipelines.generation.stops import StopStrings
-from castiron.pipelines.generation.streaming import pieces
 from castiron.pipelines.generation.text import Text
 from castiron.vmfb.cache import write_atomically
 
-# Of the context, what is kept free for an answer without --max-tokens when turns have to go.
+# Share of the context that is kept free for an answer without --max-tokens when turns have to go.
 ANSWER_SHARE = 4
 ROLES = ("system", "user", "assistant")
 
 
 class Chat:
-    """Messages and the session that has read them.
+    """Messages and the session that has read them, which nothing else may move.
 
-    `messages`: {"role", "content"} each, the system message first if there is one. `fed`: the ids in the session's
-    cache. Every turn renders all messages by the template and rewinds to where the ids first differ from `fed`, so that a
-    template that rewrites its history is followed too.
+    `messages`: {"role", "content"} each, the system message first if there is one. Every turn renders all messages by
+    the template and goes on from where the ids first differ from those in the cache, so that a template that rewrites
+    its history is followed too.
     """
 
     def __init__(
@@ -34,11 +36,16 @@ class Chat:
         system: str | None = None,
         stops: Sequence[str] = (),
         max_tokens: int | None = None,
+        usual_tokens: int | None = None,
         speculate: bool = False,
     ):
+        """An answer has at most `max_tokens`, for which turns are dropped and without room for which a message is
+        refused; without them at most `usual_tokens`, or what room there is; without both it may fill the context."""
         self.session, self.text, self.sampler = session, text, Sampler(sampling)
-        self.system, self.stops, self.max_tokens, self.speculate = system, tuple(stops), max_tokens, speculate
-        self.fed: list[int] = []
+        self.system, self.stops, self.speculate = system, tuple(stops), speculate
+        self.max_tokens, self.usual_tokens = max_tokens, usual_tokens
+        stand(session, 0)
+        self.cache = PrefixCache([session])
         self.generation: Generation | None = None
         self.dropped = 0
         self.reset()
@@ -55,45 +62,48 @@ class Chat:
         """
         messages = [*self.messages, {"role": "user", "content": words}]
         messages, prompt, self.dropped = self._fit(messages)
-        keep = self._keep(prompt)
+        _, known = self.cache.take(np.array(prompt), [0])
         self.generation = generation = Generation(
-            self.session, prompt[keep:], sampler=self.sampler, max_tokens=self.max_tokens,
-            stop_tokens=self.text.eos, progress=progress, speculate=self.speculate, history=prompt[:keep],
+            self.session, prompt[known:], sampler=self.sampler, max_tokens=self._limit(prompt), text=self.text,
+            stop_tokens=self.text.eos, stop_strings=self.stops, progress=progress, speculate=self.speculate,
+            history=prompt[:known],
         )  # fmt: skip
-        return self._speak(generation, messages, prompt)
+        return self._speak(generation, messages, known)
 
-    def _speak(self, generation: Generation, messages: list[dict], prompt: list[int]) -> Iterator[str]:
+    def _speak(self, generation: Generation, messages: list[dict], known: int) -> Iterator[str]:
         said: list[str] = []
-        stops = StopStrings(self.stops)
         try:
-            for piece in pieces(generation, self.text, stops):
-                said.append(piece)
-                yield piece
+            for text in generation.stream():
+                said.append(text)
+                yield text
         finally:
             generation.settle()
-            if stops.stopped:
-                generation.finish_reason = "stop"
-            # An interrupt may have come between the model's call and the token's way here.
-            self.fed = (prompt + generation.tokens)[: self.session.position]
+            # An interrupt may have come anywhere: only what both the session and the generation know of counts.
+            fed = (generation.prompt + generation.tokens)[: self.session.position - known]
+            stand(self.session, known + len(fed))
+            self.cache.fed(0, fed)
             if generation.prefill_seconds:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+
+    def _limit(self, prompt: list[int]) -> int | None:
+        return self.max_tokens or at_most(self.usual_tokens, room(self.session.context, 0, len(prompt)))
 
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
         """The messages with their ids, without as many of the oldest turns as the context asks for, and how many."""
         context = self.session.context
-        least = min(self.max_tokens or context // ANSWER_SHARE, context)
+        least = self.max_tokens or max(1, min(self.usual_tokens or context, context // ANSWER_SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
         dropped = 0
         while True:
             prompt = self.text.encode_chat(messages)
-            # The last token that is generated is never fed.
-            if len(prompt) + least - 1 <= context:
+            free = room(context, 0, len(prompt))
+            if free >= least:
                 return messages, prompt, dropped
             turns = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
             if turns:
                 dropped += turns[0] - head
                 messages = [*messages[:head], *messages[turns[0] :]]
-            elif self.max_tokens is None and len(prompt) <= context:
+            elif self.max_tokens is None and free >= 1:
                 return messages, prompt, dropped
             else:
                 asked = f" and {least} for the answer" if self.max_tokens else ""
@@ -102,20 +112,11 @@ class Chat:
                     "or compile with a larger --context"
                 )
 
-    def _keep(self, prompt: list[int]) -> int:
-        """Rewinds to where `prompt` and the cache part, leaving at least one token to feed; how many stay."""
-        self.fed = self.fed[: self.session.position]
-        same = next((i for i, (a, b) in enumerate(zip(prompt, self.fed)) if a != b), min(len(prompt), len(self.fed)))
-        keep = min(same, len(prompt) - 1)
-        self.session.rewind(keep)
-        self.fed = self.fed[:keep]
-        return keep
-
     def save(self, path: str | Path) -> None:
         """Writes the messages as JSON, {"messages": [{"role", "content"}, ...]}; PipelineError if that cannot be done."""
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         try:
-            # A conversation that was saved there before stays until this one is whole.
+            # A conversation that was saved under this name before stays until this one is whole.
             write_atomically(Path(path).resolve(), text.encode())
         except OSError as error:
             raise PipelineError(f"{path} cannot be written: {error.strerror}") from None

@@ -4,6 +4,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from castiron.pipelines.generation.positions import stand
+
 # A prompt goes on from a slot where at most so many tokens at its end are others: an answer's last ones may come back
 # from a client in another tokenisation.
 REWRITTEN = 16
@@ -39,12 +41,9 @@ class PrefixCache:
         if not goes_on:
             # What shares only a beginning with this prompt keeps its slot; what was in use longest ago goes.
             slot = min(free, key=lambda s: (self.used[s], s))
-        if common[slot] == best:
-            self.sessions[slot].rewind(best)
-        else:
-            source = common.index(best)
-            self.sessions[slot].copy_from(self.sessions[source], best)
-            self.tokens[slot, :best] = self.tokens[source, :best]
+        source = slot if common[slot] == best else common.index(best)
+        stand(self.sessions[slot], best, self.sessions[source])
+        self.tokens[slot, :best] = self.tokens[source, :best]
         self.touch(slot)
         return slot, best
 
@@ -62,6 +61,6 @@ class PrefixCache:
 def shared(held: np.ndarray, prompt: np.ndarray) -> int:
     """How many tokens at the beginning of `prompt` are those of `held`, both i32 [n]; never the prompt's last, whose
     logits are needed."""
-    length = min(len(held), len(prompt) - 1)
+    length = max(0, min(len(held), len(prompt) - 1))
     differs = held[:length] != prompt[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,7 +1,7 @@
-"""Choosing the next token: greedy by default, or drawn from the logits."""
+"""Choosing the next token: greedy by default, or drawn from the logits; and the probabilities it was chosen from."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from castiron.pipelines.errors import PipelineError
 
 # How far back a repeated token is held against it, as llama.cpp's --repeat-last-n.
 REPEAT_WINDOW = 64
-# Weights that are summed up before a place among them is drawn.
+# Weights that are summed up first, before one of them is drawn.
 BLOCK = 256
 
 
@@ -18,7 +18,9 @@ class Sampling:
     """How tokens are chosen.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 leave the logits as they are. Equal seeds
-    choose equal tokens; without a seed each generation differs. PipelineError for a value outside its range.
+    choose equal tokens; without a seed each generation differs. As in OpenAI's API frequency_penalty counts for every
+    time that a token was generated before and presence_penalty once; logit_bias adds to the logits of token ids.
+    PipelineError for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -27,6 +29,9 @@ class Sampling:
     min_p: float = 0.0
     repeat_penalty: float = 1.0
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self):
         ranges = (
@@ -35,6 +40,8 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repeat_penalty", 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
+            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
+            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
         )
         for name, holds, wanted in ranges:
@@ -42,9 +49,14 @@ class Sampling:
                 raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {wanted}")
 
     @property
+    def shifts_logits(self) -> bool:
+        """Whether penalties or biases are added to the logits."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
+
+    @property
     def needs_logits(self) -> bool:
         """False where the argmax that the graph computes is the choice."""
-        return self.temperature > 0 or self.repeat_penalty != 1
+        return self.temperature > 0 or self.repeat_penalty != 1 or self.shifts_logits
 
 
 class Sampler:
@@ -54,12 +66,15 @@ class Sampler:
         self.sampling = sampling
         self.random = np.random.default_rng(sampling.seed) if sampling.temperature > 0 else None
 
-    def choose(self, logits: np.ndarray, history: Sequence[int]) -> int:
+    def choose(self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] | None = None) -> int:
         """The next token from logits f32 [vocab] and the tokens so far, prompt included; ties go to the lowest id.
 
-        In llama.cpp's order: repeat penalty, top-k, top-p, min-p, then temperature.
+        `counts`: how often each token was generated. OpenAI's penalties and biases come first, then in llama.cpp's
+        order the repeat penalty, top-k, top-p, min-p and the temperature.
         """
         sampling = self.sampling
+        if sampling.shifts_logits:
+            logits = shifted(logits, sampling, counts or {})
         if sampling.repeat_penalty != 1:
             logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
         if self.random is None:
@@ -73,15 +88,15 @@ class Sampler:
 
     def _draw(self, weight: np.ndarray) -> int:
         """An index of `weight` f32 [n], with probability proportional to what stands there."""
-        # Running sums of a whole vocabulary cost more than all else: first a block is drawn, then a place in it.
+        # Running sums of a whole vocabulary cost more than all else: first a block is drawn, then an index in it.
         sums = np.add.reduceat(weight, np.arange(0, len(weight), BLOCK)).cumsum(dtype=np.float64)
         goal = self.random.random() * sums[-1]
-        block = _place(sums, goal)
+        block = _drawn(sums, goal)
         within = weight[block * BLOCK :][:BLOCK].cumsum(dtype=np.float64)
-        return block * BLOCK + _place(within, goal - (sums[block - 1] if block else 0.0))
+        return block * BLOCK + _drawn(within, goal - (sums[block - 1] if block else 0.0))
 
 
-def _place(sums: np.ndarray, goal: float) -> int:
+def _drawn(sums: np.ndarray, goal: float) -> int:
     """The first index whose running sum is above `goal`; rounding never leads behind the last that adds something."""
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
@@ -94,6 +109,17 @@ def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     if temperature != 1:
         weight /= np.float32(min(max(temperature, 1e-5), 1e9))
     return np.exp(weight, out=weight)
+
+
+def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -> np.ndarray:
+    """Logits [vocab] as f64, by OpenAI's formula: mu[j] - c[j] * frequency_penalty - (c[j] > 0) * presence_penalty, plus
+    the bias; c[j] is how often token j was generated."""
+    logits = logits.astype(np.float64)
+    for token, count in counts.items():
+        logits[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
+    for token, bias in sampling.logit_bias.items():
+        logits[token] += bias
+    return logits
 
 
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
@@ -134,3 +160,17 @@ def _possible(logits: np.ndarray, weight: np.ndarray, sampling: Sampling) -> np.
     outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight)
     # Rounding must not decide before the cuts themselves do.
     return weight >= 0.999 * max(sampling.min_p, outside)
+
+
+def log_probabilities(logits: np.ndarray, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """log softmax of logits f32 [vocab] at `token`, and the `count` likeliest as (id, logarithm), lowest id first of
+    equals."""
+    top = logits.max()
+    total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
+    count = min(count, len(logits))
+    if not count:
+        return float(logits[token]) - total, ()
+    least = np.partition(logits, -count)[-count]
+    ids = np.flatnonzero(logits >= least)
+    ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
+    return float(logits[token]) - total, tuple((int(index), float(logits[index]) - total) for index in ids)

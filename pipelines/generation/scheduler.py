@@ -1,25 +1,57 @@
 """Continuous batching: which sequence's prompt is read next, and one decode step for all that are past theirs."""
 
 import time
-import traceback
 from collections import deque
 
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache, shared
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
-from castiron.pipelines.serve.errors import ApiError
-from castiron.pipelines.serve.metrics import Metrics
+from castiron.vmfb.bundle import Bundle
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
 # A prompt that others went before this often goes first.
 PATIENCE = 4
 
-Told = list[tuple[Sequence, Event]]
-MODEL_FAILED = ApiError(500, "the model failed on this request; other requests are not affected", code="model_failure")
+Events = list[tuple[Sequence, Event]]
+
+
+class ModelFailed(PipelineError):
+    """Running the model, or choosing from what it found, went wrong; `__cause__` says how."""
+
+    def __init__(self, cause: BaseException):
+        super().__init__("the model failed on this request; other requests are not affected")
+        self.__cause__ = cause
+
+
+class Observer:
+    """What a scheduler reports of its work, on its thread; nothing is done with it here."""
+
+    def began(self, sequence: Sequence) -> None:
+        """It has a slot now, where `sequence.cached` of its prompt's tokens were found."""
+
+    def stepped(self) -> None:
+        """One decode step has run, for all sequences that were past their prompts."""
+
+    def token(self, sequence: Sequence, since: float | None) -> None:
+        """Its latest token has come: `since` seconds after the one before, None for the first."""
+
+    def ended(self, sequence: Sequence, reason: str) -> None:
+        """It has left its slot: `reason` is that of its `Finished`, or "cancelled"."""
+
+    def failed(self, sequence: Sequence) -> None:
+        """It has ended without a result."""
 
 
 class Scheduler:
-    """Sequences over the slots of a `Batch`; one thread calls `turn` for ever, and no other may touch the batch.
+    """Sequences over the slots of a batch; one thread calls `turn` again and again, and no other may touch the batch.
+
+        scheduler = Scheduler(bundle)
+        scheduler.submit(Sequence(prompt, scheduler.context, max_tokens=64))
+        while not scheduler.idle:
+            for sequence, event in scheduler.turn():
+                ...
 
     A turn reads one chunk of one prompt and decodes one token of every other sequence, so that a long prompt delays
     the others by a chunk, not by its length. Among prompts the one with the fewest tokens left goes first; one that
@@ -27,54 +59,53 @@ class Scheduler:
     alone; a decode step that fails ends those that were in it.
     """
 
-    def __init__(self, batch, metrics: Metrics | None = None):
-        self.batch = batch
-        self.metrics = metrics or Metrics()
-        self.cache = PrefixCache(batch.slots)
+    def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None):
+        """Over as many slots as the bundle's batch functions have rows, one without them; `threads` defaults to the
+        physical cores. `bundle` may also be a `castiron.vmfb.batch.Batch` that nothing else uses."""
+        self.bundle, self.batch = None, bundle
+        if isinstance(bundle, Bundle):
+            from castiron.vmfb.batch import Batch
+
+            self.bundle, self.batch = bundle, Batch(bundle, threads)
+        self.slots, self.context = self.batch.size, self.batch.slots[0].context
+        self.manifest = self.batch.slots[0].manifest
+        self.observer = observer or Observer()
+        self.cache = PrefixCache(self.batch.slots)
         self.waiting: deque[Sequence] = deque()
         self.reading: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        widths = batch.slots[0].manifest.prefill_widths
+        widths = self.manifest.prefill_widths
         self.widest = max(widths, default=1)
         self.interleaved = max((w for w in widths if w <= INTERLEAVED), default=1)
-        self.metrics.requests_running.read = lambda: len(self.reading) + len(self.decoding)
-        self.metrics.requests_waiting.read = lambda: len(self.waiting)
-        self.metrics.slots.read = lambda: batch.size
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.reading or self.decoding)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence whose prompt and max_tokens fit in the context."""
+        """Queues a sequence that was made for this context."""
         self.waiting.append(sequence)
 
-    def turn(self) -> Told:
+    def cancel(self, sequence: Sequence) -> None:
+        """Lets go of a sequence, which has no more events; nothing if it has ended. Not during a turn."""
+        self._leave(sequence, "cancelled")
+
+    def turn(self) -> Events:
         """One chunk of a prompt and one decode step, and what the sequences have to tell."""
-        told: Told = []
-        self._let_go()
+        events: Events = []
         if self.waiting or self.reading:
-            self._read(told)
+            self._read(events)
         if self.decoding:
-            self._decode(told)
-        return told
+            self._decode(events)
+        return events
 
-    def give_up(self) -> Told:
-        """Ends every sequence and forgets every slot, because of the exception at hand."""
-        told: Told = []
-        self._fail({**self.reading, **self.decoding}, told)
-        while self.waiting:
-            self._fail({None: self.waiting[0]}, told)
-        return told
+    def give_up(self, error: Exception) -> Events:
+        """Ends every sequence and forgets every slot."""
+        events: Events = []
+        self._fail([*self.reading.values(), *self.decoding.values(), *self.waiting], error, events)
+        return events
 
-    def _let_go(self) -> None:
-        if any(sequence.cancelled for sequence in self.waiting):
-            self.waiting = deque(s for s in self.waiting if not s.cancelled)
-        for place in (self.reading, self.decoding):
-            for slot in [slot for slot, sequence in place.items() if sequence.cancelled]:
-                self._leave(slot, place.pop(slot), "cancelled")
-
-    def _read(self, told: Told) -> None:
+    def _read(self, events: Events) -> None:
         """The next chunk of the prompt whose turn it is."""
         slot, sequence = self._next()
         if sequence is None:
@@ -87,18 +118,19 @@ class Scheduler:
             chunk = sequence.prompt[session.position :][:width]
             argmax = session.prefill(chunk)
             self.cache.fed(slot, chunk)
-        except Exception:
-            self._fail({slot: sequence}, told)
+        except Exception as error:
+            self._fail([sequence], error, events)
             return
         if session.position == len(sequence.prompt):
-            del self.reading[slot]
-            self.decoding[slot] = sequence
-            self._advance(slot, sequence, argmax, told)
+            self.decoding[slot] = self.reading.pop(slot)
+            self._advance(slot, sequence, argmax, events)
 
     def _next(self) -> tuple[int | None, Sequence | None]:
         """Whose prompt is read on, with its slot; None for a sequence that has none yet."""
         free = self.batch.size - len(self.reading) - len(self.decoding)
-        found = [(len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()]
+        found: list[tuple[int, int | None, Sequence]] = [
+            (len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()
+        ]
         for sequence in list(self.waiting)[:free]:
             known = self.cache.longest(sequence.prompt)
             if all(shared(sequence.prompt, other.prompt) <= known for other in self.reading.values()):
@@ -118,62 +150,57 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.reading[slot] = sequence
         sequence.began = time.monotonic()
-        metrics = self.metrics
-        metrics.prefix_cache_queries_total.add()
-        metrics.prefix_cache_hits_total.add(sequence.cached > 0)
-        metrics.prefix_cache_tokens_total.add(sequence.cached)
-        metrics.prompt_tokens_total.add(len(sequence.prompt))
-        metrics.queue_seconds.observe(sequence.began - sequence.arrived)
+        self.observer.began(sequence)
         return slot
 
-    def _decode(self, told: Told) -> None:
+    def _decode(self, events: Events) -> None:
         """One token for every sequence that has a token to go on from."""
         tokens = {slot: sequence.tokens[-1] for slot, sequence in self.decoding.items()}
         sequences = dict(self.decoding)
         try:
             found = self.batch.step(tokens)
-        except Exception:
-            self._fail(sequences, told)
+        except Exception as error:
+            self._fail(list(sequences.values()), error, events)
             return
-        self.metrics.decode_steps_total.add()
+        self.observer.stepped()
         for slot, sequence in sequences.items():
             self.cache.fed(slot, [tokens[slot]])
-            before = sequence.last
-            self._advance(slot, sequence, found[slot], told)
-            self.metrics.time_per_token_seconds.observe(sequence.last - before)
+            self._advance(slot, sequence, found[slot], events)
 
-    def _advance(self, slot: int, sequence: Sequence, argmax: int, told: Told) -> None:
-        first = not sequence.tokens
+    def _advance(self, slot: int, sequence: Sequence, argmax: int, events: Events) -> None:
+        before = sequence.last
         try:
-            events = sequence.advance(argmax, self.batch.slots[slot].logits)
-        except Exception:
-            self._fail({slot: sequence}, told)
+            told = sequence.advance(argmax, self.batch.slots[slot].logits)
+        except Exception as error:
+            self._fail([sequence], error, events)
             return
-        if first:
-            self.metrics.time_to_first_token_seconds.observe(sequence.first - sequence.arrived)
-        told += [(sequence, event) for event in events]
-        if events and isinstance(events[-1], Finished):
-            self._leave(slot, self.decoding.pop(slot), events[-1].reason)
+        self.observer.token(sequence, sequence.last - before if before else None)
+        events += [(sequence, event) for event in told]
+        if told and isinstance(told[-1], Finished):
+            self._leave(sequence, told[-1].reason)
 
-    def _leave(self, slot: int, sequence: Sequence, reason: str) -> None:
+    def _leave(self, sequence: Sequence, reason: str) -> None:
         """What the caches hold stays for the prompts to come."""
-        self.cache.touch(slot)
-        metrics, count = self.metrics, len(sequence.tokens)
-        metrics.sequences_total.add(1, reason)
-        metrics.generated_tokens_total.add(count)
-        metrics.request_seconds.observe(time.monotonic() - sequence.arrived)
-        metrics.request_prompt_tokens.observe(len(sequence.prompt))
-        metrics.request_generated_tokens.observe(count)
+        if (slot := self._remove(sequence)) is not None:
+            self.cache.touch(slot)
+            self.observer.ended(sequence, reason)
 
-    def _fail(self, failed: dict[int | None, Sequence], told: Told) -> None:
-        """Ends sequences, by slot, because of the exception at hand, and forgets what their slots hold."""
-        traceback.print_exc()
-        for slot, sequence in failed.items():
-            if slot is None:
-                self.waiting.remove(sequence)
-            else:
-                self.reading.pop(slot, None)
-                self.decoding.pop(slot, None)
-                self.batch.slots[slot].rewind(0)
-            self.metrics.sequences_total.add(1, "failed")
-            told.append((sequence, Failed(MODEL_FAILED)))
+    def _fail(self, sequences: list[Sequence], error: Exception, events: Events) -> None:
+        """Ends sequences and forgets what their slots hold."""
+        failure = ModelFailed(error)
+        for sequence in sequences:
+            if (slot := self._remove(sequence)) is not None:
+                stand(self.batch.slots[slot], 0)
+            self.observer.failed(sequence)
+            events.append((sequence, Failed(failure)))
+
+    def _remove(self, sequence: Sequence) -> int | None:
+        """Takes a sequence out; the slot that it had, None if it waited or is not here."""
+        for running in (self.reading, self.decoding):
+            for slot, other in running.items():
+                if other is sequence:
+                    del running[slot]
+                    return slot
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        return None

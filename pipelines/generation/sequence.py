@@ -1,125 +1,159 @@
-"""One sequence that is generated for a request, and what it tells the request as it goes."""
+"""The state of one sequence that is generated: the model's next token goes in, events come out.
+
+Whoever runs the model drives it: a `Generation` pulls its session, the `Scheduler` pushes what a batch has found.
+"""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.pipelines.generation.choosing import Chooser, Choosing, Chosen
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.positions import check_room
+from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, log_probabilities
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Detokeniser, Text
-from castiron.pipelines.serve.errors import ApiError
 
 
 @dataclass(frozen=True)
-class Said:
-    """A token that is part of the text and where its text begins there, in characters."""
+class Token:
+    """A generated token and where its text begins in the whole, in characters.
 
-    chosen: Chosen
+    `logprob`: the natural logarithm of its probability in the model's own distribution; `top`: the likeliest tokens as
+    (id, logarithm), likeliest first. Both None unless asked for.
+    """
+
+    id: int
     offset: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that is certain, and the tokens that it came from."""
+class Delta:
+    """Text that is certain, and the tokens that it came from; of a sequence without a tokenizer its tokens alone."""
 
     text: str
-    said: tuple[Said, ...] = ()
+    tokens: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end: "stop" (the model's end-of-text token or a stop string) or "length"; `cached` of the prompt's tokens
-    were in the cache. Seconds are of the queue, of prefill and of decoding."""
+    """The end: "stop" (a stop token or a stop string), "length" (max_tokens) or "context" (no position is left)."""
 
     reason: str
-    prompt: int
-    cached: int
-    generated: int
-    queued_seconds: float
-    first_token_seconds: float
-    decode_seconds: float
 
 
 @dataclass(frozen=True)
 class Failed:
     """An end without a result."""
 
-    error: ApiError
+    error: PipelineError
 
 
-Event = Piece | Finished | Failed
+Event = Delta | Finished | Failed
 
 
 class Sequence:
-    """A sequence: its prompt, its limits and, once the scheduler has taken it, its progress.
+    """A prompt, how it is to go on, and its progress.
 
-    `tell(event)` is called on the loop of the request. `cancelled` may be set by any thread, and the scheduler lets go
-    of the sequence at its next turn.
+    `tokens`: ids so far, a stop token is none of them; `finish_reason`: None or that of `Finished`. What runs the model
+    keeps the times, in seconds of the monotonic clock, and how many of the prompt's tokens were `cached`.
     """
 
     def __init__(
         self,
-        text: Text,
-        prompt: list[int],
-        tell: Callable[[Event], None],
+        prompt: Collection[int],
+        context: int,
         *,
-        max_tokens: int,
-        choosing: Choosing = Choosing(),
-        stop_strings: Iterable[str] = (),
+        position: int = 0,
+        max_tokens: int | None = None,
+        text: Text | None = None,
+        sampler: Sampler | None = None,
         stop_tokens: Collection[int] = (),
+        stop_strings: Iterable[str] = (),
+        top_logprobs: int | None = None,
+        history: Collection[int] = (),
     ):
-        self.prompt = np.asarray(prompt, np.int32)
-        self.tell = tell
-        self.max_tokens = max_tokens
+        """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop
+        or the end of the context. Without `text` there are tokens alone, and no stop strings. top_logprobs None tells no
+        log-probabilities, N >= 0 those of the token and of the N likeliest.
+
+        PipelineError if the prompt is empty, if it and max_tokens do not fit in the context, or for stop strings that
+        cannot be looked for.
+        """
+        room = check_room(context, position, len(prompt), max_tokens)
+        self.limit, self.limit_reason = (room, "context") if max_tokens is None else (max_tokens, "length")
+        self.prompt = np.asarray(prompt)
+        self.sampler = sampler or Sampler()
         self.stop_tokens = frozenset(stop_tokens)
-        self.chooser = Chooser(choosing, prompt)
-        self.pieces, self.stops = Detokeniser(text), StopStrings(tuple(stop_strings))
-        self.cancelled = False
+        self.top_logprobs = top_logprobs
         self.tokens: list[int] = []
-        self.cached = 0
-        # How often another sequence's prompt went first.
-        self.passed_over = 0
+        self.finish_reason: str | None = None
         self.arrived = time.monotonic()
+        # When its prompt began to be read, and when its first and its latest token came.
         self.began = self.first = self.last = 0.0
-        # What was said but waits for its text to become certain.
-        self._waiting: list[Said] = []
-        self._length = self._told = 0
+        self.cached = 0
+        # How often the scheduler read another sequence's prompt first.
+        self.passed_over = 0
+        self._recent = [*history, *prompt][-REPEAT_WINDOW:]
+        self._counts: Counter[int] = Counter()
+        self.text = text
+        self._detokeniser = text and Detokeniser(text)
+        self._stops = StopStrings(tuple(stop_strings))
+        if self._stops.strings and text is None:
+            raise PipelineError("stop strings (--stop) need a tokenizer, and there is none")
+        # Tokens whose text is not certain yet; characters that are decoded, and those that are told.
+        self._waiting: list[Token] = []
+        self._decoded = self._told = 0
 
     def advance(self, argmax: int, logits: Callable[[], np.ndarray]) -> list[Event]:
-        """Takes the next token; what this tells the request, a Finished last if it was the end."""
+        """Takes the next token, where the model has found `argmax` and `logits()` gives f32 [vocab]; what there is to
+        tell, a Finished last if this was the end."""
         self.last = time.monotonic()
         self.first = self.first or self.last
-        chosen = self.chooser.choose(argmax, logits)
-        if chosen.token in self.stop_tokens:
-            return self._end("stop")
-        self.tokens.append(chosen.token)
-        self._waiting.append(Said(chosen, self._length))
-        piece = self.pieces.add(chosen.token)
-        self._length += len(piece)
-        events = self._release(self.stops.add(piece))
-        if self.stops.stopped or len(self.tokens) >= self.max_tokens:
-            return events + self._end("stop" if self.stops.stopped else "length")
+        token = self._choose(argmax, logits)
+        if token.id in self.stop_tokens:
+            return self._finish("stop")
+        self.tokens.append(token.id)
+        self._waiting.append(token)
+        events = self._release(self._detokeniser.add(token.id) if self._detokeniser else None)
+        if self._stops.stopped or len(self.tokens) == self.limit:
+            return events + self._finish(self.limit_reason)
         return events
 
-    def _release(self, text: str, end: bool = False) -> list[Event]:
-        self._told += len(text)
-        if not text and not (end and self._waiting):
-            return []
-        # Tokens whose text is still held back, or was cut off by a stop string, are not told.
-        whole = end and not self.stops.stopped
-        said = tuple(s for s in self._waiting if whole or s.offset < self._told)
-        self._waiting = self._waiting[len(said) :]
-        return [Piece(text, said)] if text or said else []
+    def _choose(self, argmax: int, logits: Callable[[], np.ndarray]) -> Token:
+        sampling = self.sampler.sampling
+        if not sampling.needs_logits and self.top_logprobs is None:
+            return Token(argmax, self._decoded)
+        found = logits()
+        token = argmax
+        if sampling.needs_logits:
+            token = self.sampler.choose(found, self._recent, self._counts)
+            self._recent = [*self._recent[1 - REPEAT_WINDOW :], token]
+            self._counts[token] += 1
+        probabilities = () if self.top_logprobs is None else log_probabilities(found, token, self.top_logprobs)
+        return Token(token, self._decoded, *probabilities)
 
-    def _end(self, reason: str) -> list[Event]:
-        rest = self.stops.add(self.pieces.finish()) + self.stops.finish()
-        events = self._release(rest, end=True)
-        if self.stops.stopped:
-            reason = "stop"
-        done = Finished(
-            reason, len(self.prompt), self.cached, len(self.tokens), self.began - self.arrived,
-            self.first - self.arrived, self.last - self.first,
-        )  # fmt: skip
-        return [*events, done]
+    def _release(self, text: str | None, rest: bool = False) -> list[Event]:
+        """Tells what is certain after `text` more; at the end, with `rest`, what was held back too."""
+        if text is None:
+            told, self._waiting = tuple(self._waiting), []
+            return [Delta("", told)] if told else []
+        self._decoded += len(text)
+        certain = self._stops.add(text) + (self._stops.finish() if rest else "")
+        self._told += len(certain)
+        # Tokens whose text is held back, or was cut off by a stop string, are not told.
+        whole = rest and not self._stops.stopped
+        if not certain and not whole:
+            return []
+        told = tuple(token for token in self._waiting if whole or token.offset < self._told)
+        self._waiting = self._waiting[len(told) :]
+        return [Delta(certain, told)] if certain or told else []
+
+    def _finish(self, reason: str) -> list[Event]:
+        events = self._release(self._detokeniser.finish() if self._detokeniser else None, rest=True)
+        self.finish_reason = "stop" if self._stops.stopped else reason
+        return [*events, Finished(self.finish_reason)]

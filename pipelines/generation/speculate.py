@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.positions import stand
 
 # Of a match, the fewest tokens that are looked up and the most that are counted.
 SHORTEST, LONGEST = 2, 32
-# Earlier places of one pair of tokens that are compared.
-PLACES = 8
+# Of one pair of tokens, the latest occurrences that are compared.
+OCCURRENCES = 8
 # A verify function sums in another order than decode_step. Where the two best logits are nearer than this share of the
 # largest, its choice is not taken: decode_step decides, as it would without speculation.
 MARGIN = 1e-4
@@ -24,49 +25,49 @@ LOSS = 0.02
 
 
 class Ngrams:
-    """The tokens so far, and where the longest run of last ones stood before."""
+    """The tokens so far, and where the longest run of last ones occurred before."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self.tokens: list[int] = []
-        self._places: dict[tuple[int, int], deque[int]] = {}
-        # The match: how many last tokens, and the index after their earlier place.
-        self.length = self.place = 0
+        self._occurrences: dict[tuple[int, int], deque[int]] = {}
+        # The match: of how many last tokens, and the index behind their earlier occurrence.
+        self.length = self.end = 0
         for token in tokens:
             self._append(token)
         self._find()
 
     def add(self, token: int) -> None:
-        follows = self.length and self.tokens[self.place] == token
-        before = (self.length + 1, self.place + 1) if follows else (0, 0)
+        follows = self.length and self.tokens[self.end] == token
+        before = (self.length + 1, self.end + 1) if follows else (0, 0)
         self._append(token)
         self._find()
         # A long match is followed even where the pair it ends in has been seen too often since.
         if before[0] > self.length:
-            self.length, self.place = min(before[0], LONGEST), before[1]
+            self.length, self.end = min(before[0], LONGEST), before[1]
 
     def propose(self, count: int) -> list[int]:
-        """What followed the match, `count` tokens; a place nearer than that is a period and goes on. Empty: no match."""
+        """What followed the match, `count` tokens; one nearer than that is a period and repeats. Empty: no match."""
         if not self.length:
             return []
-        period = len(self.tokens) - self.place
-        return [self.tokens[self.place + i % period] for i in range(count)]
+        period = len(self.tokens) - self.end
+        return [self.tokens[self.end + i % period] for i in range(count)]
 
     def _append(self, token: int) -> None:
         tokens = self.tokens
         # The pair that now has a token after it; the last pair itself is what is looked for.
         if len(tokens) >= SHORTEST:
-            self._places.setdefault((tokens[-2], tokens[-1]), deque(maxlen=PLACES)).append(len(tokens))
+            self._occurrences.setdefault((tokens[-2], tokens[-1]), deque(maxlen=OCCURRENCES)).append(len(tokens))
         tokens.append(token)
 
     def _find(self) -> None:
         tokens = self.tokens
-        self.length = self.place = 0
-        for place in reversed(self._places.get(tuple(tokens[-2:]), ())):
+        self.length = self.end = 0
+        for end in reversed(self._occurrences.get(tuple(tokens[-2:]), ())):
             length = SHORTEST
-            while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+            while length < min(LONGEST, end) and tokens[end - 1 - length] == tokens[-1 - length]:
                 length += 1
             if length > self.length:
-                self.length, self.place = length, place
+                self.length, self.end = length, end
 
 
 class Odds:
@@ -129,7 +130,7 @@ class Speculator:
         self.session, self.clock = session, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
-            raise PipelineError("this bundle checks no proposed tokens; compile it with --speculate 4,8")
+            raise PipelineError("this bundle was compiled without verify functions; compile it with --speculate 4,8")
         self.ngrams, self.odds, self.costs = Ngrams(history), Odds(), Costs()
         self.proposed = self.accepted = self.passes = 0
         # Seconds in all, and those that passes took beyond what steps to the same tokens would have.
@@ -182,10 +183,10 @@ class Speculator:
         self.proposed += width - 1
         doubtful = next((i for i in range(good + 1) if margins[i] < MARGIN), None)
         if doubtful == 0:
-            session.rewind(base)
+            stand(session, base)
             return [session.step(token)]
         if doubtful is not None:
             good, self._step_next = doubtful - 1, True
         self.accepted += good
-        session.rewind(base + good + 1)
+        stand(session, base + good + 1)
         return says[: good + 1]

@@ -1,6 +1,8 @@
-"""Stop strings in text that comes in pieces."""
+"""Stop strings in text that comes bit by bit."""
 
 from collections.abc import Sequence
+
+from castiron.pipelines.errors import PipelineError
 
 
 class StopStrings:
@@ -11,21 +13,24 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]):
+        """PipelineError for an empty string, which would end every text at once."""
         self.strings = tuple(strings)
+        if "" in self.strings:
+            raise PipelineError("a stop string is empty; give --stop the text to end before")
         self.held = ""
         self.stopped = False
 
-    def add(self, piece: str) -> str:
-        """The text that is certain with this piece."""
-        if self.stopped or not piece:
+    def add(self, more: str) -> str:
+        """The text that is certain once `more` has come."""
+        if self.stopped or not more:
             return ""
         if not self.strings:
-            return piece
-        text = self.held + piece
-        found = [place for string in self.strings if (place := text.find(string)) >= 0]
+            return more
+        text = self.held + more
+        found = self._find(text)
         cut = min(found, default=len(text))
         # A stop string that begins before the one found may still become whole.
-        begins = min((p for string in self.strings if (p := _beginning(text, string)) is not None), default=len(text))
+        begins = min(_beginning(text, string) for string in self.strings)
         if begins < cut:
             self.held = text[begins:]
             return text[:begins]
@@ -37,14 +42,16 @@ class StopStrings:
         text, self.held = self.held, ""
         if self.stopped:
             return ""
-        found = [place for string in self.strings if (place := text.find(string)) >= 0]
+        found = self._find(text)
         self.stopped = bool(found)
         return text[: min(found, default=len(text))]
 
+    def _find(self, text: str) -> list[int]:
+        """Where the strings that stand in `text` begin."""
+        return [index for string in self.strings if (index := text.find(string)) >= 0]
 
-def _beginning(text: str, string: str) -> int | None:
-    """Where at the end of `text` a proper beginning of `string` starts, the earliest; None if nowhere."""
-    for place in range(max(0, len(text) - len(string) + 1), len(text)):
-        if string.startswith(text[place:]):
-            return place
-    return None
+
+def _beginning(text: str, string: str) -> int:
+    """Where a proper beginning of `string` starts that `text` ends in, the earliest; the end of `text` if nowhere."""
+    starts = range(max(0, len(text) - len(string) + 1), len(text))
+    return next((start for start in starts if string.startswith(text[start:])), len(text))

@@ -67,8 +67,8 @@ def load_text(bundle) -> Text:
 class Detokeniser:
     """Text as its tokens come, never in the middle of a character.
 
-    The pieces that `add` returns, and `finish` at the end, join to what decoding all tokens at once gives. Each piece
-    is decoded together with the piece before it, because a decoder may treat the first token of a text differently.
+    What `add` returns, and `finish` at the end, joins to what decoding all tokens at once gives. New tokens are decoded
+    together with those before them, because a decoder may treat the first token of a text differently.
     """
 
     def __init__(self, text: Text):
@@ -88,9 +88,9 @@ class Detokeniser:
 
     def finish(self) -> str:
         """What is left: a character that never became whole, as a replacement character."""
-        piece = self._decode(None)[len(self._decode(self.done)) :]
+        rest = self._decode(None)[len(self._decode(self.done)) :]
         self.start = self.done = len(self.tokens)
-        return piece
+        return rest
 
     def _decode(self, end: int | None) -> str:
         return self.text.decode(self.tokens[self.start : end])

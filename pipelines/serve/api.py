@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from castiron.pipelines.generation.choosing import Choosing
-from castiron.pipelines.generation.sampling import Sampling
-from castiron.pipelines.generation.sequence import Event, Failed, Finished, Piece, Sequence
+from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.positions import at_most, room
+from castiron.pipelines.generation.sampling import Sampler, Sampling
+from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finished, Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
-from castiron.pipelines.serve.engine import Engine
-from castiron.pipelines.serve.errors import ApiError
-from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
+from castiron.pipelines.serve.errors import ApiError, api_error
+from castiron.pipelines.serve.replies import FINISH_REASONS, ChatReply, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
 
 # OpenAI's defaults.
@@ -30,28 +30,27 @@ class Limits:
 
 @dataclass
 class Job:
-    """A request under way: its sequences, where they put what they tell, and how it is answered.
+    """A request under way: its sequences, one for each choice of the answer, and how it is answered.
 
-    `prompts[i]` says which of the request's prompts sequence i goes on from.
+    `prompts[i]` says which of the request's prompts sequence i goes on from; `ended` are the sequences that have finished.
     """
 
     sequences: list[Sequence]
     prompts: list[int]
-    events: asyncio.Queue[tuple[int, Event]]
     reply: Reply
-    ends: dict[int, Finished]
+    events: asyncio.Queue[tuple[Sequence, Event]]
+    ended: list[Sequence]
 
     @property
     def summary(self) -> str:
         """For the log: what it cost so far."""
-        ends = list(self.ends.values())
-        if not ends:
+        if not self.ended:
             return "no sequence finished"
-        tokens, seconds = sum(e.generated for e in ends), max(e.decode_seconds for e in ends)
-        speed = f" at {(tokens - len(ends)) / seconds:.1f} tok/s" if seconds > 0 and tokens > len(ends) else ""
-        first = min(e.first_token_seconds for e in ends)
+        tokens, seconds = sum(len(s.tokens) for s in self.ended), max(s.last - s.first for s in self.ended)
+        speed = f" at {(tokens - len(self.ended)) / seconds:.1f} tok/s" if seconds > 0 and tokens > len(self.ended) else ""
+        one, first = self.ended[0], min(s.first - s.arrived for s in self.ended)
         return (
-            f"{ends[0].prompt} prompt tokens ({ends[0].cached} cached), first token after {first * 1e3:.0f} ms, "
+            f"{len(one.prompt)} prompt tokens ({one.cached} cached), first token after {first * 1e3:.0f} ms, "
             f"{tokens} tokens{speed}"
         )
 
@@ -96,11 +95,7 @@ class Api:
         texts = [p if isinstance(p, str) else self.text.decode(p) for p in parts] if body.echo else [""] * len(parts)
         echoes = [text for text in texts for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs is not None, echoes)
-        limit = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
-        # The default yields to the context; only what was asked for is refused.
-        room = min(self.context - len(prompt) + 1 for prompt in prompts)
-        limit = limit if body.max_tokens is not None else max(1, min(limit, room))
-        return self._start(body, prompts, "prompt", limit, body.logprobs, reply)
+        return self._start(body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         given = [body.content, body.prompt, body.messages]
@@ -137,51 +132,40 @@ class Api:
             raise ApiError(400, message, param, "invalid_value")
 
     def _start(
-        self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply
-    ) -> Job:
-        rooms = [self._room(prompt, limit, param) for prompt in prompts]
-        bias = self._bias(body.logit_bias or {})
+        self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply,
+        usual: int | None = None,
+    ) -> Job:  # fmt: skip
+        """Queues a sequence for every choice: of `limit` tokens, or where the request names none of `usual` or of as
+        many as there is room for."""
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        job = Job([], [], events, reply, {})
-        for place, prompt in enumerate(prompts):
+        job = Job([], [], reply, asyncio.Queue(), [])
+        for index, prompt in enumerate(prompts):
+            free = self._check_room(prompt, limit, param)
             for choice in range(body.n or 1):
-                job.prompts.append(place)
-                job.sequences.append(
-                    Sequence(
-                        self.text,
-                        prompt,
-                        _teller(events, len(job.sequences)),
-                        max_tokens=rooms[place],
-                        choosing=Choosing(
-                            self._sampling(body, choice),
-                            body.frequency_penalty or 0.0,
-                            body.presence_penalty or 0.0,
-                            bias,
-                            top,
-                        ),
-                        stop_strings=stops,
-                        stop_tokens=() if body.ignore_eos else self.text.eos,
-                    )  # fmt: skip
-                )
-        self.engine.submit(job.sequences)
+                sequence = Sequence(
+                    prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
+                    sampler=Sampler(self._sampling(body, choice)), stop_strings=stops, top_logprobs=top,
+                    stop_tokens=() if body.ignore_eos else self.text.eos,
+                )  # fmt: skip
+                job.prompts.append(index)
+                job.sequences.append(sequence)
+        self.engine.submit(job.sequences, lambda sequence, event: job.events.put_nowait((sequence, event)))
         return job
 
-    def _room(self, prompt: list[int], limit: int | None, param: str) -> int:
+    def _check_room(self, prompt: list[int], limit: int | None, param: str) -> int:
         """How many tokens may follow `prompt`; ApiError 400, with the numbers, if it or what is asked for is too long."""
         if not prompt:
             raise ApiError(400, "the prompt has no tokens; give at least one", param, "invalid_value")
-        # The last token that is generated needs no position.
-        room = self.context - len(prompt) + 1
+        free = room(self.context, 0, len(prompt))
         asked = "" if limit is None else f" and {limit} more are asked for"
-        if room < 1 or limit is not None and limit > room:
-            advice = f"ask for at most {room}" if room >= 1 else f"shorten the {param}"
+        if free < 1 or limit is not None and limit > free:
+            advice = f"ask for at most {free}" if free >= 1 else f"shorten the {param}"
             message = (
                 f"this model's maximum context length is {self.context} tokens; the {param} "
                 f"{'have' if param == 'messages' else 'has'} {len(prompt)} tokens{asked}: {advice}"
             )
             raise ApiError(400, message, param, "context_length_exceeded")
-        return room if limit is None else limit
+        return free
 
     def _sampling(self, body: Generating, choice: int) -> Sampling:
         temperature = self.limits.temperature if body.temperature is None else body.temperature
@@ -189,8 +173,10 @@ class Api:
         # Choices of one request differ, and each is repeatable.
         seed = None if body.seed is None else (body.seed + choice) % 2**64
         top_p = 1.0 if body.top_p is None else body.top_p
-        repeat = 1.0 if repeat is None else repeat
-        return Sampling(temperature, body.top_k or 0, top_p, body.min_p or 0.0, repeat, seed)
+        return Sampling(
+            temperature, body.top_k or 0, top_p, body.min_p or 0.0, 1.0 if repeat is None else repeat, seed,
+            body.frequency_penalty or 0.0, body.presence_penalty or 0.0, self._bias(body.logit_bias or {}),
+        )  # fmt: skip
 
     def _bias(self, given: dict[str, float]) -> dict[int, float]:
         bias = {}
@@ -203,14 +189,14 @@ class Api:
 
     async def whole(self, job: Job) -> dict:
         """The complete answer; ApiError if a sequence failed."""
-        texts, said = ["" for _ in job.sequences], [[] for _ in job.sequences]
+        texts, tokens, reasons = ([empty() for _ in job.sequences] for empty in (str, list, str))
         async for index, event in self._events(job):
-            if isinstance(event, Piece):
+            if isinstance(event, Delta):
                 texts[index] += event.text
-                said[index] += event.said
-        choices = [
-            job.reply.choice(index, texts[index], said[index], job.ends[index].reason) for index in range(len(job.sequences))
-        ]
+                tokens[index] += event.tokens
+            else:
+                reasons[index] = FINISH_REASONS[event.reason]
+        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(texts, tokens, reasons))]
         return job.reply.whole(choices, self._usage(job))
 
     async def chunks(self, job: Job, include_usage: bool) -> AsyncIterator[dict]:
@@ -221,33 +207,29 @@ class Api:
                 opened.add(index)
                 if opening := reply.opening(index):
                     yield reply.chunk([opening])
-            if isinstance(event, Piece):
-                yield reply.chunk([reply.delta(index, event.text, event.said)])
+            if isinstance(event, Delta):
+                yield reply.chunk([reply.delta(index, event.text, event.tokens)])
             else:
-                yield reply.chunk([reply.delta(index, "", (), event.reason)])
+                yield reply.chunk([reply.delta(index, "", (), FINISH_REASONS[event.reason])])
         if include_usage:
             yield reply.chunk([], self._usage(job))
 
     def _usage(self, job: Job) -> dict:
-        return usage([(job.prompts[index], end) for index, end in sorted(job.ends.items())])
+        return usage(list(zip(job.prompts, job.sequences)))
 
-    async def _events(self, job: Job) -> AsyncIterator[tuple[int, Piece | Finished]]:
+    async def _events(self, job: Job) -> AsyncIterator[tuple[int, Delta | Finished]]:
         """What the sequences tell until all have finished; ApiError if one fails."""
-        while len(job.ends) < len(job.sequences):
-            index, event = await job.events.get()
+        while len(job.ended) < len(job.sequences):
+            sequence, event = await job.events.get()
             if isinstance(event, Failed):
-                raise event.error
+                raise api_error(event.error)
             if isinstance(event, Finished):
-                job.ends[index] = event
-            yield index, event
+                job.ended.append(sequence)
+            yield job.sequences.index(sequence), event
 
     def close(self, job: Job) -> None:
         """Stops what has not finished; for the end of a request, however it ended."""
-        self.engine.cancel([sequence for index, sequence in enumerate(job.sequences) if index not in job.ends])
-
-
-def _teller(events: asyncio.Queue, index: int) -> Callable[[Event], None]:
-    return lambda event: events.put_nowait((index, event))
+        self.engine.cancel([sequence for sequence in job.sequences if sequence not in job.ended])
 
 
 async def _on_the_side(function: Callable, *arguments):

@@ -1,12 +1,15 @@
 """The HTTP side: routes, who may ask, how much and how long, and answers to requests that go wrong."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import hmac
 import json
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,17 +19,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
-from castiron.pipelines.serve.api import Api, Job
-from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.api import Api, Job, Limits
+from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from castiron.vmfb.bundle import Bundle, open_bundle
 
 # For the log alone: the client is no longer there to read it. nginx's number.
 LEFT = 499
 # A body of a few megabytes takes no longer on any network.
 BODY_SECONDS = 30.0
 OPEN_PATHS = ("/", "/health")
+# Sequences that may wait.
+QUEUE = 64
 # The page runs its own script and talks to this server, and nothing else.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
@@ -38,9 +47,35 @@ class ClientLeft(Exception):
     """Nobody waits for the answer any more."""
 
 
-def create_app(api: Api, metrics: Metrics, *, api_keys: list[str] = (), quiet: bool = False) -> ASGIApp:
-    """The application; its lifespan starts and stops the engine of `api`. Without `quiet` each request is a line on
-    stderr."""
+def open_app(
+    bundle: Bundle | str | Path,
+    *,
+    threads: int | None = None,
+    queue: int = QUEUE,
+    name: str | None = None,
+    api_keys: Sequence[str] = (),
+    limits: Limits = Limits(),
+    quiet: bool = True,
+) -> Front:
+    """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
+
+    `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
+    directory's is taken for it too. Without `quiet` each request is a line on stderr. Its lifespan starts and stops the
+    thread that runs the model, so that it serves once. PipelineError for a bundle without a tokenizer.
+    """
+    bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    if bundle.tokenizer is None:
+        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
+    text, manifest, metrics = load_text(bundle), bundle.manifest, Metrics()
+    scheduler = Scheduler(bundle, threads, metrics)
+    metrics.watch(scheduler)
+    names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
+    api = Api(Engine(scheduler, queue), text, names, manifest.context, manifest.vocab, limits)
+    return create_app(api, metrics, api_keys=api_keys, quiet=quiet)
+
+
+def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool) -> Front:
+    """The routes of `api`, behind what happens to every request."""
     started = int(time.time())
     page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
 
@@ -108,7 +143,7 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: list[str] = (), quiet: b
     ]
     handlers = {
         ApiError: lambda _, error: _refusal(error),
-        PipelineError: lambda _, error: _refusal(ApiError(400, str(error))),
+        PipelineError: lambda _, error: _refusal(api_error(error)),
         HTTPException: lambda _, error: _refusal(_plain(error), error.headers),
         ClientLeft: lambda *_: Response(status_code=LEFT),
         ClientDisconnect: lambda *_: Response(status_code=LEFT),
@@ -116,14 +151,14 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: list[str] = (), quiet: b
         Exception: lambda *_: _refusal(ApiError(500, "the server failed on this request; other requests are not affected")),
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    return Front(app, metrics, {route.path for route in routes}, api_keys, quiet)
+    return Front(app, api, metrics, {route.path for route in routes}, api_keys, quiet)
 
 
 class Front:
     """What happens to every request, whatever its route: the key is asked for, the answer counted and logged."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str], api_keys: list[str], quiet: bool):
-        self.app, self.metrics, self.paths, self.quiet = app, metrics, paths, quiet
+    def __init__(self, app: ASGIApp, api: Api, metrics: Metrics, paths: set[str], api_keys: Sequence[str], quiet: bool):
+        self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
         self.api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

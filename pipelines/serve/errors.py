@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.engine import QueueFull, Stopping
+from castiron.pipelines.generation.scheduler import ModelFailed
+
 # What OpenAI calls the kinds of failure, by status.
 TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
@@ -29,3 +33,17 @@ class ApiError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+# Status and code of what may go wrong behind the HTTP; anything else is the request's fault.
+FAILURES: dict[type[PipelineError], tuple[int, str]] = {
+    QueueFull: (503, "queue_full"),
+    Stopping: (503, "shutting_down"),
+    ModelFailed: (500, "model_failure"),
+}
+
+
+def api_error(error: PipelineError) -> ApiError:
+    """What a client is told of `error`."""
+    status, code = FAILURES.get(type(error), (400, None))
+    return ApiError(status, str(error), code=code)

@@ -1,7 +1,11 @@
 """Counters, gauges and histograms in Prometheus' text format (exposition format 0.0.4)."""
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable
+
+from castiron.pipelines.generation.scheduler import Observer, Scheduler
+from castiron.pipelines.generation.sequence import Sequence
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SMALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -57,8 +61,11 @@ class Histogram:
         return [*found, f"{name}_sum {_number(self.sum)}", f"{name}_count {below}"]
 
 
-class Metrics:
-    """Everything that is measured while serving; the name on the wire is the attribute's with castiron_ before it."""
+class Metrics(Observer):
+    """Everything that is measured while serving; the name on the wire is the attribute's with castiron_ before it.
+
+    As the observer of a scheduler it counts what that does, and shows what that holds once it is told to `watch` it.
+    """
 
     def __init__(self) -> None:
         self.requests_total = Counter("HTTP requests answered.", "path", "status")
@@ -78,6 +85,37 @@ class Metrics:
         self.request_seconds = Histogram("From a sequence's arrival to its end.", SECONDS)
         self.request_prompt_tokens = Histogram("Length of prompts.", TOKENS)
         self.request_generated_tokens = Histogram("Length of answers.", TOKENS)
+
+    def watch(self, scheduler: Scheduler) -> None:
+        self.requests_running.read = lambda: len(scheduler.reading) + len(scheduler.decoding)
+        self.requests_waiting.read = lambda: len(scheduler.waiting)
+        self.slots.read = lambda: scheduler.slots
+
+    def began(self, sequence: Sequence) -> None:
+        self.prefix_cache_queries_total.add()
+        self.prefix_cache_hits_total.add(sequence.cached > 0)
+        self.prefix_cache_tokens_total.add(sequence.cached)
+        self.prompt_tokens_total.add(len(sequence.prompt))
+        self.queue_seconds.observe(sequence.began - sequence.arrived)
+
+    def stepped(self) -> None:
+        self.decode_steps_total.add()
+
+    def token(self, sequence: Sequence, since: float | None) -> None:
+        if since is None:
+            self.time_to_first_token_seconds.observe(sequence.first - sequence.arrived)
+        else:
+            self.time_per_token_seconds.observe(since)
+
+    def ended(self, sequence: Sequence, reason: str) -> None:
+        self.sequences_total.add(1, reason)
+        self.generated_tokens_total.add(len(sequence.tokens))
+        self.request_seconds.observe(time.monotonic() - sequence.arrived)
+        self.request_prompt_tokens.observe(len(sequence.prompt))
+        self.request_generated_tokens.observe(len(sequence.tokens))
+
+    def failed(self, sequence: Sequence) -> None:
+        self.sequences_total.add(1, "failed")
 
     def text(self) -> str:
         """The page that Prometheus reads."""

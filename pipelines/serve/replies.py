@@ -2,23 +2,26 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
-from castiron.pipelines.generation.sequence import Finished, Said
+from castiron.pipelines.generation.sequence import Sequence, Token
 from castiron.pipelines.generation.token_bytes import TokenBytes
 
+# What OpenAI calls the ends of a sequence.
+FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
-def usage(ends: Sequence[tuple[int, Finished]]) -> dict:
-    """Tokens of a request, from the ends of its sequences as (which prompt, end): a prompt counts once for all its
+
+def usage(choices: list[tuple[int, Sequence]]) -> dict:
+    """Tokens of a request, from its sequences as (which of its prompts, sequence): a prompt counts once for all its
     choices."""
-    prompts = {place: end for place, end in reversed(ends)}
-    prompt = sum(end.prompt for end in prompts.values())
-    generated = sum(end.generated for _, end in ends)
+    prompts = dict(reversed(choices)).values()
+    prompt = sum(len(sequence.prompt) for sequence in prompts)
+    generated = sum(len(sequence.tokens) for _, sequence in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(end.cached for end in prompts.values())},
+        "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in prompts)},
     }
 
 
@@ -37,7 +40,7 @@ class Reply:
     def chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
-    def choice(self, index: int, text: str, said: Sequence[Said], reason: str) -> dict:
+    def choice(self, index: int, text: str, tokens: Collection[Token], reason: str) -> dict:
         """One whole answer."""
         raise NotImplementedError
 
@@ -45,34 +48,34 @@ class Reply:
         """What a stream begins with, if it has something to say before the first text."""
         return None
 
-    def delta(self, index: int, text: str, said: Sequence[Said], reason: str | None = None) -> dict:
-        """A piece of an answer, or with `reason` its end."""
+    def delta(self, index: int, text: str, tokens: Collection[Token], reason: str | None = None) -> dict:
+        """Some more of an answer, or with `reason` its end."""
         raise NotImplementedError
 
 
 class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, text: str, said: Sequence[Said], reason: str) -> dict:
+    def choice(self, index: int, text: str, tokens: Collection[Token], reason: str) -> dict:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(said), "finish_reason": reason}
+        return {"index": index, "message": message, "logprobs": self._logprobs(tokens), "finish_reason": reason}
 
     def opening(self, index: int) -> dict:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, said: Sequence[Said], reason: str | None = None) -> dict:
+    def delta(self, index: int, text: str, tokens: Collection[Token], reason: str | None = None) -> dict:
         delta = {} if reason else {"content": text}
-        logprobs = self._logprobs(said) if said else None
+        logprobs = self._logprobs(tokens) if tokens else None
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, said: Sequence[Said]) -> dict | None:
+    def _logprobs(self, tokens: Collection[Token]) -> dict | None:
         if not self.logprobs:
             return None
         entries = []
-        for chosen in (s.chosen for s in said):
-            top = [self._token(token, logprob) for token, logprob in chosen.top]
-            entries.append({**self._token(chosen.token, chosen.logprob), "top_logprobs": top})
+        for token in tokens:
+            top = [self._token(*other) for other in token.top]
+            entries.append({**self._token(token.id, token.logprob), "top_logprobs": top})
         return {"content": entries, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict:
@@ -83,36 +86,36 @@ class ChatReply(Reply):
 class CompletionReply(Reply):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool, echoes: Sequence[str]):
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool, echoes: list[str]):
         """`echoes` is what comes before each answer: the prompt, or nothing."""
         super().__init__(model, token_bytes, logprobs)
         self.echoes = echoes
 
-    def choice(self, index: int, text: str, said: Sequence[Said], reason: str) -> dict:
-        return self._choice(index, self.echoes[index] + text, said, reason)
+    def choice(self, index: int, text: str, tokens: Collection[Token], reason: str) -> dict:
+        return self._choice(index, self.echoes[index] + text, tokens, reason)
 
     def opening(self, index: int) -> dict | None:
         return self._choice(index, self.echoes[index], (), None) if self.echoes[index] else None
 
-    def delta(self, index: int, text: str, said: Sequence[Said], reason: str | None = None) -> dict:
-        return self._choice(index, text, said, reason)
+    def delta(self, index: int, text: str, tokens: Collection[Token], reason: str | None = None) -> dict:
+        return self._choice(index, text, tokens, reason)
 
-    def _choice(self, index: int, text: str, said: Sequence[Said], reason: str | None) -> dict:
+    def _choice(self, index: int, text: str, tokens: Collection[Token], reason: str | None) -> dict:
         logprobs = None
-        if self.logprobs and (said or reason is not None):
+        if self.logprobs and (tokens or reason is not None):
             before = len(self.echoes[index])
             logprobs = {
-                "tokens": [self.token_bytes.text(s.chosen.token) for s in said],
-                "token_logprobs": [finite(s.chosen.logprob) for s in said],
-                "top_logprobs": [self._top((s.chosen.token, s.chosen.logprob), s.chosen.top) for s in said],
-                "text_offset": [before + s.offset for s in said],
+                "tokens": [self.token_bytes.text(token.id) for token in tokens],
+                "token_logprobs": [finite(token.logprob) for token in tokens],
+                "top_logprobs": [self._top((*token.top, (token.id, token.logprob))) for token in tokens],
+                "text_offset": [before + token.offset for token in tokens],
             }
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _top(self, chosen: tuple[int, float], top: Iterable[tuple[int, float]]) -> dict[str, float]:
-        """The likeliest tokens by their text, and the chosen one among them; of equal texts the likeliest counts."""
+    def _top(self, tokens: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """The likeliest tokens and the chosen one, by their text; of equal texts the first, which is likeliest, counts."""
         found: dict[str, float] = {}
-        for token, logprob in (*top, chosen):
+        for token, logprob in tokens:
             found.setdefault(self.token_bytes.text(token), finite(logprob))
         return found
 

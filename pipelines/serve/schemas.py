@@ -169,12 +169,12 @@ def _bad(errors: list[dict]) -> ApiError:
     error = errors[0]
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body of this request is not valid JSON: {error['msg'].split(': ', 1)[-1]}")
-    place = [str(part) for part in error["loc"]]
-    for depth, part in enumerate(place):
+    path = [str(part) for part in error["loc"]]
+    for depth, part in enumerate(path):
         if part in WANTED and error["type"] != "missing":
-            param = ".".join(place[: depth + 1])
+            param = ".".join(path[: depth + 1])
             return ApiError(400, f"{param} must be {WANTED[part]}", param, "invalid_value")
-    param = ".".join(place) or None
+    param = ".".join(path) or None
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
     if error["type"] == "missing":

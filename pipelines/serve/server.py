@@ -8,8 +8,8 @@ import socket
 import uvicorn
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.engine import Engine
 from castiron.pipelines.progress import say
-from castiron.pipelines.serve.engine import Engine
 
 # After the requests have been told to end, how long their last bytes may take.
 LAST_BYTES_SECONDS = 5

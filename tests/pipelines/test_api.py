@@ -15,7 +15,7 @@ PLACE = "build/smollm2-135m-instruct"
 
 def test_the_examples_run(tmp_path, capsys):
     bundle = toy_text.write(tmp_path / "bundle")
-    assert len(BLOCKS) == 7 and PLACE in BLOCKS[0]
+    assert len(BLOCKS) == 10 and PLACE in BLOCKS[0]
     names: dict = {}
     for block in BLOCKS:
         exec(compile(block.replace(PLACE, str(bundle)), str(PAGE), "exec"), names)
@@ -25,5 +25,16 @@ def test_the_examples_run(tmp_path, capsys):
 def test_what_the_api_names_is_there_and_the_page_shows_each_call():
     for name in set(castiron.__all__) - {"__version__"}:
         assert getattr(castiron, name).__doc__
-    for call in (".prefill(", ".step(", ".logits(", ".fork(", ".rewind(", "generate(", "castiron.open("):
+    for call in (
+        ".prefill(",
+        ".step(",
+        ".logits(",
+        ".fork(",
+        ".rewind(",
+        "generate(",
+        ".stream(",
+        "generate_many(",
+        ".turn(",
+        "castiron.open(",
+    ):
         assert any(call in block for block in BLOCKS), call

@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.speculate import Speculator
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.session import Session
@@ -121,6 +123,40 @@ def test_a_message_that_does_not_fit_alone_changes_nothing(make):
         chat.answer("b" * CONTEXT)
     assert chat.messages == before
     assert say(chat, "d") == anew(chat, [*before, {"role": "user", "content": "d"}])
+
+
+@pytest.mark.parametrize(("usual", "reason"), [(3, "length"), (1000, "context"), (None, "context")])
+def test_a_usual_length_gives_way_to_the_context(make, usual, reason):
+    chat = make(max_tokens=None, usual_tokens=usual)
+    chat.text.eos = ()
+    say(chat, "bcd")
+    room = CONTEXT - len("ubcda") + 1
+    assert chat.generation.finish_reason == reason and len(chat.generation.tokens) == (3 if usual == 3 else room)
+    with pytest.raises(PipelineError, match="1000 for the answer"):
+        make(max_tokens=1000).answer("bcd")
+
+
+def test_an_interrupt_while_tokens_are_checked_leaves_no_trace(make, monkeypatch):
+    """Between the call that has fed proposed tokens and the one that takes them back."""
+    monkeypatch.setattr(Speculator, "_width", lambda self, most: 4 if self.ngrams.length else 1)
+    chat = make(max_tokens=8, speculate=True)
+    chat.text.eos = ()
+    chat.session.manifest = SimpleNamespace(widths=lambda role: (4,), prefill_widths=toy_text.WIDTHS)
+    chat.session.verify = lambda tokens: [chat.session.step(token) for token in tokens]
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    chat.session.margins = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        say(chat, "bcbcbcbc")
+    kept = list(chat.messages)
+    assert kept[-1]["role"] == "assistant"
+    chat.max_tokens, chat.speculate, chat.text.eos = 2, False, (EOS,)
+    fed = chat.session.fed
+    assert say(chat, "d") == anew(chat, [*kept, {"role": "user", "content": "d"}])
+    # What was said stays in the cache, its last token too, which the check had fed.
+    assert chat.session.fed - fed == len("uda")
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
@@ -249,6 +285,18 @@ class Terminal:
         before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return before
 
+    def interrupts(self) -> None:
+        """Ctrl-C at the prompt, until there is a new one: between two keys readline may sleep over a signal."""
+        until = 0.0
+        while "> " not in self.shown:
+            if time.monotonic() > until:
+                self.type("\x03")
+                until = time.monotonic() + 5
+            if select.select([self.end], [], [], 1)[0]:
+                self.shown += os.read(self.end, 4096).decode()
+        self.wait_for("> ")
+        self.listens()
+
     def listens(self) -> None:
         """Waits until readline takes single keys; its prompt shows before that."""
         until = time.monotonic() + 60
@@ -277,8 +325,7 @@ def test_at_a_terminal(path):
         terminal.listens()
         terminal.type("half a line")
         terminal.wait_for("half a line")
-        terminal.type("\x03")
-        terminal.wait_for("> ")
+        terminal.interrupts()
         terminal.type("/help\n")
         terminal.wait_for("/exit +end")
         terminal.wait_for("> ")

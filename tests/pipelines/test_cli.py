@@ -70,6 +70,33 @@ def test_eos_ends_the_text_unless_ignored(bundle, capsys):
     assert tokens() == (everything[: everything.index(EOS)], "stop")
 
 
+def test_without_a_number_an_answer_has_a_usual_length(bundle, monkeypatch, capsys):
+    """Which gives way to the end of the context; -n -1 knows only that."""
+    monkeypatch.setattr(run_command, "USUAL_TOKENS", 5)
+
+    def run(*more):
+        assert cli.main(["run", bundle, "--tokens", ",".join(["1"] * 10), "--ignore-eos", *more]) == 0
+        return capsys.readouterr()
+
+    last = run().err.splitlines()[-1]
+    assert "stopped at 5 tokens" in last and "-n -1" in last
+    result = read_json(run("--json").out)
+    assert len(result["tokens"]) == 5 and result["finish_reason"] == "length"
+    assert "stopped at" not in run("-n", "5").err
+    for more, usual in ((["-n", "-1"], 5), ([], 16)):
+        monkeypatch.setattr(run_command, "USUAL_TOKENS", usual)
+        result = read_json(run("--json", *more).out)
+        assert len(result["tokens"]) == CONTEXT - 10 + 1 and result["finish_reason"] == "context"
+        assert "the context is full" in run(*more).err
+
+
+def test_the_usual_length_is_said_in_the_help(capsys):
+    for command in ("run", "chat"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert "default: 1024" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_prompt_comes_from_an_option_a_file_or_stdin(bundle, tmp_path):
     (tmp_path / "prompt").write_text("abc", encoding="utf-8")
     ways = (["-p", "abc"], ["-f", str(tmp_path / "prompt")], ["-p", "-"], [])
@@ -101,6 +128,8 @@ def test_seeds(bundle, capsys):
         (["run", "/no/such", "-p", "x"], "castiron compile"),
         (["run", "BUNDLE", "--tokens", "1,99"], "vocabulary of 32"),
         (["run", "BUNDLE", "--tokens", "1", "-n", "25"], "at most 24"),
+        (["run", "BUNDLE", "--tokens", "1", "-n", "0"], "-n is 0"),
+        (["run", "BARE", "--tokens", "1", "--stop", "a"], "--stop"),
         (["run", "BUNDLE", "--tokens", ",".join(["1"] * 25)], "25 tokens"),
         (["run", "BUNDLE", "--tokens", "1", "--system", "x"], "--system"),
         (["run", "BUNDLE", "-p", "x", "--raw", "--system", "y"], "--system"),

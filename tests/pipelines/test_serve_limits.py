@@ -21,6 +21,7 @@ import pytest
 
 from castiron.pipelines import cli
 from castiron.vmfb.bundle import open_bundle, pack_bundle
+from tests.pipelines import toy_text
 from tests.pipelines.served import CONTEXT, MESSAGES, RENDERED, SLOTS, Alone, bundle, served
 
 # A request of so many choices keeps the small model busy for seconds, at STEP seconds a step.
@@ -275,6 +276,13 @@ def test_the_load_script_finds_texts_equal_and_prefixes_cached(path, tmp_path):
         too_long = load("--prefix", "100")
         assert too_long.returncode == 1 and "maximum context length" in too_long.stderr
         assert "POST" not in server.errors
+
+
+def test_a_bundle_that_cannot_batch_says_at_start_what_to_do(path, tmp_path):
+    for directory, says in ((toy_text.write(tmp_path / "toy"), True), (path, False)):
+        with served(directory, tmp_path / "log") as server:
+            lines = [line for line in server.errors.splitlines() if "--batch 4,8" in line]
+            assert len(lines) == says and all("one after another" in line for line in lines)
 
 
 @pytest.mark.parametrize(

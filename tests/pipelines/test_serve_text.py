@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
-from castiron.pipelines.generation.choosing import Chooser, Choosing, log_probabilities
-from castiron.pipelines.generation.sampling import Sampling
-from castiron.pipelines.generation.sequence import Finished, Piece, Sequence
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.engine import QueueFull, Stopping
+from castiron.pipelines.generation.sampling import Sampler, Sampling, log_probabilities
+from castiron.pipelines.generation.scheduler import ModelFailed
+from castiron.pipelines.generation.sequence import Delta, Finished, Sequence
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
-from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.api import Limits
+from castiron.pipelines.serve.app import open_app
+from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, TokenizeRequest, read
+from tests.pipelines import toy_text
 from tests.pipelines.test_generate_text import TEXTS, byte_level
 
 VOCAB = 40
@@ -57,18 +64,19 @@ def test_tokens_behind_a_stop_string_are_not_told():
     tokens = text.tokenizer.encode("he said: he你 then left", add_special_tokens=False).ids
     for stop in ("then", "said", "你", "nothing", "t"):
         events = []
-        sequence = Sequence(text, [1], events.append, max_tokens=len(tokens), stop_strings=[stop])
+        sequence = Sequence([1], 100, text=text, max_tokens=len(tokens), stop_strings=[stop])
         for token in tokens:
             events += sequence.advance(token, None)
             if isinstance(events[-1], Finished):
                 break
-        told = "".join(e.text for e in events if isinstance(e, Piece))
+        told = "".join(e.text for e in events if isinstance(e, Delta))
         whole = "he said: he你 then left"
         assert told == (whole[: whole.find(stop)] if stop in whole else whole)
         assert events[-1].reason == ("stop" if stop in whole else "length")
-        said = [s for e in events if isinstance(e, Piece) for s in e.said]
-        assert text.decode(s.chosen.token for s in said).startswith(told)
-        assert all(s.offset < len(told) for s in said) and [s.offset for s in said] == sorted(s.offset for s in said)
+        said = [token for e in events if isinstance(e, Delta) for token in e.tokens]
+        assert text.decode(token.id for token in said).startswith(told)
+        offsets = [token.offset for token in said]
+        assert all(offset < len(told) for offset in offsets) and offsets == sorted(offsets)
 
 
 @given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=8), st.floats(-2, 2), st.floats(-2, 2),
@@ -77,19 +85,28 @@ def test_tokens_behind_a_stop_string_are_not_told():
 @example(np.eye(VOCAB, dtype=np.float32)[3] * 2 + 0.5, [3, 3, 3], 0.5, 0.0, {})
 def test_penalties_and_biases_are_openais(logits, said, frequency, presence, bias):
     """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, as the API reference says; greedily."""
-    chooser = Chooser(Choosing(Sampling(), frequency, presence, bias, top_logprobs=0), [5, 6])
-    chooser.counts.update(said)
+    sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence, logit_bias=bias)
     changed = logits.astype(np.float64)
     for token in range(VOCAB):
         count = said.count(token)
         changed[token] += -count * frequency - (count > 0) * presence + bias.get(token, 0.0)
-    chosen = chooser.choose(int(logits.argmax()), lambda: logits)
-    assert changed[chosen.token] == changed.max()
-    assert chooser.counts[chosen.token] == said.count(chosen.token) + 1
+    chosen = Sampler(sampling).choose(logits, [5, 6, *said], Counter(said))
+    assert changed[chosen] == changed.max()
+
+
+def test_what_was_generated_is_counted_and_the_prompt_is_not():
+    """A token that is 1 ahead of the next comes twice under a frequency penalty of 0.6, whatever the prompt says."""
+    logits = np.array([0, 3, 2, -9], np.float32)
+    sequence = Sequence([1, 1, 1], 100, max_tokens=3, sampler=Sampler(Sampling(frequency_penalty=0.6)))
+    while sequence.finish_reason is None:
+        sequence.advance(1, lambda: logits)
+    assert sequence.tokens == [1, 1, 2]
 
 
 def test_a_greedy_token_needs_no_logits():
-    assert Chooser(Choosing(), [1]).choose(7, None).token == 7
+    sequence = Sequence([1], 100)
+    sequence.advance(7, None)
+    assert sequence.tokens == [7]
 
 
 @given(LOGITS, st.integers(0, VOCAB - 1), st.integers(0, VOCAB + 3))
@@ -185,6 +202,32 @@ def test_what_asks_for_nothing_is_taken_and_null_is_absence():
     fields = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1},
               "service_tier": "auto", "store": False, "stop": None, "seed": None, "n": None, "temperature": None}  # fmt: skip
     assert read(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode()).stop is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(QueueFull("busy"), 503, "queue_full"), (Stopping(), 503, "shutting_down"),
+     (ModelFailed(ValueError("inside")), 500, "model_failure"), (PipelineError("no"), 400, None)],
+)  # fmt: skip
+def test_every_failure_behind_the_http_has_its_status(error, status, code):
+    found = api_error(error)
+    assert (found.status, found.code, found.message) == (status, code, str(error))
+    assert "inside" not in found.message, "clients are not told of the server's inside"
+
+
+def test_an_application_is_opened_without_a_command_line(tmp_path):
+    """With the name of its directory, its own limits, and a key."""
+    path = toy_text.write(tmp_path / "toy")
+    app = open_app(path, threads=1, queue=0, api_keys=["key"], limits=Limits(body_bytes=200))
+    with TestClient(app, headers={"Authorization": "Bearer key"}) as client:
+        body = {"model": "toy", "prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+        assert client.post("/v1/completions", json={**body, "n": 2}).status_code == 503
+        assert client.post("/v1/completions", json={**body, "prompt": "abc" * 90}).status_code == 413
+        assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
+    with pytest.raises(PipelineError, match="no tokenizer"):
+        open_app(toy_text.write(tmp_path / "bare", text=False))
 
 
 def test_metrics_are_prometheus_text():

@@ -101,8 +101,8 @@ def test_a_match_is_the_longest_run_that_stood_before(tokens):
     # Only the latest places of a pair are compared, so that a longer one may be missed.
     assert ngrams.length <= longest and (ngrams.length >= SHORTEST) == (longest >= SHORTEST)
     if ngrams.length:
-        assert run[ngrams.place] >= ngrams.length
-        assert ngrams.propose(1) == [tokens[ngrams.place]]
+        assert run[ngrams.end] >= ngrams.length
+        assert ngrams.propose(1) == [tokens[ngrams.end]]
 
 
 def test_a_period_is_proposed_on_and_on():
@@ -183,5 +183,5 @@ def test_margins_are_those_of_the_logits(bundle):
 
 def test_what_is_not_greedy_is_refused(bundle):
     for sampling in (Sampling(temperature=1.0), Sampling(repeat_penalty=1.1)):
-        with pytest.raises(PipelineError, match="--speculate goes without"):
+        with pytest.raises(PipelineError, match="greedy decoding; drop --temperature"):
             Generation(Session(bundle, 1), [3], sampler=Sampler(sampling), speculate=True)
