@@ -80,7 +80,7 @@ class Chat:
             generation.settle()
             # An interrupt may have come anywhere: only what both the session and the generation know of counts.
             fed = (generation.prompt + generation.tokens)[: self.session.position - known]
-            stand(self.session, known + len(fed))
+            stand(self.session, known + len(fed), fed)
             self.cache.fed(0, fed)
             if generation.prefill_seconds:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(said)}]

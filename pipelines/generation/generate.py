@@ -90,14 +90,17 @@ class Generation:
         """Puts the session before the last of `tokens`, for a caller that leaves off before the end: speculation may
         have fed more than was asked for. The end of the generation does it by itself."""
         if self._ahead:
-            stand(self.session, self.session.position - len(self._ahead))
+            stand(self.session, self.session.position - len(self._ahead), [*self.prompt, *self.tokens[:-1]])
             self._ahead.clear()
 
     def _advance(self) -> list[Event]:
         """Takes the next token, from the model unless it is known; what there is to tell."""
         start = time.perf_counter()
         if not self.tokens:
-            events = self.sequence.advance(self.session.prefill(self.prompt, progress=self.progress), self.session.logits)
+            argmax = self.session.prefill(self.prompt, progress=self.progress)
+            # What is asked next begins as this prompt does, and an answer may have to be taken back.
+            self.session.keep()
+            events = self.sequence.advance(argmax, self.session.logits)
             self.prefill_seconds = time.perf_counter() - start
         else:
             if not self._ahead:

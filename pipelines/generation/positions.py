@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
@@ -45,9 +46,17 @@ def at_most(limit: int | None, free: int) -> int | None:
     return limit if limit is not None and limit <= free else None
 
 
-def stand(session: Session, position: int, source: Session | None = None) -> None:
-    """Puts `session` behind its own first `position` tokens, or behind those of `source`, which are copied."""
-    if source is None or source is session:
-        session.rewind(position)
+def stand(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
+    """Puts `session` behind its own first `position` tokens, or behind those of `source`, which are copied.
+
+    `fed`: the last of these tokens. Where the states do not remember the position, the session goes back as far as they do
+    and reads again from there.
+    """
+    source = source or session
+    found = source.reachable(position)
+    if source is session:
+        session.rewind(found)
     else:
-        session.copy_from(source, position)
+        session.copy_from(source, found)
+    if found < position:
+        session.prefill(fed[len(fed) - (position - found) :])

@@ -25,8 +25,9 @@ class PrefixCache:
         self.clock = 0
 
     def common(self, prompt: np.ndarray, slot: int) -> int:
-        """How many tokens at the beginning of `prompt` i32 [n] the slot holds."""
-        return shared(self.tokens[slot, : self.sessions[slot].position], prompt)
+        """How many tokens at the beginning of `prompt` i32 [n] the slot holds, up to where its session can go back."""
+        session = self.sessions[slot]
+        return session.reachable(shared(self.tokens[slot, : session.position], prompt))
 
     def longest(self, prompt: np.ndarray) -> int:
         """What `take` would find in the cache."""
@@ -42,7 +43,7 @@ class PrefixCache:
             # What shares only a beginning with this prompt keeps its slot; what was in use longest ago goes.
             slot = min(free, key=lambda s: (self.used[s], s))
         source = slot if common[slot] == best else common.index(best)
-        stand(self.sessions[slot], best, self.sessions[source])
+        stand(self.sessions[slot], best, source=self.sessions[source])
         self.tokens[slot, :best] = self.tokens[source, :best]
         self.touch(slot)
         return slot, best

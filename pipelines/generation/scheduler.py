@@ -122,6 +122,7 @@ class Scheduler:
             self._fail([sequence], error, events)
             return
         if session.position == len(sequence.prompt):
+            session.keep()
             self.decoding[slot] = self.reading.pop(slot)
             self._advance(slot, sequence, argmax, events)
 

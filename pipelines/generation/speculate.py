@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.positions import stand
+from castiron.vmfb.states import Snapshot
 
 # Of a match, the fewest tokens that are looked up and the most that are counted.
 SHORTEST, LONGEST = 2, 32
@@ -172,7 +172,7 @@ class Speculator:
         return max(rates, key=rates.get)
 
     def _check(self, token: int, width: int, most: int) -> list[int]:
-        session, base = self.session, self.session.position
+        session, before = self.session, self.session.snapshot()
         proposal = self.ngrams.propose(width - 1)
         says = session.verify([token, *proposal])
         margins = session.margins()
@@ -183,10 +183,19 @@ class Speculator:
         self.proposed += width - 1
         doubtful = next((i for i in range(good + 1) if margins[i] < MARGIN), None)
         if doubtful == 0:
-            stand(session, base)
+            session.restore(before)
             return [session.step(token)]
         if doubtful is not None:
             good, self._step_next = doubtful - 1, True
         self.accepted += good
-        stand(session, base + good + 1)
+        self._take_back(before, [token, *proposal][: good + 1])
         return says[: good + 1]
+
+    def _take_back(self, before: Snapshot, tokens: list[int]) -> None:
+        """Leaves the session with `tokens` after `before`, the first of those that were checked."""
+        session, position = self.session, before.position + len(tokens)
+        if session.reachable(position) == position:
+            session.rewind(position)
+        else:
+            session.restore(before)
+            session.prefill(tokens)

@@ -30,7 +30,9 @@ class Castiron:
         self.session.prefill(tokens)
         return time.perf_counter() - start
 
-    fill = prefill
+    def fill(self, tokens: Sequence[int]) -> None:
+        self.prefill(tokens)
+        self.session.keep()
 
     def decode(self, depth: int, tokens: Sequence[int]) -> float:
         self.session.rewind(depth)

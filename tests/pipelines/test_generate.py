@@ -39,6 +39,9 @@ class CountingSession:
     def step(self, token: int) -> int:
         return self.prefill([token])
 
+    def keep(self) -> None:
+        pass
+
 
 def greedy(prompt: list[int], n: int) -> list[int]:
     """The definition: after each token, the likeliest of the next."""

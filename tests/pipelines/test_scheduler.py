@@ -73,6 +73,12 @@ class Slot:
         self.ready &= position == self.position
         del self.held[position:]
 
+    def reachable(self, position: int) -> int:
+        return position
+
+    def keep(self) -> None:
+        pass
+
     def copy_from(self, other: Slot, positions: int) -> None:
         assert other is not self and positions <= other.position
         self.batch.copied += positions
@@ -100,10 +106,6 @@ class FakeBatch:
         if self.break_next_step:
             self.break_next_step = False
             raise RuntimeError("broken step")
-        # As the real one: a full session that is not stepped gives up its last position.
-        for i, slot in enumerate(self.slots):
-            if i not in tokens and slot.position == CONTEXT:
-                slot.rewind(CONTEXT - 1)
         return {slot: self.slots[slot]._append([token]) for slot, token in tokens.items()}
 
 

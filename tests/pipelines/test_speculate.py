@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,6 +72,18 @@ class Parrot:
     def rewind(self, position):
         assert position <= self.position
         self.position = position
+
+    def reachable(self, position):
+        return position
+
+    def keep(self):
+        pass
+
+    def snapshot(self):
+        return SimpleNamespace(position=self.position)
+
+    def restore(self, snapshot):
+        self.rewind(snapshot.position)
 
     def _call(self, width):
         assert self.position + width <= self.context
