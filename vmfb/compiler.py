@@ -85,16 +85,14 @@ def compile_mlir(
     key = _key(text, flags, target)
     kept, facts = store / f"{key}.vmfb", store / f"{key}.json"
 
-    record = _recall(facts)
-    cached = record is not None and kept.is_file()
-    if not cached:
-        record = _compile(text, flags, store, key)
+    known = _recall(facts) if kept.is_file() else None
+    record = known or _compile(text, flags, store, key)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, kept.read_bytes())
     write_atomically(log, record["log"].encode())
     with contextlib.suppress(OSError):
         os.utime(kept)
-    return CompileResult(record["seconds"], cached, flags, log)
+    return CompileResult(record["seconds"], known is not None, flags, log)
 
 
 def _key(text: str, flags: Sequence[str], target: Target) -> str:

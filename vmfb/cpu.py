@@ -98,7 +98,7 @@ def cpuinfo_features(text: str, arch: str) -> frozenset[str]:
 
 def _cpuinfo() -> str:
     """The first processor's block of /proc/cpuinfo; the others would only cost time on a large machine."""
-    lines = []
+    lines: list[str] = []
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:

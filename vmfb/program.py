@@ -19,7 +19,7 @@ from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
 SCOPE = "model"
 
-_ELEMENTS = {
+_ELEMENTS: dict[str, tuple[np.dtype, rt.HalElementType]] = {
     "i32": (np.dtype(np.int32), rt.HalElementType.SINT_32),
     "f32": (np.dtype(np.float32), rt.HalElementType.FLOAT_32),
     "f16": (np.dtype(np.float16), rt.HalElementType.FLOAT_16),
@@ -46,7 +46,9 @@ class Program:
             instance = rt.VmInstance()
             parameters = rt.ParameterIndex()
             # Mapped here, since VmModule.mmap asks for permission to write; kept, since the runtime takes memory as it is.
-            self._mapped = bundle.part(WEIGHTS).map(), bundle.part(MODEL).map()
+            weights, model = bundle.part(WEIGHTS), bundle.part(MODEL)
+            assert weights and model, "no bundle is opened without them"
+            self._mapped = weights.map(), model.map()
             parameters.load_from_file_handle(rt.FileHandle.wrap_memory(self._mapped[0]), "irpa")
             self._module = rt.VmModule.wrap_buffer(instance, self._mapped[1])
             # Loads every weight global: here a missing or short parameter shows.
@@ -99,7 +101,7 @@ class Buffer:
     @property
     def words(self) -> memoryview:
         """The elements as plain Python numbers, flat: the cheapest way to write one."""
-        return memoryview(self._flat)
+        return self._flat.data
 
 
 def _fresh(count: int, dtype: str) -> np.ndarray:
