@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, executable, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import lane_max
 from castiron.emitter.types import F32, I32, TensorType
@@ -24,11 +24,11 @@ def argmax(vocab: int, *, isa: Isa, rows: int | None = None, block: int = 512) -
         raise ValueError(f"argmax takes blocks of a multiple of {8 * isa.lanes} logits on {isa.name}, got {block}")
     whole = vocab // block * block
 
-    def write(b: Body, logits: Value, out: Value) -> None:
+    def write(b: Body, logits: Ssa, out: Ssa) -> None:
         least = b.f32(float("-inf"))
         lead = () if rows is None else (b.workgroup(),)
 
-        def block_max(low: Index, high: Index, width: int, ways: int) -> Value:
+        def block_max(low: Index, high: Index, width: int, ways: int) -> Ssa:
             with b.loop(low, high, ways * width, carry=[b.splat(float("-inf"), width)] * ways) as loop:
                 places = [b.add(loop.index, i * width) for i in range(ways)]
                 loop.give(*[b.maxf(b.vload(logits, width, *lead, p), m) for p, m in zip(places, loop.values, strict=True)])

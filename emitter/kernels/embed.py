@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.kernels.attention.rope_append import number
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.weights.packing import LANES, layout, packed_shape, unpack
 from castiron.emitter.kernels.weights.panel import Panel, units
-from castiron.emitter.kernels.writing.body import Body, Value, executable
+from castiron.emitter.kernels.writing.body import Body, Ssa, executable
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.types import F32, I8, I32, TensorType
 
 DEPTH = 256  # of k decoded at once; 16 KB on the stack
@@ -39,7 +39,7 @@ def embed(
     unit = units(codec_name)
     depth = min(DEPTH, -(-hidden // unit) * unit)
 
-    def write(b: Body, ids: Value, weight: Value, *rest: Value) -> None:
+    def write(b: Body, ids: Ssa, weight: Ssa, *rest: Ssa) -> None:
         real, out = rest if length else (None, *rest)
         panel = Panel(b, codec, isa, weight, depth, 1)
         workgroup = b.workgroup()
@@ -51,7 +51,7 @@ def embed(
             id = b.to_index(b.load(ids, *[token.index] * (T is not None)))
             id = b.max(b.min(id, vocab - 1), 0)
 
-            def copy(k: int | Value, count: int) -> None:
+            def copy(k: int | Ssa, count: int) -> None:
                 panel.fill(b.div(id, LANES), k, count)
                 with b.loop(0, count) as j:
                     x = b.load(panel.values, j.index, b.rem(id, LANES))

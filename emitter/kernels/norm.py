@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from castiron.emitter.kernels.attention.rope_append import inverse_rms, number
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, executable, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import row_sum
 from castiron.emitter.types import F32, I32, TensorType
 
@@ -22,7 +23,7 @@ def rms_norm(
     `rows` is the number of rows a workgroup takes.
     """
 
-    def write_row(b: Body, read, write, weight: Value, bias: None) -> None:
+    def write_row(b: Body, read, write, weight: Ssa, bias: None) -> None:
         inverse = inverse_rms(b, read, hidden, eps, isa.lanes)
         width = largest_width(isa.lanes, hidden)
         scale = b.broadcast(inverse, width)
@@ -30,7 +31,7 @@ def rms_norm(
             write(b.mulf(b.mulf(read(d.index, width), scale), b.vload(weight, width, d.index)), d.index)
 
     def reference(x: np.ndarray, weight: np.ndarray, bias: None) -> np.ndarray:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+        return rms_normed(x, weight, eps)
 
     name = f"rms_norm_{T}x{hidden}_{number(eps)}"
     return _norm(name, T, hidden, False, residual, length, rows, isa, write_row, reference)
@@ -45,10 +46,10 @@ def layer_norm(
     `rms_norm`. The variance is that of the centred row, in a second pass.
     """
 
-    def write_row(b: Body, read, write, weight: Value, bias: Value | None) -> None:
+    def write_row(b: Body, read, write, weight: Ssa, bias: Ssa | None) -> None:
         mean = b.divf(row_sum(b, hidden, isa.lanes, read), b.f32(hidden))
 
-        def centred(d: Index, width: int) -> Value:
+        def centred(d: Index, width: int) -> Ssa:
             return b.subf(read(d, width), b.broadcast(mean, width))
 
         inverse = inverse_rms(b, centred, hidden, eps, isa.lanes)
@@ -59,8 +60,7 @@ def layer_norm(
             write(x if bias is None else b.addf(x, b.vload(bias, width, d.index)), d.index)
 
     def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-        x = x - x.mean(axis=-1, keepdims=True)
-        x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+        x = rms_normed(x - x.mean(axis=-1, keepdims=True), weight, eps)
         return x if bias is None else x + bias
 
     name = f"layer_norm_{T}x{hidden}_{number(eps)}" + ("_bias" if bias else "")
@@ -82,7 +82,7 @@ def _norm(name: str, T: int, hidden: int, bias: bool, residual: bool, length: bo
         given = (True, residual, True, bias, length, True, residual)
         return tuple(next(rest, None) if there else None for there in given)
 
-    def write(b: Body, *arguments: Value) -> None:
+    def write(b: Body, *arguments: Ssa) -> None:
         x, other, weight, bias_row, real, out, added = named(arguments)
         low = b.mul(b.workgroup(), rows)
         high = b.min(b.add(low, rows), T)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.prefill import attention_prefill
-from castiron.emitter.kernels.attention.rope_append import Heads, prepared_heads, rope_append
+from castiron.emitter.kernels.attention.rope_append import HeadLayout, prepared_heads, rope_append
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.types import I32, TensorType
@@ -40,8 +40,8 @@ class Case:
     seed: int = 0
 
     @property
-    def layout(self) -> Heads:
-        return Heads(self.heads, self.kv_heads, self.head_dim, self.rope, **self.options)
+    def layout(self) -> HeadLayout:
+        return HeadLayout(self.heads, self.kv_heads, self.head_dim, self.rope, **self.options)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ import pytest
 
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.prefill import attention_prefill
-from castiron.emitter.kernels.attention.rope_append import Heads
+from castiron.emitter.kernels.attention.rope_append import HeadLayout
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
 from castiron.vmfb.targets import resolve
 from tests.emitter.attention_cases import (
@@ -217,9 +217,9 @@ def test_text_differs_where_names_differ():
 
 def test_wrong_shapes_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="10 heads cannot share 3 kv heads evenly"):
-        Heads(10, 3, 64, 64)
+        HeadLayout(10, 3, 64, 64)
     with pytest.raises(ValueError, match="rotary_dim must be even and within 2..64, got 65"):
-        Heads(9, 3, 64, 65)
+        HeadLayout(9, 3, 64, 65)
     with pytest.raises(ValueError, match="power of two as splits, got 3"):
         attention_decode(1, 64, 9, 3, 64, isa=AVX2, rope=64, scale=1.0, splits=3)
     with pytest.raises(ValueError, match="layers .7. that 2 sequences share evenly"):

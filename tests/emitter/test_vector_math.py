@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.writing.body import Body, Value, executable, f32_literal
+from castiron.emitter.kernels.writing.body import Body, Ssa, executable
 from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.kernels.writing.symbols import f32_literal
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, tanh, transpose
 from castiron.emitter.types import F32, TensorType
 from castiron.vmfb.targets import resolve
@@ -20,7 +21,7 @@ EXP_ULP, TANH_ULP = 1.1, 4.5
 def elementwise(name: str, function, lanes: int) -> Kernel:
     types = (TensorType((COUNT,), F32),) * 2
 
-    def write(b: Body, x: Value, out: Value) -> None:
+    def write(b: Body, x: Ssa, out: Ssa) -> None:
         with b.loop(0, COUNT, lanes) as i:
             b.vstore(function(b, b.vload(x, lanes, i.index)), out, i.index)
 
@@ -30,11 +31,11 @@ def elementwise(name: str, function, lanes: int) -> Kernel:
 
 def lanewise(name: str, rows: int, lanes: int, function) -> Kernel:
     """`function(body, vectors)` gives the vectors that are stored."""
-    probe = function(Body(), [Value("%x", f"vector<{lanes}xf32>")] * rows)
+    probe = function(Body(), [Ssa("%x", f"vector<{lanes}xf32>")] * rows)
     width = int(probe[0].type.split("<")[1].split("x")[0])
     types = (TensorType((rows, lanes), F32), TensorType((len(probe), width), F32))
 
-    def write(b: Body, x: Value, out: Value) -> None:
+    def write(b: Body, x: Ssa, out: Ssa) -> None:
         for i, vector in enumerate(function(b, [b.vload(x, lanes, r, 0) for r in range(rows)])):
             b.vstore(vector, out, i, 0)
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from castiron.emitter.kernels.attention.rope_append import Heads, number, prepared_heads
+from castiron.emitter.kernels.attention.rope_append import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.scores import NEVER, attend
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, executable
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
 from castiron.emitter.types import F32, I32, TensorType
 
 SPLIT_BYTES = 128 * 1024  # of keys and values, up to which the heads are shared out whole
 UNIT = 32  # positions that parts are multiples of: fewer would prepare the queries too often, more would leave unequal shares
-STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
 
 
 def attention_decode(
@@ -50,7 +50,7 @@ def attention_decode(
     qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), pos i32, k and v
     [layers, context, kv_heads, head_dim], (counters i32 [n]), layer -> out [1, heads*head_dim], k, v, (counters, parts).
     Row `pos` of the caches is written; of the others those in max(0, pos - window + 1) .. pos - 1 are read. Scores are
-    (q . k) * scale, then softcap * tanh(score / softcap). The options of rotary embedding and norms are those of `Heads`;
+    (q . k) * scale, then softcap * tanh(score / softcap). The options of rotary embedding and norms are those of `HeadLayout`;
     `rope` is its rotary_dim.
 
     With `splits` above 1, a power of two, contexts of more than `split_from` positions are split into that many parts.
@@ -62,7 +62,7 @@ def attention_decode(
     caches stay as they are and its result is zero.
     """
     hd = head_dim
-    layout = Heads(heads, kv_heads, head_dim, rope, interleaved, qk_norm, qk_norm_row)
+    layout = HeadLayout(heads, kv_heads, head_dim, rope, interleaved, qk_norm, qk_norm_row)
     if splits & (splits - 1) or splits < 1:
         raise ValueError(f"attention_decode takes a power of two as splits, got {splits}")
     rows = batch or 1
@@ -94,7 +94,7 @@ def attention_decode(
         + [f"b{batch}"] * (batch is not None)
     )
 
-    def write(b: Body, qkv: Value, *arguments: Value) -> None:
+    def write(b: Body, qkv: Ssa, *arguments: Ssa) -> None:
         given, rest = arguments[: place - 2], arguments[place - 2 :]
         pos, k_cache, v_cache, *counters, layer, out = rest[: 5 + (splits > 1)]
         unit = b.workgroup()
@@ -111,7 +111,7 @@ def attention_decode(
             b.vstore(b.splat(0.0, shape.width), out, row, d.index)
 
     def sequence(
-        b: Body, ends: tuple, given: tuple, position: Value, cache: tuple, unit: Value, counters: list, scratch: Value
+        b: Body, ends: tuple, given: tuple, position: Ssa, cache: tuple, unit: Ssa, counters: list, scratch: Ssa
     ) -> None:
         """Workgroup `unit` of the token at `position` of one sequence; ends are (qkv, the row of it and of the result, out)."""
         qkv, row, out = ends
@@ -188,16 +188,16 @@ def attention_decode(
     )
 
 
-def _shape(layout: Heads, isa: Isa, tile: int, splits: int) -> Shape:
+def _shape(layout: HeadLayout, isa: Isa, tile: int, splits: int) -> Shape:
     """With splits, the shape of the most kv heads whose state fits the stack of one workgroup; else that of one."""
     kv_heads = layout.kv_heads if splits > 1 else 1
     for per in (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0):
         shape = Shape(layout, isa, per, tile)
-        if shape.stack_bytes <= STACK:
+        if shape.stack_bytes <= STACK_BYTES:
             return shape
     raise ValueError(
         f"attention_decode keeps {layout.group} heads of {layout.head_dim} in {shape.stack_bytes} bytes of a workgroup's"
-        f" stack, which has {STACK}; use fewer query heads a kv head or smaller ones"
+        f" stack, which has {STACK_BYTES}; use fewer query heads a kv head or smaller ones"
     )
 
 
@@ -208,7 +208,7 @@ class _Parts:
     are how many sequences have each of these, and the number of this one.
     """
 
-    def __init__(self, b: Body, scratch: Value, rows: tuple[int, Index], heads: int, splits: int, hd: int):
+    def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
         self.b, self.scratch, self.splits, self.hd = b, scratch, splits, hd
         count, self.row = rows
         self.before = b.mul(self.row, heads)
@@ -216,7 +216,7 @@ class _Parts:
         self.sums = self.references + count * heads * splits
         self.weights = b.stack(splits)
 
-    def put(self, work: Workgroup, slot: Value) -> None:
+    def put(self, work: Workgroup, slot: Ssa) -> None:
         """Store the recurrence of a workgroup's heads as that of split `slot`."""
         b = self.b
         low = b.mul(work.first, work.group)
@@ -229,7 +229,7 @@ class _Parts:
                 value = b.vload(work.values, work.width, g, d.index)
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
-    def join(self, head: Value, count: Index, out: Value, width: int) -> None:
+    def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
         """The result of a head from its first `count` splits; the others were not written."""
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from castiron.emitter.kernels.attention.rope_append import number
 from castiron.emitter.kernels.attention.scores import NEVER, attend, capped
 from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Value, batches, executable, largest_width
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, executable, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, transpose
 from castiron.emitter.types import F32, I32, TensorType
-
-STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
 
 
 def attention_prefill(
@@ -54,7 +52,7 @@ def attention_prefill(
     name = "_".join([*parts, isa.name, f"k{keys}"])
     tiles = T * group // shape.columns
 
-    def write(b: Body, q: Value, start: Value, length: Value, k: Value, v: Value, layer: Value, out: Value) -> None:
+    def write(b: Body, q: Ssa, start: Ssa, length: Ssa, k: Ssa, v: Ssa, layer: Ssa, out: Ssa) -> None:
         number = b.workgroup()
         # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
         tile = b.sub(tiles - 1, b.div(number, kv_heads))
@@ -107,12 +105,12 @@ class _Shape:
         accumulators = isa.registers * 3 // 4
         self.hd, self.keys = hd, keys
         self.width = largest_width(isa.lanes, columns)
-        while self.width > 1 and self.width * 4 * (hd + keys + 6) > STACK:
+        while self.width > 1 and self.width * 4 * (hd + keys + 6) > STACK_BYTES:
             self.width //= 2
         # Three vectors by four keys load the least for each fma on 16 registers.
         wanted = (3, 2, 1) if isa.registers == 16 else (4, 3, 2, 1)
         sizes = [n * self.width for n in wanted]
-        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + keys + 6) <= STACK), self.width)
+        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + keys + 6) <= STACK_BYTES), self.width)
         self.vectors = self.columns // self.width
         self.rows = max(n for n in (1, 2, 3, 4, 6, 8, 12) if n * self.vectors <= accumulators)
         self.square = largest_width(self.width, hd)
@@ -148,7 +146,7 @@ class _Tile:
         self.limits, self.tokens, self.offsets = (b.stack(shape.columns, element="i32") for _ in range(3))
         self.lanes = range(0, shape.columns, shape.width)
 
-    def begin(self, q: Value, out: Value, scale: float, start: Index, real: Index, window: int | None) -> None:
+    def begin(self, q: Ssa, out: Ssa, scale: float, start: Index, real: Index, window: int | None) -> None:
         """Where each column's row is, its queries transposed and scaled, the recurrence empty, the result's rows zero."""
         b, shape = self.b, self.shape
         self.window = window
@@ -174,12 +172,12 @@ class _Tile:
             b.vstore(b.splat(NEVER, shape.width), self.maxima, c)
             b.vstore(b.splat(0.0, shape.width), self.sums, c)
 
-    def place(self, c: Index) -> tuple[Value, Value]:
+    def place(self, c: Index) -> tuple[Ssa, Ssa]:
         """Row and offset in q and in the result of a column of this tile."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
-    def block(self, first: Value, end: Value, out: Value) -> None:
+    def block(self, first: Ssa, end: Ssa, out: Ssa) -> None:
         """Add the keys first .. min(first + keys, end) - 1 to the recurrence."""
         b, shape = self.b, self.shape
         count = b.min(b.sub(end, first), shape.keys)
@@ -243,7 +241,7 @@ class _Tile:
         for c, total in zip(self.lanes, j.results, strict=True):
             b.vstore(total, self.sums, c)
 
-    def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Value) -> None:
+    def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """out[columns, d...] = rescale * out + weights @ v rows, for one block of registers."""
         b, shape = self.b, self.shape
         width = shape.out_width
@@ -267,7 +265,7 @@ class _Tile:
             for e, total in zip(offsets, totals, strict=True):
                 b.vstore(total, out, token, b.add(offset, e))
 
-    def finish(self, out: Value, real: Index) -> None:
+    def finish(self, out: Ssa, real: Index) -> None:
         """Divide by the sums; rows of padding become zero."""
         b, shape = self.b, self.shape
         width = shape.out_width

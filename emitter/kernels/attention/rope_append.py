@@ -6,20 +6,20 @@ queries and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the whole row) come
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, executable, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import row_sum
+from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.types import F32, I32, TensorType
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadLayout:
     """How a fused row splits into heads, and what is done to a query or key head before attention.
 
     rotary_dim: leading elements of a head that are rotated, or None for a layer without rotary embedding.
@@ -79,20 +79,15 @@ class Heads:
         return tables, norms
 
 
-def number(x: float) -> str:
-    """A float as part of a symbol: digits, letters and underscores that hold it to nine digits."""
-    return f"{x:.9g}".replace("-", "m").replace(".", "p").replace("+", "")
-
-
 def prepare_head(
     b: Body,
-    layout: Heads,
+    layout: HeadLayout,
     lanes: int,
-    source: tuple[Value, list[Index], Index],
-    target: tuple[Value, list[Index], Index],
+    source: tuple[Ssa, list[Index], Index],
+    target: tuple[Ssa, list[Index], Index],
     tables: list,
     position: Index,
-    norm: Value | None,
+    norm: Ssa | None,
     head: Index,
     row: tuple[Index, int],
     scale: float = 1.0,
@@ -109,20 +104,20 @@ def prepare_head(
     if layout.qk_norm is not None:
         offset, count = (row[0], row[1] * hd) if layout.qk_norm_row else (from_offset, hd)
 
-        def raw(d: Index, width: int) -> Value:
+        def raw(d: Index, width: int) -> Ssa:
             return b.vload(from_buffer, width, *from_lead, b.add(offset, d))
 
         inverse = inverse_rms(b, raw, count, layout.qk_norm, lanes)
     weight_offset = b.mul(head, hd) if layout.qk_norm_row else 0
 
-    def read(d: int, width: int) -> Value:
+    def read(d: int, width: int) -> Ssa:
         x = b.vload(from_buffer, width, *from_lead, b.add(from_offset, d))
         if inverse is not None:
             x = b.mulf(x, b.broadcast(inverse, width))
             x = b.mulf(x, b.vload(norm, width, b.add(weight_offset, d)))
         return x
 
-    def write(x: Value, d: int, width: int) -> None:
+    def write(x: Ssa, d: int, width: int) -> None:
         if scale != 1.0:
             x = b.mulf(x, b.splat(scale, width))
         b.vstore(x, to_buffer, *to_lead, b.add(to_offset, d))
@@ -153,18 +148,7 @@ def prepare_head(
             write(read(d, width), d, width)
 
 
-def inverse_rms(b: Body, read: Callable[[Index, int], Value], count: int, eps: float, lanes: int) -> Value:
-    """1 / sqrt(mean(x^2) + eps) over the `count` elements that `read(index, width)` gives, as a scalar."""
-
-    def square(d: Index, width: int) -> Value:
-        x = read(d, width)
-        return b.mulf(x, x)
-
-    mean = b.divf(row_sum(b, count, lanes, square), b.f32(count))
-    return b.divf(b.f32(1.0), b.sqrt(b.addf(mean, b.f32(eps))))
-
-
-def prepared_heads(layout: Heads, rows: np.ndarray, positions: np.ndarray, tables: list, norms: list) -> tuple:
+def prepared_heads(layout: HeadLayout, rows: np.ndarray, positions: np.ndarray, tables: list, norms: list) -> tuple:
     """NumPy definition of what happens to rows [T, row] before attention: q [T, heads, hd], k and v [T, kv_heads, hd].
 
     Float64 inside; the caller rounds.
@@ -176,7 +160,7 @@ def prepared_heads(layout: Heads, rows: np.ndarray, positions: np.ndarray, table
     for x, weight in zip(parts[:2], norms, strict=True):
         if layout.qk_norm is not None:
             x = x if layout.qk_norm_row else x.reshape(len(rows), -1, hd)
-            x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + layout.qk_norm) * weight
+            x = rms_normed(x, weight, layout.qk_norm)
         x = x.reshape(len(rows), -1, hd)
         if layout.rotary_dim is not None:
             x = rotated(x, tables[0][positions], tables[1][positions], layout.rotary_dim, layout.interleaved)
@@ -216,10 +200,10 @@ def rope_append(
     qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32, k and v
     [layers, context, kv_heads, head_dim], layer -> q [T, heads*head_dim], k, v. Token t stands at position start + t; only
     rows t < length reach the caches. `rows` is the number of tokens a workgroup takes. The options of rotary embedding and
-    norms are those of `Heads`; `rope` is its rotary_dim.
+    norms are those of `HeadLayout`; `rope` is its rotary_dim.
     """
     hd = head_dim
-    layout = Heads(heads, kv_heads, head_dim, rope, interleaved, qk_norm, qk_norm_row)
+    layout = HeadLayout(heads, kv_heads, head_dim, rope, interleaved, qk_norm, qk_norm_row)
     cache = TensorType((layers, context, layout.kv_heads, hd), F32)
     scalar = TensorType((), I32)
     options = layout.operands(context)
@@ -228,7 +212,7 @@ def rope_append(
     k_place = len(operands) - 3
     name = f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{rows}"
 
-    def write(b: Body, qkv: Value, *arguments: Value) -> None:
+    def write(b: Body, qkv: Ssa, *arguments: Ssa) -> None:
         *given, start, length, k_cache, v_cache, layer, out = arguments
         tables, norms = layout.split(given)
         first = b.to_index(b.load(start))

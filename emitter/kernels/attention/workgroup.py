@@ -11,9 +11,9 @@ prefetchers lose; they follow those loads. Prefetch instructions do not do: CPUs
 
 from __future__ import annotations
 
-from castiron.emitter.kernels.attention.rope_append import Heads, prepare_head
+from castiron.emitter.kernels.attention.rope_append import HeadLayout, prepare_head
 from castiron.emitter.kernels.attention.scores import NEVER, capped
-from castiron.emitter.kernels.writing.body import Body, Index, Value, batches, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
 
@@ -29,7 +29,7 @@ class Shape:
     are added up in `columns` vectors of `width` elements. `segment` is what a cache row has of the workgroup's kv heads.
     """
 
-    def __init__(self, layout: Heads, isa: Isa, per: int, tile: int):
+    def __init__(self, layout: HeadLayout, isa: Isa, per: int, tile: int):
         hd = layout.head_dim
         self.per, self.segment = per, per * hd
         self.width = largest_width(isa.lanes, hd)
@@ -56,7 +56,7 @@ class Workgroup:
     [heads, head_dim]; and the new key [head_dim]. `first` is the kv head that comes first in them, `end` is past the last.
     """
 
-    def __init__(self, b: Body, layout: Heads, isa: Isa, context: int, shape: Shape, softcap: float | None, scale: float):
+    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, context: int, shape: Shape, softcap: float | None, scale: float):
         self.b, self.layout, self.context, self.softcap, self.scale = b, layout, context, softcap, scale
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
@@ -70,11 +70,11 @@ class Workgroup:
         self.sums = b.stack(held, self.lanes)
         self.values = b.stack(held, self.hd)
 
-    def begin(self, source: tuple, options: tuple, position: Value, cache: tuple, heads: tuple[Index, Index]) -> None:
+    def begin(self, source: tuple, options: tuple, position: Ssa, cache: tuple, heads: tuple[Index, Index]) -> None:
         """Prepare the queries of the kv heads heads[0] .. heads[1] - 1; the recurrence is empty.
 
         `source` is (qkv, the sequence's row in it and in the result); `options` are ([cos, sin], [q_norm, k_norm]) as of
-        `Heads.split`; `cache` is (k, v, layer).
+        `HeadLayout.split`; `cache` is (k, v, layer).
         """
         b, layout, hd = self.b, self.layout, self.hd
         (self.qkv, self.row), self.options, self.position = source, options, position
@@ -119,12 +119,12 @@ class Workgroup:
                 b.store(b.extract(score, 0), self.references, g.index)
                 b.vstore(one, self.sums, g.index, 0)
 
-    def attend(self, start: Index, end: Value, ahead: bool) -> None:
+    def attend(self, start: Index, end: Ssa, ahead: bool) -> None:
         """Add the positions start .. end - 1 to the recurrence, reading ahead or not."""
         with self.b.loop(start, end, self.shape.tile) as tile:
             self.tile(tile.index, end, ahead)
 
-    def tile(self, first: Value, end: Value, ahead: bool) -> None:
+    def tile(self, first: Ssa, end: Ssa, ahead: bool) -> None:
         """Add the positions first .. min(first + tile, end) - 1 to the recurrence."""
         b = self.b
         count = b.min(b.sub(end, first), self.shape.tile)
@@ -145,12 +145,12 @@ class Workgroup:
                 with b.loop(0, self.hd, self.columns * self.width) as d:
                     self.add_values(head.index, heads, d.index, first, count)
 
-    def held(self, head: Value, heads: range) -> list[Index]:
+    def held(self, head: Ssa, heads: range) -> list[Index]:
         """Where query heads of a kv head's group stand on the stack."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
-    def touch(self, base: Value, row: Index, at: Index, count: int) -> None:
+    def touch(self, base: Ssa, row: Index, at: Index, count: int) -> None:
         """Load a word of each line of `count` elements, from element `at` of the segments of the rows from `row` on."""
         b, segment = self.b, self.shape.segment
         size = self.layout.kv_heads * self.hd
@@ -163,7 +163,7 @@ class Workgroup:
                 )
             b.touch(base, b.mul(b.add(start, element), 4))
 
-    def score_rows(self, head: Value, row: Index, j: Value, rows: int, ahead: bool) -> None:
+    def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Scores of `rows` positions from `row` on, as those of the tile from j on.
 
         With `ahead`, this head's share of the values of these positions and of the keys of the next is read ahead.
@@ -191,7 +191,7 @@ class Workgroup:
             for i, g in enumerate(held):
                 b.vstore(capped(b, lane_sums(b, loop.results[i::count]), self.softcap), self.scores, g, j)
 
-    def softmax(self, head: Value, heads: range, blocks: Index) -> None:
+    def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
         """Turn scores into weights relative to the references, which rise where a score is far above them; add up the sums."""
         b, lanes = self.b, self.lanes
         held = self.held(head, heads)
@@ -214,7 +214,7 @@ class Workgroup:
         for g, total in zip(held, j.results, strict=True):
             b.vstore(total, self.sums, g, 0)
 
-    def scale_down(self, g: Index, factor: Value) -> None:
+    def scale_down(self, g: Index, factor: Ssa) -> None:
         """Multiply what was summed so far by a factor."""
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
@@ -223,7 +223,7 @@ class Workgroup:
             value = b.vload(self.values, self.width, g, d.index)
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
-    def add_values(self, head: Value, heads: range, d: Index, first: Value, count: Index) -> None:
+    def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
         """values[heads, d:d+columns*width] += weights @ value rows."""
         b, width = self.b, self.width
         held = self.held(head, heads)
@@ -241,11 +241,11 @@ class Workgroup:
             for c, total in zip(columns, results, strict=True):
                 b.vstore(total, self.values, g, c)
 
-    def total(self, g: Index) -> Value:
+    def total(self, g: Index) -> Ssa:
         """The sum of a head's weights."""
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
-    def finish(self, out: Value) -> None:
+    def finish(self, out: Ssa) -> None:
         """The weighted means of the heads, as attention's result."""
         b = self.b
         low = b.mul(self.first, self.group)

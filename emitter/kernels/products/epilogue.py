@@ -7,25 +7,26 @@ from math import erf, pi, sqrt
 
 import numpy as np
 
-from castiron.emitter.kernels.attention.rope_append import number
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.writing.body import Body, Index, Value, width_of
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, width_of
+from castiron.emitter.kernels.writing.rms import rms_normed
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, tanh
 
 
-def _silu(b: Body, x: Value) -> Value:
+def _silu(b: Body, x: Ssa) -> Ssa:
     one = b.splat(1.0, width_of(x))
     return b.divf(x, b.addf(one, exp(b, b.subf(b.splat(0.0, width_of(x)), x))))
 
 
-def _gelu_tanh(b: Body, x: Value) -> Value:
+def _gelu_tanh(b: Body, x: Ssa) -> Ssa:
     width = width_of(x)
     cubic = b.fma(b.mulf(b.mulf(x, x), x), b.splat(0.044715, width), x)
     half = b.mulf(x, b.splat(0.5, width))
     return b.fma(half, tanh(b, b.mulf(cubic, b.splat(sqrt(2 / pi), width))), half)
 
 
-def _gelu(b: Body, x: Value) -> Value:
+def _gelu(b: Body, x: Ssa) -> Ssa:
     width = width_of(x)
     scaled = b.mulf(x, b.splat(sqrt(0.5), width))
     half = b.mulf(x, b.splat(0.5, width))
@@ -73,17 +74,17 @@ class Epilogue:
         """Rows of the packed weight that give `out_features` results."""
         return -(-out_features // LANES) * 2 * LANES if self.glu else out_features
 
-    def combine(self, b: Body, products: list[list[Value]]) -> list[Value]:
+    def combine(self, b: Body, products: list[list[Ssa]]) -> list[Ssa]:
         """[blocks][vectors] products -> the 16 results as vectors, before bias and residual."""
         if self.glu is None:
             return products[0]
         activate = ACTIVATIONS[self.glu][0]
         return [b.mulf(activate(b, gate), up) for gate, up in zip(*products, strict=True)]
 
-    def finish(self, b: Body, y: Value, bias: Value | None, residual: Value | None, row: Index, column: Index) -> Value:
+    def finish(self, b: Body, y: Ssa, bias: Ssa | None, residual: Ssa | None, row: Index, column: Index) -> Ssa:
         """One vector or scalar of results at [row, column] with what is added to it."""
 
-        def read(buffer: Value, *at: Index) -> Value:
+        def read(buffer: Ssa, *at: Index) -> Ssa:
             return b.vload(buffer, width_of(y), *at) if y.type.startswith("vector") else b.load(buffer, *at)
 
         if bias is not None:
@@ -108,11 +109,8 @@ def norm_name(eps: float | None) -> str:
 
 
 def norm_of(x: np.ndarray, weight: np.ndarray | None, eps: float | None) -> np.ndarray:
-    """NumPy definition of RMS norm in f64 (HF `LlamaRMSNorm`); x itself without one."""
-    x = x.astype(np.float64)
-    if eps is None:
-        return x
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    """x in f64, RMS-normalised if there is an `eps`."""
+    return x.astype(np.float64) if eps is None else rms_normed(x, weight, eps)
 
 
 class Arguments:

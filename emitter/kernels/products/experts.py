@@ -16,7 +16,7 @@ from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue
 from castiron.emitter.kernels.products.gemv import Gemv, GemvTiles
 from castiron.emitter.kernels.products.gemv import default_tiles as gemv_tiles
 from castiron.emitter.kernels.weights.packing import packed_shape, unpack
-from castiron.emitter.kernels.writing.body import Body, Value, executable
+from castiron.emitter.kernels.writing.body import Body, Ssa, executable
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.types import F32, I8, I32, TensorType
 
@@ -57,7 +57,7 @@ def gemv_experts(
     )
     y_type = TensorType((pairs, out_features), F32)
 
-    def write(b: Body, x: Value, weight: Value, chosen: Value, *rest: Value) -> None:
+    def write(b: Body, x: Ssa, weight: Ssa, chosen: Ssa, *rest: Ssa) -> None:
         pair, share = b.div(b.workgroup(), tiles.workgroups), b.rem(b.workgroup(), tiles.workgroups)
         row, out = b.div(pair, per_row), rest[-1]
         given = Arguments((x, weight, out), False, epilogue, length=False)

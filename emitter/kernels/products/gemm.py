@@ -16,13 +16,12 @@ from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue
 from castiron.emitter.kernels.products.several import Finish, several_tokens
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape
 from castiron.emitter.kernels.weights.panel import Panel, units
-from castiron.emitter.kernels.writing.body import Body, Index, Value
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 
 MOST_DEPTH = 288  # 18 KB of panel for 16 columns: more would push x out of the L1 cache
 MOST_TOKENS = 132  # more of them push x out of the L2 cache between blocks of columns
 PARTS = 6  # workgroups a thread: fewer than 8, from where on IREE hands out 8 at a time
-STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class _Gemm:
         with b.loop(0, self.columns, width) as column:
             at = [(b.add(place, r), b.add(column.index, c)) for r in range(rows) for c in range(0, width, lanes)]
 
-            def step(j: Index, sums: list[Value]) -> list[Value]:
+            def step(j: Index, sums: list[Ssa]) -> list[Ssa]:
                 weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
                 done = []
                 for r in range(rows):

@@ -18,11 +18,10 @@ from castiron.emitter.kernels.products.several import Finish, several_tokens
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape
 from castiron.emitter.kernels.weights.prepared_x import PAD, PreparedX, bytes_per_element
 from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
-from castiron.emitter.kernels.writing.body import Body, Index, Value
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 
 MOST_TOKENS = 8
-STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
 SUMS_BYTES = 8 << 10  # of them for sums, where x does not fit at once: every part of x is prepared once for so many
 PARTS = 2  # workgroups a thread
 
@@ -202,7 +201,7 @@ class _Few:
         codes = {block: records.group_codes(block, record, group) for block, _, _ in sides}
         soon = (0, self.layout.size) if self.layout.groups == 1 else (records.codes_at(group), self.layout.group_bytes)
         self._prefetch(sides, record, *soon)
-        products: list[list[Value | None]] = [[None] * len(sides) for _ in tokens]
+        products: list[list[Ssa | None]] = [[None] * len(sides) for _ in tokens]
         if codec.offset:
             products = [[self.x.sum_of(number, t)] * len(sides) for t in tokens]
         for k in range(codec.group):
@@ -230,14 +229,14 @@ class _Few:
             for line in range(0, nbytes, CACHE_LINE):
                 self.records.prefetch(self.b.add(block, self.unit), record, self.b.add(offset, line))
 
-    def _times(self, a: Value, factor: Value | None) -> Value:
+    def _times(self, a: Ssa, factor: Ssa | None) -> Ssa:
         return a if factor is None else self.b.mulf(a, factor)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
         """The sums of `sides` and tokens `token` to `token + rows`."""
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
 
-        def add(record: Index, sums: list[Value], most: int) -> list[Value]:
+        def add(record: Index, sums: list[Ssa], most: int) -> list[Ssa]:
             weights = [self.records.elements(block, record, v) for block, v, _ in sides]
             for e in range(min(elements, most)):
                 k, done = b.add(b.mul(record, elements), e), []

@@ -18,13 +18,13 @@ from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue, norm
 from castiron.emitter.kernels.weights.packing import LANES, layout, packed_shape, unpack
 from castiron.emitter.kernels.weights.prepared_x import PreparedX, bytes_per_element, tree_sum
 from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, executable
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.types import F32, I8, TensorType
 
-STACK_BYTES = 26 << 10  # for x, of the 32 KB that IREE allows the buffers of a kernel
 AHEAD_BYTES = 5 << 10  # by which weights are asked for early
 BATCH = 32  # sets of blocks whose sums wait on the stack, 4 KB, where x does not fit at once
+X_BYTES = STACK_BYTES - (4 << 10)
 # Weights of a workgroup. Every workgroup prepares x again and starts without prefetched weights, so that a small weight is
 # cut into one part a thread. Larger ones are cut finer, against threads that start late, but into fewer than 8 parts a
 # thread, from where on IREE hands out 8 at a time.
@@ -103,7 +103,7 @@ def gemv(
         *[y_type] * residual,
     )
 
-    def write(b: Body, *arguments: Value) -> None:
+    def write(b: Body, *arguments: Ssa) -> None:
         given = Arguments(arguments, norm, epilogue, length=False)
         Gemv(b, codec, isa, tiles, epilogue, given, out_features, in_features, shape, rms_eps).write(b.workgroup())
 
@@ -161,7 +161,7 @@ class Gemv:
     def write(self, workgroup: Index) -> None:
         """Share `workgroup` of `tiles.workgroups`."""
         b, tiles, elements = self.b, self.tiles, self.layout.elements
-        chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // STACK_BYTES)
+        chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
         chunk = -(-self.count // chunks)  # records
         given = self.given
         sets = -(-self.blocks // self.set)
@@ -189,7 +189,7 @@ class Gemv:
                 for block in blocks:
                     self.records.prefetch(block, record.index, line)
 
-    def _sets(self, low: Index, high: Index, first: int, last: int, parts: Value | None) -> None:
+    def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
         """Sets `low` to `high` of blocks times elements of records `first` to `last`; unfinished sums stay in `parts`."""
         b = self.b
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -216,7 +216,7 @@ class Gemv:
         blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
         return [b.min(block, self.blocks - 1) for block in blocks] if self.blocks % self.set else blocks
 
-    def _products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
+    def _products(self, blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
         """totals + the products of the blocks' records from `first` to `last`, one vector for each of `sides`."""
         if not self.codec.quantised:
             return self._float_products(blocks, first, last, totals)
@@ -238,7 +238,7 @@ class Gemv:
             for block in blocks
         ]
 
-    def _group_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Value]) -> list[Value]:
+    def _group_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Ssa]) -> list[Ssa]:
         """A record of one group: total + d * sum(x code) + m * sum(x)."""
         b, records = self.b, self.records
         products = self._group(blocks, record, 0, place, self._prefetches(blocks, record, 0, self.size))
@@ -250,7 +250,7 @@ class Gemv:
             done.append(total)
         return done
 
-    def _super_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Value]) -> list[Value]:
+    def _super_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Ssa]) -> list[Ssa]:
         """A record of many groups: total + d * sum over groups(scale * sum(x code)) + m * sum(minimum * sum(x))."""
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
@@ -275,7 +275,7 @@ class Gemv:
 
     def _group(
         self, blocks: list[Index], record: Index, group: Index, place: Index, soon: list[Callable[[], None]]
-    ) -> list[Value]:
+    ) -> list[Ssa]:
         """sum over a group of x * code, a vector for each of `sides`; `place` is the group's number in the chunk.
 
         `soon` are prefetches, spread over the group because one burst of them stalls.
@@ -284,7 +284,7 @@ class Gemv:
         codes = [self.records.group_codes(block, record, group) for block in blocks]
         start = b.mul(place, self.codec.group)
         offset = self.x.sum_of(place) if self.codec.offset else None
-        sums: list[list[Value | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
+        sums: list[list[Ssa | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
         for k in range(self.codec.group):
             if k % 8 == 0:
                 for prefetch in _share(soon, k // 8, self.codec.group // 8):
@@ -295,11 +295,11 @@ class Gemv:
                 sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
         return [tree_sum(b, [part for part in parts if part is not None]) for parts in sums]
 
-    def _float_products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
+    def _float_products(self, blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
         b, chains, unroll, elements = self.b, self.tiles.chains, self.tiles.unroll, self.layout.elements
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
 
-        def add(record: Index, sums: list[Value], number: int) -> None:
+        def add(record: Index, sums: list[Ssa], number: int) -> None:
             weights = [self.records.elements(blocks[i], record, v) for i, v in self.sides]
             for e in range(elements):
                 x = self.x.at(b.add(b.mul(b.sub(record, first), elements), e))
@@ -321,7 +321,7 @@ class Gemv:
             add(record, sums, i)
         return [tree_sum(b, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
-    def _finish(self, blocks: list[Index], totals: list[Value]) -> None:
+    def _finish(self, blocks: list[Index], totals: list[Ssa]) -> None:
         """Store the results of a set of blocks."""
         vectors = self.records.vectors
         products = [totals[i : i + vectors] for i in range(0, len(totals), vectors)]
@@ -331,7 +331,7 @@ class Gemv:
         for block, product in zip(blocks, products, strict=True):
             self._store(block, product)
 
-    def _store(self, block: Index, results: list[Value]) -> None:
+    def _store(self, block: Index, results: list[Ssa]) -> None:
         """Store 16 results from 16 * block on, of which the last block may have fewer."""
         b, given, row = self.b, self.given, self.y_row
         column = b.mul(block, LANES)

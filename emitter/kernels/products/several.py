@@ -9,7 +9,7 @@ import numpy as np
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, executable
 from castiron.emitter.types import F32, I8, I32, TensorType
 
 
@@ -39,7 +39,7 @@ def several_tokens(
         *[TensorType((), I32)] * length,
     )
 
-    def body(b: Body, *arguments: Value) -> None:
+    def body(b: Body, *arguments: Ssa) -> None:
         write(b, Arguments(arguments, False, epilogue, length))
 
     def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -66,7 +66,7 @@ def several_tokens(
 class Finish:
     """Stores results of `sums` [tokens, 16 * blocks of the weight], with what `epilogue` does to them."""
 
-    def __init__(self, b: Body, lanes: int, epilogue: Epilogue, given: Arguments, out_features: int, sums: Value):
+    def __init__(self, b: Body, lanes: int, epilogue: Epilogue, given: Arguments, out_features: int, sums: Ssa):
         self.b, self.lanes, self.epilogue, self.given = b, lanes, epilogue, given
         self.out_features, self.sums = out_features, sums
 
@@ -94,7 +94,7 @@ class Finish:
         b, given, lanes = self.b, self.given, self.lanes
         shared = self.epilogue.blocks
 
-        def put(token: Index, results: list[Value], add: bool) -> None:
+        def put(token: Index, results: list[Ssa], add: bool) -> None:
             for lane in range(0, ragged or LANES, 1 if ragged else lanes):
                 y = results[lane // lanes]
                 y = b.extract(y, lane % lanes) if ragged else y

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from castiron.emitter.codecs import Codec
-from castiron.emitter.kernels.attention.rope_append import inverse_rms
 from castiron.emitter.kernels.weights.records import code_factors
-from castiron.emitter.kernels.writing.body import Body, Index, Value, vector_type
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.writing.rms import inverse_rms
 from castiron.emitter.kernels.writing.vectors import lane_sums
 
 PAD = 16  # elements of the stack between rows of x
@@ -26,7 +26,7 @@ def _needs_sums(codec: Codec) -> bool:
     return bool(codec.offset or codec.minimum)
 
 
-def tree_sum(b: Body, parts: Sequence[Value]) -> Value:
+def tree_sum(b: Body, parts: Sequence[Ssa]) -> Ssa:
     """The sum of vectors, in pairs."""
     while len(parts) > 1:
         parts = [b.addf(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
@@ -44,8 +44,8 @@ class PreparedX:
         b: Body,
         codec: Codec,
         lanes: int,
-        x: Value,
-        norm: Value | None,
+        x: Ssa,
+        norm: Ssa | None,
         eps: float | None,
         in_features: int,
         capacity: int,
@@ -59,11 +59,11 @@ class PreparedX:
         self.sums = b.stack(T, capacity // codec.group) if _needs_sums(codec) else None
         self.inverse = None if norm is None else inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
 
-    def at(self, k: Index, token: Index = 0) -> Value:
+    def at(self, k: Index, token: Index = 0) -> Ssa:
         """Element k of what was filled in last, in every lane."""
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
-    def sum_of(self, group: Index, token: Index = 0) -> Value:
+    def sum_of(self, group: Index, token: Index = 0) -> Ssa:
         """Its sum over a group, times the sign of the codec's minimum or minus its offset, in every lane."""
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
@@ -76,10 +76,10 @@ class PreparedX:
         with self.b.loop(0, self.T) as token:
             fill(token.index, first, last)
 
-    def _read(self, token: Index, k: Index, width: int) -> Value:
+    def _read(self, token: Index, k: Index, width: int) -> Ssa:
         return self.b.vload(self.source, width, self.b.add(token, self.row), k)
 
-    def _normalised(self, token: Index, k: Index, width: int) -> Value:
+    def _normalised(self, token: Index, k: Index, width: int) -> Ssa:
         b, x = self.b, self._read(token, k, width)
         if self.inverse is None:
             return x
