@@ -10,7 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import castiron.emitter as emitter
-from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.products.choosing import kernel_of, read_tiles
+from castiron.emitter.kernels.products.frame import Tiles
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.cache import cache_root, write_atomically
@@ -20,11 +22,11 @@ from castiron.vmfb.record import RecordError, from_json, to_json
 from castiron.vmfb.targets import Target
 
 # By a product's name, the fields of its tiles.
-Chosen = Mapping[str, Mapping[str, int]]
+FieldsByProduct = Mapping[str, Mapping[str, int]]
 
 SCHEMA = 1
 # Of the emitter, what decides the code of a product's kernel.
-SOURCES = ("kernels/*.py", "packing.py", "codecs.py")
+SOURCES = ("kernels/**/*.py", "codecs.py")
 
 
 class StoreError(PipelineError):
@@ -101,7 +103,7 @@ def findings_at(place: Place) -> dict[str, Finding]:
     return {finding.product: finding for finding in read() if finding.place == place}
 
 
-def tiles_at(place: Place) -> Chosen:
+def tiles_at(place: Place) -> FieldsByProduct:
     """The tiles that beat the default at `place`."""
     return {name: finding.tiles for name, finding in findings_at(place).items() if finding.tiles is not None}
 
@@ -113,13 +115,13 @@ def keep(findings: Iterable[Finding]) -> None:
     write_atomically(store_path(), text.encode() + b"\n")
 
 
-def choose(product: Product, chosen: Chosen, isa: Isa, threads: int) -> Tiles | None:
+def choose(product: Product, chosen: FieldsByProduct, isa: Isa, threads: int) -> Tiles | None:
     """The product's tiles, or None if there are none; StoreError for some that its kernel does not take."""
     if product.name not in chosen:
         return None
     try:
-        tiles = product.tiles(chosen[product.name])
-        product.kernel(isa, threads, tiles)
+        tiles = read_tiles(product, chosen[product.name])
+        kernel_of(product, isa, threads, tiles)
         return tiles
     except ValueError as error:
         raise StoreError(f"{store_path()} has tiles that do not fit ({error}); delete it, or compile with --no-tuned") from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.writing.body import Body, Ssa, executable
+from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.writing.body import Body, Ssa
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.kernels.writing.symbols import f32_literal
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, tanh, transpose
@@ -18,6 +18,10 @@ COUNT = 1 << 16
 EXP_ULP, TANH_ULP = 1.1, 4.5
 
 
+def kernel_of(name: str, x: TensorType, out: TensorType, write) -> Kernel:
+    return write_kernel(name, {"x": x}, {"out": out}, 1, write, reference=dict, flops=0, nbytes=0)
+
+
 def elementwise(name: str, function, lanes: int) -> Kernel:
     types = (TensorType((COUNT,), F32),) * 2
 
@@ -25,8 +29,7 @@ def elementwise(name: str, function, lanes: int) -> Kernel:
         with b.loop(0, COUNT, lanes) as i:
             b.vstore(function(b, b.vload(x, lanes, i.index)), out, i.index)
 
-    text = executable(name, types[:1], types[1:], (None,), 1, write)
-    return Kernel(name, types[:1], types[1:], (None,), text, None, 0, 0)
+    return kernel_of(name, *types, write)
 
 
 def lanewise(name: str, rows: int, lanes: int, function) -> Kernel:
@@ -39,8 +42,7 @@ def lanewise(name: str, rows: int, lanes: int, function) -> Kernel:
         for i, vector in enumerate(function(b, [b.vload(x, lanes, r, 0) for r in range(rows)])):
             b.vstore(vector, out, i, 0)
 
-    text = executable(name, types[:1], types[1:], (None,), 1, write)
-    return Kernel(name, types[:1], types[1:], (None,), text, None, 0, 0)
+    return kernel_of(name, *types, write)
 
 
 def sums(rows: int, lanes: int) -> Kernel:
@@ -66,7 +68,7 @@ def run(tmp_path_factory):
     kernels |= {("max", w): maximum(w) for w in (1, 2, 4, 8, 16)} | {("turn", w): turned(w) for w in (1, 2, 4, 8, 16)}
     path = compile_kernels(list(kernels.values()), tmp_path_factory.mktemp("vector_math") / "host.vmfb")
     runner = Runner(path)
-    return lambda which, x: runner(kernels[which], x)[0]
+    return lambda which, x: runner(kernels[which], x=x)["out"]
 
 
 def worst_ulp(got: np.ndarray, want: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""What a matrix product does to its input and to its output in the same dispatch: norm, bias, residual, GLU."""
+"""What a matrix product does to its output in the same dispatch: GLU, bias, residual."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, width_of
-from castiron.emitter.kernels.writing.rms import rms_normed
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, tanh
 
 
@@ -50,7 +48,7 @@ ACTIVATIONS = {
 class Epilogue:
     """y = W x becomes act(gate) * up if `glu` names the activation, then + bias, then + residual.
 
-    With a GLU blocks of 16 rows of the weight alternate, gate first (`weights.packing.interleave_rows`).
+    With a GLU row blocks of the weight alternate, gate first (`weights.packing.interleave_rows`).
     """
 
     bias: bool = False
@@ -66,8 +64,8 @@ class Epilogue:
         return (f"_{self.glu}" if self.glu else "") + "_bias" * self.bias + "_residual" * self.residual
 
     @property
-    def blocks(self) -> int:
-        """Blocks of the weight that make 16 results."""
+    def row_blocks(self) -> int:
+        """Row blocks of the weight that make 16 results."""
         return 2 if self.glu else 1
 
     def weight_rows(self, out_features: int) -> int:
@@ -75,7 +73,7 @@ class Epilogue:
         return -(-out_features // LANES) * 2 * LANES if self.glu else out_features
 
     def combine(self, b: Body, products: list[list[Ssa]]) -> list[Ssa]:
-        """[blocks][vectors] products -> the 16 results as vectors, before bias and residual."""
+        """[row blocks][vectors] products -> the 16 results as vectors, before bias and residual."""
         if self.glu is None:
             return products[0]
         activate = ACTIVATIONS[self.glu][0]
@@ -102,26 +100,3 @@ class Epilogue:
         if bias is not None:
             products = products + bias
         return (products if residual is None else products + residual).astype(np.float32)
-
-
-def norm_name(eps: float | None) -> str:
-    return "" if eps is None else f"_rms{number(eps)}"
-
-
-def norm_of(x: np.ndarray, weight: np.ndarray | None, eps: float | None) -> np.ndarray:
-    """x in f64, RMS-normalised if there is an `eps`."""
-    return x.astype(np.float64) if eps is None else rms_normed(x, weight, eps)
-
-
-class Arguments:
-    """The arguments of a matrix product, of which some may be missing: x, norm, weight, bias, residual, length, out."""
-
-    NAMES = ("x", "norm", "weight", "bias", "residual", "length", "out")
-
-    def __init__(self, arguments: tuple, norm: bool, epilogue: Epilogue, length: bool):
-        there = {"norm": norm, "bias": epilogue.bias, "residual": epilogue.residual, "length": length}
-        rest = iter(arguments)
-        self._given = {name: next(rest, None) if there.get(name, True) else None for name in self.NAMES}
-
-    def __getattr__(self, name: str):
-        return self._given[name]

@@ -1,4 +1,4 @@
-"""A panel of a packed weight as f32 on the stack: [depth, 16 * blocks], each weight once rounded from its definition."""
+"""A panel of a packed weight as f32 on the stack: [depth, 16 * row blocks], each weight once rounded from its definition."""
 
 from __future__ import annotations
 
@@ -61,18 +61,17 @@ class Decoder:
 
 
 class Panel:
-    """`depth` k of `blocks` blocks of the packed weight, decoded to f32 on the stack."""
+    """`depth` k of so many `row_blocks` of the packed weight, decoded to f32 on the stack."""
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, blocks: int):
-        self.b, self.blocks, self.lanes = b, blocks, isa.lanes
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
+        self.b, self.row_blocks, self.lanes = b, row_blocks, isa.lanes
         self.decoder = Decoder(b, codec, isa, weight)
-        self.weight_blocks = int(weight.type.removeprefix("memref<").split("x")[0])
-        self.values = b.stack(depth, LANES * blocks)
+        self.values = b.stack(depth, LANES * row_blocks)
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Decode k to k + depth of blocks `first_block` and up."""
+        """Decode k to k + depth of row blocks `first_block` and up."""
         b, unit = self.b, self.decoder.unit
-        with b.loop(0, self.blocks) as i, b.loop(0, -(-depth // unit)) as u:
+        with b.loop(0, self.row_blocks) as i, b.loop(0, -(-depth // unit)) as u:
             block = b.add(first_block, i.index)
             column = b.mul(i.index, LANES)
             decoded = self.decoder.unit_of(block, b.add(b.div(k, unit), u.index))

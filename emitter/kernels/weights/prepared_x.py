@@ -57,7 +57,9 @@ class PreparedX:
         # Rows of a power of two would all fall into the same sets of the cache.
         self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
         self.sums = b.stack(T, capacity // codec.group) if _needs_sums(codec) else None
-        self.inverse = None if norm is None else inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
+        self.inverse = None
+        if norm is not None and eps is not None:
+            self.inverse = inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
         """Element k of what was filled in last, in every lane."""
@@ -65,6 +67,7 @@ class PreparedX:
 
     def sum_of(self, group: Index, token: Index = 0) -> Ssa:
         """Its sum over a group, times the sign of the codec's minimum or minus its offset, in every lane."""
+        assert self.sums is not None, "only codecs with an offset or a minimum ask for sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
     def fill(self, first: int, last: int) -> None:
@@ -81,7 +84,7 @@ class PreparedX:
 
     def _normalised(self, token: Index, k: Index, width: int) -> Ssa:
         b, x = self.b, self._read(token, k, width)
-        if self.inverse is None:
+        if self.inverse is None or self.norm is None:
             return x
         return b.mulf(b.mulf(x, b.broadcast(self.inverse, width)), b.vload(self.norm, width, k))
 
@@ -89,8 +92,8 @@ class PreparedX:
         b, lanes = self.b, self.lanes
         end = min(last, self.in_features)
         whole = (end - first) // lanes * lanes
-        with b.loop(0, whole, lanes) as k:
-            b.vstore(self._normalised(token, b.add(k.index, first), lanes), self.values, token, k.index)
+        with b.loop(0, whole, lanes) as vector:
+            b.vstore(self._normalised(token, b.add(vector.index, first), lanes), self.values, token, vector.index)
         for k in range(whole, end - first):
             b.vstore(self._normalised(token, first + k, 1), self.values, token, k)
         for k in range(end - first, last - first):

@@ -53,8 +53,8 @@ class Records:
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
         """Ask for the cache line of that byte, which may stand past the end of the weight."""
-        place = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
-        self.b.do(f"memref.prefetch {self.weight}[{place}], read, locality<3>, data : {self.weight.type}")
+        at = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
+        self.b.do(f"memref.prefetch {self.weight}[{at}], read, locality<3>, data : {self.weight.type}")
 
     def d(self, block: Index, record: Index, v: int) -> Ssa:
         return self._f16((block, record, self.layout.d), v)

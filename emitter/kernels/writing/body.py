@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from castiron.emitter.kernels.writing.symbols import f32_literal
@@ -268,8 +268,8 @@ class Body:
 
         Acquires and releases: what the others wrote before their turn can be read after it.
         """
-        place = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
-        return self.let(f"memref.atomic_rmw addi {value}, {place}", value.type)
+        target = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
+        return self.let(f"memref.atomic_rmw addi {value}, {target}", value.type)
 
     def address(self, buffer: Ssa) -> Ssa:
         """Where a memref begins, as i64."""
@@ -279,8 +279,8 @@ class Body:
     def touch(self, address: Ssa, offset: Index) -> None:
         """Load a word `offset` bytes from an address and forget it; the compiler neither drops nor moves it."""
         bytes_ = self.let(f"arith.index_cast {self.index(offset)} : index to i64", "i64")
-        place = self.binary("addi", address, bytes_)
-        pointer = self.let(f"llvm.inttoptr {place} : i64 to !llvm.ptr", "!llvm.ptr")
+        at = self.binary("addi", address, bytes_)
+        pointer = self.let(f"llvm.inttoptr {at} : i64 to !llvm.ptr", "!llvm.ptr")
         self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", "i32")
 
     @contextmanager
@@ -316,32 +316,30 @@ class Body:
 
 def executable(
     name: str,
-    operands: Sequence[TensorType | str],
-    results: Sequence[TensorType],
-    tied: Sequence[int | None],
+    operands: Mapping[str, TensorType | str],
+    results: Mapping[str, TensorType],
+    in_place: Mapping[str, str],
     workgroups: int,
     write: Callable[..., None],
 ) -> str:
     """`stream.executable private @{name}` whose function `@{name}_fn` runs on `workgroups` workgroups.
 
-    `write(body, *arguments)` writes the body; arguments are memrefs of the operands' and of the untied results' shapes,
-    and index values, in the order of the operands and then the results.
+    `write(body, **arguments)` writes the body; arguments, by the names of the operands and of the results that are not
+    `in_place` of one, are memrefs and index values.
     """
-    tensors = [t for t in operands if isinstance(t, TensorType)]
-    tensors += [t for t, place in zip(results, tied, strict=True) if place is None]
+    tensors = {name: t for name, t in operands.items() if isinstance(t, TensorType)}
+    tensors |= {name: t for name, t in results.items() if name not in in_place}
+    indices = [name for name, t in operands.items() if not isinstance(t, TensorType)]
     body = Body()
-    memrefs = []
-    for i, t in enumerate(tensors):
+    arguments: dict[str, Ssa] = {}
+    for i, (given, t) in enumerate(tensors.items()):
         memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.mlir))
         zero = body.index(0)
         body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
-        memrefs.append(memref)
-    scalars = [Ssa(f"%i{i}", "index") for i in range(len(operands) - sum(isinstance(t, TensorType) for t in operands))]
-    given = iter(memrefs)
-    numbers = iter(scalars)
-    arguments = [next(given) if isinstance(t, TensorType) else next(numbers) for t in operands] + list(given)
-    write(body, *arguments)
-    signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars])
+        arguments[given] = memref
+    scalars = {given: Ssa(f"%i{i}", "index") for i, given in enumerate(indices)}
+    write(body, **arguments, **scalars)
+    signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars.values()])
     pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
     return f"""stream.executable private @{name} {{
   stream.executable.export public @{name}_fn workgroups() -> (index, index, index) {{

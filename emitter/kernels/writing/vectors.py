@@ -68,7 +68,7 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
         width //= 2
         # A lone vector may be folded in any order, and halves are the cheaper one.
         step, second = (1, width) if count == 1 else (2, 1)
-        low = range(0, step * width, step)
+        low = list(range(0, step * width, step))
         high = [lane + second for lane in low]
         total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, high))
     return total
