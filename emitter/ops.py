@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 
 from castiron.emitter.ir import Value, append, fail
+from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, from_f32
 
 FLOAT_UNARY = ("negate", "exponential", "log", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs")
@@ -322,9 +323,12 @@ def gather_rows(table: Value, ids: Value) -> Value:
     return _one("gather", (table, ids), TensorType((ids.shape[0], table.shape[1]), table.dtype))
 
 
-def kernel_call(kernel, operands: Sequence[Value], indices: Sequence[int] = ()) -> tuple[Value, ...]:
-    """Call one of our own kernels; `indices` are the values of its "index" operands, in order."""
-    tensors = [t for t in kernel.operands if isinstance(t, TensorType)]
-    if [v.type for v in operands] != tensors or len(indices) != len(kernel.operands) - len(tensors):
-        raise fail(kernel.name, f"expects {', '.join(map(str, kernel.operands))}", operands)
-    return append("kernel", operands, kernel.results, {"kernel": kernel, "indices": tuple(indices)})
+def kernel_call(kernel: Kernel, /, **operands: Value | int) -> dict[str, Value]:
+    """Call one of our own kernels with operands by name, integers for its "index" ones; its results by name."""
+    tensors = {name: v for name, v in operands.items() if isinstance(v, Value)}
+    if {name: tensors[name].type if name in tensors else INDEX for name in operands} != kernel.operands:
+        expected = ", ".join(f"{name}: {t}" for name, t in kernel.operands.items())
+        raise fail(kernel.name, f"expects {expected}", list(tensors.values()))
+    attrs = {"kernel": kernel, "indices": {name: operands[name] for name in kernel.indices}}
+    results = append("kernel", [tensors[name] for name in kernel.tensors], tuple(kernel.results.values()), attrs)
+    return dict(zip(kernel.results, results, strict=True))

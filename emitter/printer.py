@@ -73,7 +73,7 @@ def _function(module: Module, function: Function, weights: str) -> list[str]:
         tied = [i for i, v in function.storage.items() if v is value and weights == "parameters"]
         attr = f" {{iree.abi.output = {tied[0]} : index}}" if tied else ""
         arguments.append(f"%{value.name}: {value.type}{attr}")
-    indices = sorted({i for op in function.ops if op.kind == "kernel" for i in op.attrs["indices"]})
+    indices = sorted({i for op in function.ops if op.kind == "kernel" for i in op.attrs["indices"].values()})
     body = [f"    %index_{i} = arith.constant {i} : index" for i in indices]
     for op in function.ops:
         if op.kind == "parameter" and weights == "arguments":
@@ -204,12 +204,13 @@ def _parameter(op: Op, _args: list[str]) -> str:
 
 
 def _kernel(op: Op, args: list[str]) -> str:
-    kernel, indices, tensors = op.attrs["kernel"], iter(op.attrs["indices"]), iter(args)
-    operands = [next(tensors) if isinstance(t, TensorType) else f"%index_{next(indices)}" for t in kernel.operands]
-    results = [str(t) if k is None else operands[k] for t, k in zip(kernel.results, kernel.tied)]
+    kernel = op.attrs["kernel"]
+    given = dict(zip(kernel.tensors, args)) | {name: f"%index_{i}" for name, i in op.attrs["indices"].items()}
+    operands = ", ".join(given[name] for name in kernel.operands)
+    results = [given[kernel.in_place[name]] if name in kernel.in_place else str(t) for name, t in kernel.results.items()]
     result = results[0] if len(results) == 1 else f"({', '.join(results)})"
-    types = ", ".join(map(str, kernel.operands))
-    return f"flow.dispatch @{kernel.name}::@{kernel.name}_fn({', '.join(operands)}) : ({types}) -> {result}"
+    types = ", ".join(map(str, kernel.operands.values()))
+    return f"flow.dispatch @{kernel.name}::@{kernel.name}_fn({operands}) : ({types}) -> {result}"
 
 
 _PRINT: dict[str, Callable[[Op, list[str]], str]] = {

@@ -268,12 +268,10 @@ def _gather(op: Op) -> str | None:
 
 def _kernel(op: Op) -> str | None:
     kernel = op.attrs["kernel"]
-    tensors = [t for t in kernel.operands if isinstance(t, TensorType)]
-    if tensors != [v.type for v in op.operands] or list(kernel.results) != [v.type for v in op.results]:
+    operands, results = ([v.type for v in values] for values in (op.operands, op.results))
+    if operands != list(kernel.tensors.values()) or results != list(kernel.results.values()):
         return "operands or results are not the kernel's"
-    if len(op.attrs["indices"]) != len(kernel.operands) - len(tensors):
-        return "an index operand is missing"
-    return None
+    return None if list(op.attrs["indices"]) == kernel.indices else "an index operand is missing"
 
 
 _UNARY = (*FLOAT_UNARY, "convert", "bitcast_convert", "broadcast_in_dim", "reshape", "transpose", "slice")

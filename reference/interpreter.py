@@ -31,7 +31,7 @@ def run(
     Inputs and parameters are stored arrays of the declared shapes; i8 is also taken as uint8, as packed weights are stored.
     `trace(op, results)` is called after every operation, in order; `op.path` is the module path. The arrays it gets must
     not be changed, and are not kept by the interpreter past their last use.
-    Kernels run through `kernel.reference(*operands)`: index operands are Python integers, i8 tensors arrive as uint8, and
+    Kernels run through `kernel.reference(**operands)`: index operands are Python integers, i8 tensors arrive as uint8, and
     every array is read-only. Raises EmitError for an unknown function, an operation with no rule here (lower the module
     first), or an array that does not fit its declared type.
     """
@@ -222,12 +222,13 @@ def _gather(op: Op, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def _kernel(op: Op, *args: np.ndarray) -> tuple[np.ndarray, ...]:
-    kernel, indices, arrays = op.attrs["kernel"], iter(op.attrs["indices"]), iter(args)
-    operands = [_packed(next(arrays), t) if isinstance(t, TensorType) else next(indices) for t in kernel.operands]
-    results = kernel.reference(*operands)
-    if not isinstance(results, tuple):
-        raise EmitError(f"the reference of kernel {kernel.name} returns {type(results).__name__}, not a tuple of arrays")
-    return results
+    kernel = op.attrs["kernel"]
+    arrays = {name: _packed(array, t) for (name, t), array in zip(kernel.tensors.items(), args, strict=True)}
+    results = kernel.reference(**arrays, **op.attrs["indices"])
+    if not isinstance(results, dict) or set(results) != set(kernel.results):
+        what = f"results {', '.join(results)}" if isinstance(results, dict) else type(results).__name__
+        raise EmitError(f"the reference of kernel {kernel.name} returns {what}, not {', '.join(kernel.results)} by name")
+    return tuple(results[name] for name in kernel.results)
 
 
 def _packed(array: np.ndarray, type_: TensorType) -> np.ndarray:

@@ -103,6 +103,64 @@ def test_exact_versions_in_the_project_and_in_the_lock_are_the_same():
     assert locked["iree-base-compiler"] == locked["iree-base-runtime"]
 
 
+def import_graph(root: Path, packages: tuple[str, ...]) -> dict[str, set[str]]:
+    """Modules below `root` and those of them that each imports, anywhere in its file, by names such as `emitter.ir`."""
+    files = {path.relative_to(root).with_suffix(""): path for package in packages for path in (root / package).rglob("*.py")}
+    modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items()}
+
+    def imported(node: ast.AST) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        if not isinstance(node, ast.ImportFrom):
+            return []
+        # `from package import name` imports the module of that name, or else the package.
+        names = {f"{node.module}.{alias.name}": node.module for alias in node.names}
+        return [name if name.removeprefix("castiron.") in modules else module for name, module in names.items()]
+
+    return {
+        name: {found.removeprefix("castiron.") for node in ast.walk(ast.parse(path.read_text())) for found in imported(node)}
+        & modules.keys() - {name}
+        for name, path in modules.items()
+    }
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of modules of which each imports every other, if only by way of others."""
+
+    def reached(start: str) -> set[str]:
+        found, waiting = set(), [start]
+        while waiting:
+            new = graph[waiting.pop()] - found
+            found |= new
+            waiting += new
+        return found
+
+    reach = {name: reached(name) for name in graph}
+    return {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert not circles(import_graph(ROOT, PACKAGES))
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from castiron.toy import a\n",
+        "from castiron.toy.a import A\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from castiron.toy.a import A\n",
+        "def f():\n    import castiron.toy.a\n",
+    ],
+    ids=["module", "name", "types", "function"],
+)
+def test_a_circle_is_found_wherever_it_hides(tmp_path, back):
+    (tmp_path / "toy").mkdir()
+    sources = {"__init__": "", "a": "from castiron.toy import b\n", "b": "from castiron.toy.c import C\n", "c": back, "d": ""}
+    for name, source in sources.items():
+        (tmp_path / "toy" / f"{name}.py").write_text(source)
+    assert circles(import_graph(tmp_path, ("toy",))) == {frozenset({"toy.a", "toy.b", "toy.c"})}
+
+
 def test_the_emitter_needs_the_standard_library_and_numpy_only():
     allowed = set(sys.stdlib_module_names) | {"numpy", "emitter"}
     for path in sources("emitter"):

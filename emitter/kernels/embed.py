@@ -14,11 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.kernels.attention.rope_append import number
-from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.weights.packing import LANES, layout, packed_shape, unpack
+from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.kernels.weights.panel import Panel, units
-from castiron.emitter.kernels.writing.body import Body, Value, executable
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.types import F32, I8, I32, TensorType
 
@@ -26,73 +25,53 @@ DEPTH = 256  # of k decoded at once; 16 KB on the stack
 MOST_WORKGROUPS = 64
 
 
-def embed(
-    codec_name: str, vocab: int, hidden: int, T: int | None, *, isa: Isa, scale: float = 1.0, length: bool = False
-) -> Kernel:
-    """ids [T] i32, weight (`packed_shape`, i8), (length i32) -> weight[ids] * scale [T, hidden] f32.
+def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kernel:
+    """ids [T] i32, weight (`packed_shape`, i8) -> y = weight[ids] [T, hidden] f32.
 
-    With T None the one id is a scalar and the result [1, hidden]. With `length` rows >= length are zero. An id outside
-    the vocabulary gives the row of the nearest one inside. All 16 rows of a block are decoded for the one that is
-    wanted, which costs less than a second copy of the weight. ValueError for an unknown codec or partial blocks.
+    An id outside the vocabulary gives the row of the nearest one inside. All 16 rows of a row block are decoded for the
+    one that is wanted, which costs less than a second copy of the weight. ValueError for an unknown codec or partial
+    codec blocks.
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)
-    tokens = 1 if T is None else T
-    operands = (
-        TensorType(() if T is None else (T,), I32),
-        TensorType(shape, I8),
-        *[TensorType((), I32)] * length,
-    )
-    result = TensorType((tokens, hidden), F32)
-    workgroups = min(tokens, MOST_WORKGROUPS)
+    operands = {"ids": TensorType((T,), I32), "weight": TensorType(shape, I8)}
+    result = TensorType((T, hidden), F32)
+    workgroups = min(T, MOST_WORKGROUPS)
     unit = units(codec_name)
     depth = min(DEPTH, -(-hidden // unit) * unit)
 
-    def write(b: Body, ids: Value, weight: Value, *rest: Value) -> None:
-        real, out = rest if length else (None, *rest)
+    def write(b: Body, ids: Ssa, weight: Ssa, y: Ssa) -> None:
         panel = Panel(b, codec, isa, weight, depth, 1)
         workgroup = b.workgroup()
-        low = b.div(b.mul(workgroup, tokens), workgroups)
-        high = b.div(b.mul(b.add(workgroup, 1), tokens), workgroups)
-        end = high if real is None else b.max(b.min(b.to_index(b.load(real)), high), low)
+        low = b.div(b.mul(workgroup, T), workgroups)
+        high = b.div(b.mul(b.add(workgroup, 1), T), workgroups)
         whole = hidden // depth * depth
-        with b.loop(low, end) as token:
-            id = b.to_index(b.load(ids, *[token.index] * (T is not None)))
-            id = b.max(b.min(id, vocab - 1), 0)
+        with b.loop(low, high) as token:
+            id = b.max(b.min(b.to_index(b.load(ids, token.index)), vocab - 1), 0)
 
-            def copy(k: int | Value, count: int) -> None:
+            def copy(k: Index, count: int) -> None:
                 panel.fill(b.div(id, LANES), k, count)
                 with b.loop(0, count) as j:
                     x = b.load(panel.values, j.index, b.rem(id, LANES))
-                    x = x if scale == 1.0 else b.mulf(x, b.f32(scale))
-                    b.store(x, out, token.index, b.add(k, j.index))
+                    b.store(x, y, token.index, b.add(k, j.index))
 
             with b.loop(0, whole, depth) as k:
                 copy(k.index, depth)
             if whole < hidden:
                 copy(whole, hidden - whole)
-        if real is not None:
-            with b.loop(end, high) as token, b.loop(0, hidden) as k:
-                b.store(b.f32(0.0), out, token.index, k.index)
 
-    def reference(ids: np.ndarray, weight: np.ndarray, *rest: np.ndarray) -> tuple[np.ndarray, ...]:
-        rows = np.clip(np.asarray(ids).reshape(-1), 0, vocab - 1)
-        blocks = unpack(codec_name, np.asarray(weight)[rows // LANES], LANES * tokens, hidden)
-        y = blocks.reshape(tokens, LANES, hidden)[np.arange(tokens), rows % LANES] * np.float32(scale)
-        if length:
-            y[int(rest[0]) :] = 0
-        return (y,)
+    def reference(ids: np.ndarray, weight: np.ndarray) -> dict[str, np.ndarray]:
+        rows = np.clip(ids, 0, vocab - 1)
+        row_blocks = unpack(codec_name, weight[rows // LANES], LANES * T, hidden)
+        return {"y": row_blocks.reshape(T, LANES, hidden)[np.arange(T), rows % LANES]}
 
-    name = f"embed_{codec_name}_{'one' if T is None else T}_{vocab}x{hidden}"
-    name += ("" if scale == 1.0 else f"_scale{number(scale)}") + "_length" * length + f"_{isa.name}"
-    record_bytes = shape[1] * layout(codec).size
-    return Kernel(
-        name=name,
-        operands=operands,
-        results=(result,),
-        tied=(None,),
-        text=executable(name, operands, (result,), (None,), workgroups, write),
+    return write_kernel(
+        f"embed_{codec_name}_{T}_{vocab}x{hidden}_{isa.name}",
+        operands,
+        {"y": result},
+        workgroups,
+        write,
         reference=reference,
-        flops=tokens * hidden,
-        bytes=tokens * record_bytes + result.nbytes,
+        flops=T * hidden,
+        nbytes=T * shape[1] * shape[2] + result.nbytes,
     )

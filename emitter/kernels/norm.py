@@ -13,126 +13,118 @@ for the result: it is in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from castiron.emitter.kernels.attention.rope_append import inverse_rms, number
-from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable, largest_width
+from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import row_sum
 from castiron.emitter.types import F32, I32, TensorType
 
+ROWS = 4  # that a workgroup takes
 
-def rms_norm(
-    T: int, hidden: int, eps: float, *, isa: Isa, residual: bool = False, length: bool = False, rows: int = 4
-) -> Kernel:
+Read = Callable[[Index, int], Ssa]
+Store = Callable[[Ssa, Index], None]
+
+
+def rms_norm(T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False) -> Kernel:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019; HF `LlamaRMSNorm`).
 
-    x [T, hidden], (residual [T, hidden]), weight [hidden], (length i32) -> out [T, hidden]. With `residual` the norm is of
-    x + residual, and that sum is the second result. With `length` only rows < length are computed, the others are zero.
-    `rows` is the number of rows a workgroup takes.
+    x [T, hidden], weight [hidden], (length i32) -> y [T, hidden]. With `length` only rows < length are computed, the
+    others are zero.
     """
 
-    def write_row(b: Body, read, write, weight: Value, bias: None) -> None:
+    def write_row(b: Body, read: Read, store: Store, weight: Ssa, bias: Ssa | None) -> None:
         inverse = inverse_rms(b, read, hidden, eps, isa.lanes)
         width = largest_width(isa.lanes, hidden)
         scale = b.broadcast(inverse, width)
         with b.loop(0, hidden, width) as d:
-            write(b.mulf(b.mulf(read(d.index, width), scale), b.vload(weight, width, d.index)), d.index)
+            store(b.mulf(b.mulf(read(d.index, width), scale), b.vload(weight, width, d.index)), d.index)
 
-    def reference(x: np.ndarray, weight: np.ndarray, bias: None) -> np.ndarray:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    def define(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+        return rms_normed(x, weight, eps)
 
-    name = f"rms_norm_{T}x{hidden}_{number(eps)}"
-    return _norm(name, T, hidden, False, residual, length, rows, isa, write_row, reference)
+    return _norm(f"rms_norm_{T}x{hidden}_{number(eps)}", T, hidden, False, length, isa, write_row, define)
 
 
-def layer_norm(
-    T: int, hidden: int, eps: float, bias: bool = True, *, isa: Isa, residual: bool = False, length: bool = False, rows: int = 4
-) -> Kernel:
+def layer_norm(T: int, hidden: int, eps: float, bias: bool = True, *, isa: Isa, length: bool = False) -> Kernel:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016; torch `LayerNorm`).
 
-    x [T, hidden], (residual [T, hidden]), weight [hidden], (bias [hidden]), (length i32) -> out [T, hidden]; options as in
-    `rms_norm`. The variance is that of the centred row, in a second pass.
+    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]; `length` as in `rms_norm`. The
+    variance is that of the centred row, in a second pass.
     """
 
-    def write_row(b: Body, read, write, weight: Value, bias: Value | None) -> None:
+    def write_row(b: Body, read: Read, store: Store, weight: Ssa, bias: Ssa | None) -> None:
         mean = b.divf(row_sum(b, hidden, isa.lanes, read), b.f32(hidden))
 
-        def centred(d: Index, width: int) -> Value:
+        def centred(d: Index, width: int) -> Ssa:
             return b.subf(read(d, width), b.broadcast(mean, width))
 
         inverse = inverse_rms(b, centred, hidden, eps, isa.lanes)
         width = largest_width(isa.lanes, hidden)
         scale = b.broadcast(inverse, width)
         with b.loop(0, hidden, width) as d:
-            x = b.mulf(b.mulf(centred(d.index, width), scale), b.vload(weight, width, d.index))
-            write(x if bias is None else b.addf(x, b.vload(bias, width, d.index)), d.index)
+            y = b.mulf(b.mulf(centred(d.index, width), scale), b.vload(weight, width, d.index))
+            store(y if bias is None else b.addf(y, b.vload(bias, width, d.index)), d.index)
 
-    def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-        x = x - x.mean(axis=-1, keepdims=True)
-        x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
-        return x if bias is None else x + bias
+    def define(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+        y = rms_normed(x - x.mean(axis=-1, keepdims=True), weight, eps)
+        return y if bias is None else y + bias
 
-    name = f"layer_norm_{T}x{hidden}_{number(eps)}" + ("_bias" if bias else "")
-    return _norm(name, T, hidden, bias, residual, length, rows, isa, write_row, reference)
+    name = f"layer_norm_{T}x{hidden}_{number(eps)}" + "_bias" * bias
+    return _norm(name, T, hidden, bias, length, isa, write_row, define)
 
 
-def _norm(name: str, T: int, hidden: int, bias: bool, residual: bool, length: bool, rows: int, isa: Isa, write_row, define):
-    """The kernel around `write_row(body, read, write, weight, bias)`, which normalises one row."""
-    x_type, weight_type = TensorType((T, hidden), F32), TensorType((hidden,), F32)
-    operands = [x_type, *[x_type] * residual, weight_type, *[weight_type] * bias, *[TensorType((), I32)] * length]
-    results = (x_type, *[x_type] * residual)
-    tied = (None,) * len(results)
-    name += "_add" * residual + "_length" * length + f"_{isa.name}_r{rows}"
-    width = largest_width(isa.lanes, hidden)
+def _norm(
+    name: str,
+    T: int,
+    hidden: int,
+    with_bias: bool,
+    with_length: bool,
+    isa: Isa,
+    write_row: Callable[[Body, Read, Store, Ssa, Ssa | None], None],
+    define: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray],
+) -> Kernel:
+    """The kernel around `write_row`, which normalises one row, and its definition in f64."""
+    rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)
+    operands = {"x": rows, "weight": row}
+    if with_bias:
+        operands["bias"] = row
+    if with_length:
+        operands["length"] = TensorType((), I32)
 
-    def named(arguments: tuple) -> tuple:
-        """(x, residual, weight, bias, length, out, sum) of the arguments that there are; None for the others."""
-        rest = iter(arguments)
-        given = (True, residual, True, bias, length, True, residual)
-        return tuple(next(rest, None) if there else None for there in given)
+    def write(b: Body, x: Ssa, weight: Ssa, y: Ssa, bias: Ssa | None = None, length: Ssa | None = None) -> None:
+        width = largest_width(isa.lanes, hidden)
+        low = b.mul(b.workgroup(), ROWS)
+        high = b.min(b.add(low, ROWS), T)
+        end = high if length is None else b.max(b.min(b.to_index(b.load(length)), high), low)
+        with b.loop(low, end) as loop:
+            t = loop.index
+            read = lambda d, width: b.vload(x, width, t, d)
+            store = lambda value, d: b.vstore(value, y, t, d)
+            write_row(b, read, store, weight, bias)
+        if length is not None:
+            with b.loop(end, high) as loop, b.loop(0, hidden, width) as d:
+                b.vstore(b.splat(0.0, width), y, loop.index, d.index)
 
-    def write(b: Body, *arguments: Value) -> None:
-        x, other, weight, bias_row, real, out, added = named(arguments)
-        low = b.mul(b.workgroup(), rows)
-        high = b.min(b.add(low, rows), T)
-        end = high if real is None else b.max(b.min(b.to_index(b.load(real)), high), low)
-        with b.loop(low, end) as row:
-            t, source = row.index, x
-            if other is not None:
-                with b.loop(0, hidden, width) as d:
-                    total = b.addf(b.vload(x, width, t, d.index), b.vload(other, width, t, d.index))
-                    b.vstore(total, added, t, d.index)
-                source = added
-            write_row(
-                b,
-                lambda d, width: b.vload(source, width, t, d),
-                lambda value, d: b.vstore(value, out, t, d),
-                weight,
-                bias_row,
-            )
-        if real is not None:
-            with b.loop(end, high) as row, b.loop(0, hidden, width) as d:
-                for target in (out, added) if residual else (out,):
-                    b.vstore(b.splat(0.0, width), target, row.index, d.index)
+    def reference(
+        x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, length: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        y, real = np.zeros((T, hidden), np.float32), T if length is None else int(length)
+        y[:real] = define(x[:real].astype(np.float64), weight.astype(np.float64), bias)
+        return {"y": y}
 
-    def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
-        x, other, weight, bias_row, real, *_ = named(arguments)
-        n = T if real is None else int(real)
-        total = x if other is None else (x + other).astype(np.float32)
-        total = np.where(np.arange(T)[:, None] < n, total, np.float32(0))
-        out = np.zeros((T, hidden), np.float32)
-        out[:n] = define(total[:n].astype(np.float64), weight.astype(np.float64), bias_row)
-        return (out, total) if residual else (out,)
-
-    return Kernel(
-        name=name,
-        operands=tuple(operands),
-        results=results,
-        tied=tied,
-        text=executable(name, operands, results, tied, -(-T // rows), write),
+    return write_kernel(
+        name + "_length" * with_length + f"_{isa.name}_r{ROWS}",
+        operands,
+        {"y": rows},
+        -(-T // ROWS),
+        write,
         reference=reference,
-        flops=(4 + 4 * bias + residual) * T * hidden,
-        bytes=4 * hidden * (T * (2 + 2 * residual) + 1 + bias),
+        flops=(4 + 4 * with_bias) * T * hidden,
+        nbytes=4 * hidden * (2 * T + 1 + with_bias),
     )

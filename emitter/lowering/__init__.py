@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from castiron.emitter.ir import Module
-from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.products.choosing import kernel_of
+from castiron.emitter.kernels.products.frame import Tiles
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.layer_rules import LAYERS
 from castiron.emitter.lowering import kernels, portable
@@ -36,6 +38,6 @@ def lower(
     if lowering == "portable":
         lowered = portable.lower(module)
     else:
-        lowered = kernels.lower(module, ISAS[isa], lambda product: product.kernel(ISAS[isa], threads, tiles(product)))
+        lowered = kernels.lower(module, ISAS[isa], lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)))
     check(lowered, LOWERED)
     return lowered

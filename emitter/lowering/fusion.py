@@ -45,16 +45,16 @@ class Glu:
 
 
 @dataclass(eq=False)
-class Heads:
+class AttentionInputs:
     """What attention does to q and k itself, and what it starts from.
 
     sources: q, k and v rows in order, each a value or a stack of linear operations of one input and codec.
+    prepared: what it takes for that, by the names of `HeadLayout.operands`.
     """
 
     sources: list[Value | list[Op]]
-    tables: tuple[Value, Value] | None = None
+    prepared: dict[str, Value] = field(default_factory=dict)
     rotary_dim: int | None = None
-    norms: tuple[Value, Value] | None = None
     eps: float | None = None
     norm_row: bool = False
 
@@ -69,7 +69,7 @@ class Plan:
     linears: dict[Op, Linear] = field(default_factory=dict)
     residuals: dict[Op, Linear] = field(default_factory=dict)
     glus: dict[Op, Glu] = field(default_factory=dict)
-    heads: dict[Op, Heads] = field(default_factory=dict)
+    attentions: dict[Op, AttentionInputs] = field(default_factory=dict)
     norms: dict[Value, Op] = field(default_factory=dict)
     absorbed: set[Op] = field(default_factory=set)
 
@@ -95,7 +95,7 @@ def plan(function: Function, norm_limit: int) -> Plan:
     found.linears = {op: Linear(op) for op in function.ops if op.kind == "linear"}
     for op in function.ops:
         if op.kind == "attention" and op.attrs["cache"] == "positional":
-            found.heads[op] = _heads(graph, op, found.absorbed)
+            found.attentions[op] = _attention(graph, op, found.absorbed)
         elif op.kind == "multiply":
             _glu(graph, op, found)
         elif op.kind == "add":
@@ -105,7 +105,7 @@ def plan(function: Function, norm_limit: int) -> Plan:
     return found
 
 
-def _heads(graph: _Graph, op: Op, absorbed: set[Op]) -> Heads:
+def _attention(graph: _Graph, op: Op, absorbed: set[Op]) -> AttentionInputs:
     chains = _chain(graph, op.operands[0]), _chain(graph, op.operands[1])
     shared = 0
     for pair in zip(*chains):
@@ -115,18 +115,20 @@ def _heads(graph: _Graph, op: Op, absorbed: set[Op]) -> Heads:
     kinds = [o.kind for o in chains[0][:shared]]
     v = graph.only(op.operands[2], "reshape")
     if "reshape" not in kinds or v is None:
-        return Heads(list(op.operands[:3]))
+        return AttentionInputs(list(op.operands[:3]))
     ends = (chains[0][shared - 1], chains[1][shared - 1], v)
-    heads = Heads(_stacks(graph, [end.operands[0] for end in ends], absorbed))
+    inputs = AttentionInputs(_stacks(graph, [end.operands[0] for end in ends], absorbed))
     absorbed.add(v)
     for q_op, k_op in zip(chains[0][:shared], chains[1]):
         absorbed.update((q_op, k_op))
         if q_op.kind == "rope":
-            heads.tables, heads.rotary_dim = q_op.operands[1:3], q_op.attrs["rotary_dim"]
+            inputs.prepared["cos"], inputs.prepared["sin"] = q_op.operands[1:3]
+            inputs.rotary_dim = q_op.attrs["rotary_dim"]
         elif q_op.kind == "rms_norm":
-            heads.norms, heads.eps = (q_op.operands[1], k_op.operands[1]), q_op.attrs["eps"]
-            heads.norm_row = q_op.results[0].type.rank == 2
-    return heads
+            inputs.prepared["q_norm"], inputs.prepared["k_norm"] = q_op.operands[1], k_op.operands[1]
+            inputs.eps = q_op.attrs["eps"]
+            inputs.norm_row = q_op.results[0].type.rank == 2
+    return inputs
 
 
 def _chain(graph: _Graph, value: Value) -> list[Op]:
@@ -176,7 +178,7 @@ def _glu(graph: _Graph, op: Op, found: Plan) -> None:
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
         gate = graph.only(act.operands[0], "linear") if act else None
-        if gate is None or up is None or gate is up or gate.operands[0] is not up.operands[0]:
+        if act is None or gate is None or up is None or gate is up or gate.operands[0] is not up.operands[0]:
             continue
         plain = len(gate.operands) == len(up.operands) == 2 and act.attrs["function"] in ACTIVATIONS
         if plain and gate.operands[1].type == up.operands[1].type and _codec(graph, gate) == _codec(graph, up):

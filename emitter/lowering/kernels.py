@@ -6,12 +6,14 @@ What no kernel covers is lowered by the definitions of `portable`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Function, Module, Op, Value
 from castiron.emitter.kernels import norm as norms
 from castiron.emitter.kernels.argmax import argmax
 from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.kernel import Kernel
@@ -19,21 +21,21 @@ from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.lowering import portable
-from castiron.emitter.lowering.fusion import Heads, Linear, plan
-from castiron.emitter.lowering.projection import NORM_LIMIT, embed, project, project_experts
+from castiron.emitter.lowering.fusion import Linear, plan
+from castiron.emitter.lowering.projection import NORM_LIMIT, Projector, embed
 from castiron.emitter.lowering.rewrite import Rule, rewrite
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import I32, TensorType
 
-# Parts that a long context is split into for one token's attention, so that threads have equal shares.
-SPLITS = 8
 
+def lower(module: ModelModule, isa: Isa, kernel_of: Callable[[Product], Kernel], numerics: str = "exact") -> Module:
+    """A module of StableHLO operations and kernel calls, those of products by `kernel_of`, the others for `isa`.
 
-def lower(module: ModelModule, isa: Isa, kernel_of: Callable[[Product], Kernel]) -> Module:
-    """A module of StableHLO operations and kernel calls, those of products by `kernel_of`, the others for `isa`."""
+    numerics: of the products, a row of `products.product.NUMERICS`; ValueError for others.
+    """
     into = Module(module.name)
     for function in module.functions.values():
-        lowering = _Lowering(function, isa, kernel_of)
+        lowering = _Lowering(function, isa, Projector(kernel_of, numerics))
         rewrite(function, lowering.rule, into, lowering.mapped)
     return into
 
@@ -41,9 +43,9 @@ def lower(module: ModelModule, isa: Isa, kernel_of: Callable[[Product], Kernel])
 class _Lowering:
     """The rules of one function; `mapped` holds what stands for each value, weights as `portable.Stored`."""
 
-    def __init__(self, function: Function, isa: Isa, kernel_of: Callable[[Product], Kernel]) -> None:
+    def __init__(self, function: Function, isa: Isa, project: Projector) -> None:
         self.plan = plan(function, NORM_LIMIT)
-        self.isa, self.kernel_of = isa, kernel_of
+        self.isa, self.project = isa, project
         self.mapped: dict = {}
         self.counters: dict[TensorType, Value] = {}
         named = {v.name: v for v in function.inputs}
@@ -77,16 +79,16 @@ class _Lowering:
     def rms_norm(self, op: Op, x: Value, weight: portable.Stored) -> Value:
         if x.type.rank != 2:
             return portable.rms_norm(op, x, weight)
-        return self._norm(norms.rms_norm, x, weight.value(), eps=op.attrs["eps"])
+        return self._norm(norms.rms_norm, op, x, weight=weight.value())
 
     def layer_norm(self, op: Op, x: Value, weight: portable.Stored, bias: portable.Stored | None = None) -> Value:
-        operands = (weight.value(),) + ((bias.value(),) if bias else ())
-        return self._norm(norms.layer_norm, x, *operands, eps=op.attrs["eps"], bias=bias is not None)
+        given = {"weight": weight.value()} | ({"bias": bias.value()} if bias else {})
+        return self._norm(partial(norms.layer_norm, bias=bias is not None), op, x, **given)
 
-    def _norm(self, maker, x: Value, *operands: Value, **options) -> Value:
+    def _norm(self, maker: Callable[..., Kernel], op: Op, x: Value, **given: Value) -> Value:
         length = self.length_of(x.shape[0])
-        kernel = maker(*x.shape, isa=self.isa, length=length is not None, **options)
-        return ops.kernel_call(kernel, (x, *operands, *((length,) if length else ())))[0]
+        kernel = maker(*x.shape, op.attrs["eps"], isa=self.isa, length=length is not None)
+        return ops.kernel_call(kernel, x=x, **given, **({} if length is None else {"length": length}))["y"]
 
     def linear(self, op: Op, *operands) -> Value:
         return self._project([op])
@@ -105,11 +107,10 @@ class _Lowering:
         prologue = None
         if norm is not None:
             x, prologue = norm.operands[0], (self.mapped[norm.operands[1]].value(), norm.attrs["eps"])
-        return project(
+        return self.project(
             self.mapped[x],
             [self.mapped[op.operands[1]].weight for op in linears],
             [self.mapped[op.operands[2]].weight for op in linears if len(op.operands) > 2],
-            kernel_of=self.kernel_of,
             norm=prologue,
             residual=residual,
             glu=glu,
@@ -123,7 +124,7 @@ class _Lowering:
 
         def through(x: Value, *stored: portable.Stored, glu: str | None = None, length: Value | None = length) -> Value:
             weights = [s.weight for s in stored]
-            return project_experts(x, chosen, weights, count, kernel_of=self.kernel_of, glu=glu, length=length)
+            return self.project(x, weights, chosen=chosen, experts=count, glu=glu, length=length)
 
         if gate.weight.codec == up.weight.codec and function in ACTIVATIONS:
             inner = through(x, gate, up, glu=function)
@@ -136,32 +137,32 @@ class _Lowering:
         return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 
     def attention(self, op: Op, q, k, v, k_cache: Value, v_cache: Value, start: Value, length: Value | None = None):
-        heads: Heads | None = self.plan.heads.get(op)
-        if heads is None:
+        inputs = self.plan.attentions.get(op)
+        if inputs is None:
             return portable.attention(op, q, k, v, k_cache, v_cache, start, length)
-        tokens, count, head_dim = op.operands[0].shape
+        tokens, heads, head_dim = op.operands[0].shape
         layers, context, kv_heads, _ = k_cache.shape
-        shape = (count, kv_heads, head_dim)
+        layout = HeadLayout(heads, kv_heads, head_dim, inputs.rotary_dim, inputs.eps, inputs.norm_row)
         scores = {key: op.attrs[key] for key in ("scale", "window", "softcap")}
-        prepared = {"rope": heads.rotary_dim, "qk_norm": heads.eps, "qk_norm_row": heads.norm_row}
-        rows = [self._project(source) if isinstance(source, list) else _flat(self.mapped[source]) for source in heads.sources]
+        rows = [self._project(source) if isinstance(source, list) else _flat(self.mapped[source]) for source in inputs.sources]
         qkv = rows[0] if len(rows) == 1 else ops.concatenate(rows, 1)
-        options = [self.mapped[v].value() for v in (*(heads.tables or ()), *(heads.norms or ()))]
-        layer = (op.attrs["layer"],)
+        given = {name: self.mapped[value].value() for name, value in inputs.prepared.items()}
+        caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
         if op.attrs["mode"] in ("decode", "batch"):
             batch = tokens if op.attrs["mode"] == "batch" else None
-            kernel = attention_decode(layers, context, *shape, isa=self.isa, splits=SPLITS, batch=batch, **prepared, **scores)
-            counters = self._counters(kernel.operands[-2])
-            operands = (qkv, *options, start, k_cache, v_cache, counters)
-            out, k_cache, v_cache, self.counters[counters.type], _ = ops.kernel_call(kernel, operands, layer)
-            return out, k_cache, v_cache
+            kernel = attention_decode(layers, context, layout, isa=self.isa, batch=batch, **scores)
+            counters = self._counters(kernel.tensors["counters"])
+            found = ops.kernel_call(kernel, qkv=qkv, **given, position=start, counters=counters, **caches)
+            self.counters[counters.type] = found["counters"]
+            return found["out"], found["k_cache"], found["v_cache"]
         if length is None:
             length = ops.constant(tokens, I32, ())
-        kernel = rope_append(layers, context, tokens, *shape, isa=self.isa, **prepared)
-        q, k_cache, v_cache = ops.kernel_call(kernel, (qkv, *options, start, length, k_cache, v_cache), layer)
-        kernel = attention_prefill(layers, context, tokens, *shape, isa=self.isa, **scores)
-        (out,) = ops.kernel_call(kernel, (q, start, length, k_cache, v_cache), layer)
-        return out, k_cache, v_cache
+        chunk = {"start": start, "length": length}
+        kernel = rope_append(layers, context, tokens, layout, isa=self.isa)
+        appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
+        kernel = attention_prefill(layers, context, tokens, layout, isa=self.isa, **scores)
+        out = ops.kernel_call(kernel, **chunk, **appended, layer=op.attrs["layer"])["out"]
+        return out, appended["k_cache"], appended["v_cache"]
 
     def _counters(self, type_: TensorType) -> Value:
         """Zeros that every layer leaves as zeros."""
@@ -171,7 +172,7 @@ class _Lowering:
 
     def argmax(self, op: Op, logits: Value) -> Value:
         *rows, vocab = logits.shape
-        return ops.kernel_call(argmax(vocab, isa=self.isa, rows=rows[0] if rows else None), (logits,))[0]
+        return ops.kernel_call(argmax(vocab, isa=self.isa, rows=rows[0] if rows else None), logits=logits)["index"]
 
 
 def _flat(x: Value) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,78 +23,71 @@ NORM_LIMIT = 8192
 
 def embed(tokens: Value, weight: Weight, isa: Isa) -> Value:
     """Rows `tokens` [T] of the packed weight [vocab, hidden]: [T, hidden]."""
-    kernel = embed_kernel(weight.codec, *weight.shape, tokens.shape[0], isa=isa)
-    return ops.kernel_call(kernel, (tokens, parameter(packed_param([weight]))))[0]
+    vocab, hidden = weight.shape
+    kernel = embed_kernel(weight.codec, vocab, hidden, tokens.shape[0], isa=isa)
+    return ops.kernel_call(kernel, ids=tokens, weight=parameter(packed_param([weight])))["y"]
 
 
-def project(
-    x: Value,
-    weights: Sequence[Weight],
-    biases: Sequence[Weight],
-    *,
-    kernel_of: Callable[[Product], Kernel],
-    norm: tuple[Value, float] | None = None,
-    residual: Value | None = None,
-    glu: str | None = None,
-    length: Value | None = None,
-) -> Value:
-    """x [T, in] through weights [out_i, in] of one codec: [T, sum of out_i], or [T, out] for the two of a GLU.
+@dataclass(frozen=True)
+class Projector:
+    """Makes products' calls: `kernel_of` gives the kernel of a product, `numerics` are those of all products."""
 
-    kernel_of: chooses the tiles. norm: weight [in] and epsilon of an RMS norm of x, for T = 1. residual: added to the
-    result. length: rows from it on are padding.
-    """
-    tokens, inner = x.shape
-    out = weights[0].shape[0] if glu else sum(w.shape[0] for w in weights)
-    packed = parameter(packed_param(weights, interleaved=glu is not None))
-    product = Product(
-        weights[0].codec,
-        tokens,
-        out,
-        inner,
-        rms_eps=norm[1] if norm else None,
-        bias=bool(biases),
-        residual=residual is not None,
-        glu=glu,
-        length=length is not None,
-    )
-    operands = [
-        x,
-        *((norm[0],) if norm else ()),
-        packed,
-        *((_bias(biases),) if biases else ()),
-        *((residual,) if residual is not None else ()),
-        *((length,) if length is not None else ()),
-    ]
-    return ops.kernel_call(kernel_of(product), operands)[0]
+    kernel_of: Callable[[Product], Kernel]
+    numerics: str = "exact"
 
+    def __call__(
+        self,
+        x: Value,
+        weights: Sequence[Weight],
+        biases: Sequence[Weight] = (),
+        *,
+        norm: tuple[Value, float] | None = None,
+        residual: Value | None = None,
+        glu: str | None = None,
+        length: Value | None = None,
+        chosen: Value | None = None,
+        experts: int = 0,
+    ) -> Value:
+        """x [T, in] through weights [out_i, in] of one codec: [T, sum of out_i], or [T, out] for the two of a GLU.
 
-def project_experts(
-    x: Value,
-    chosen: Value,
-    weights: Sequence[Weight],
-    experts: int,
-    *,
-    kernel_of: Callable[[Product], Kernel],
-    glu: str | None = None,
-    length: Value | None = None,
-) -> Value:
-    """Row i // per_row of x [T, in] through the weight of expert chosen[i] i32 [T * per_row]: [T * per_row, out].
-
-    weights [experts * out, in], all experts' rows in order, one of them or the two of a GLU. length: rows of x from it on
-    are padding.
-    """
-    (pairs,), out, inner = chosen.shape, weights[0].shape[0] // experts, x.shape[1]
-    per_row, padded = pairs // x.shape[0], length is not None
-    product = Product(weights[0].codec, pairs, out, inner, glu=glu, length=padded, experts=experts, per_row=per_row)
-    packed = parameter(packed_param(weights, glu is not None, experts))
-    return ops.kernel_call(kernel_of(product), (x, packed, chosen, *((length,) if padded else ())))[0]
+        norm: weight [in] and epsilon of an RMS norm of x, for T = 1. residual: added to the result. length: rows of x
+        from it on are padding. With `experts` each weight [experts * out, in] is that of so many in order, and row i of
+        the result [len(chosen), out] is x's row i // (len(chosen) / T) through the weight of expert chosen[i] i32.
+        """
+        given = {
+            "x": x,
+            "norm": norm[0] if norm else None,
+            "weight": parameter(packed_param(weights, glu is not None, experts or 1)),
+            "chosen": chosen,
+            "bias": _bias(biases) if biases else None,
+            "residual": residual,
+            "length": length,
+        }
+        rows = [w.shape[0] // (experts or 1) for w in weights]
+        tokens = x.shape[0] if chosen is None else chosen.shape[0]
+        product = Product(
+            weights[0].codec,
+            tokens,
+            rows[0] if glu else sum(rows),
+            x.shape[1],
+            rms_eps=norm[1] if norm else None,
+            bias=bool(biases),
+            residual=residual is not None,
+            glu=glu,
+            length=length is not None,
+            experts=experts,
+            per_row=tokens // x.shape[0],
+            numerics=self.numerics,
+        )
+        operands = {name: value for name, value in given.items() if value is not None}
+        return ops.kernel_call(self.kernel_of(product), **operands)["y"]
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
     """Weights [out_i, in] of one codec in the kernels' layout, rows stacked in order.
 
-    interleaved: blocks of 16 rows are taken in turn from the two weights of a GLU. experts: each weight is that of so
-    many, whose packed weights stand one after another.
+    interleaved: row blocks are taken in turn from the two weights of a GLU. experts: each weight is that of so many,
+    whose packed weights stand one after another.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     own = [w.shape[0] // experts for w in weights]

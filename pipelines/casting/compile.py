@@ -128,7 +128,7 @@ def build_module(
     checkpoint: Checkpoint,
     options: Options,
     target: Target | None = None,
-    tiles: store.Chosen = MappingProxyType({}),
+    tiles: store.FieldsByProduct = MappingProxyType({}),
 ) -> Module:
     """The lowered and verified module; `tiles` as `tuned_tiles` gives them."""
     isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
@@ -136,7 +136,7 @@ def build_module(
     return lower(model, options.lowering, isa, threads, lambda product: store.choose(product, tiles, ISAS[isa], threads))
 
 
-def tuned_tiles(options: Options, target: Target) -> store.Chosen:
+def tuned_tiles(options: Options, target: Target) -> store.FieldsByProduct:
     """The tiles that tuning found for what these options compile; StoreError if they cannot be read."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
@@ -163,7 +163,7 @@ def compile_model(
     out: Path,
     options: Options = Options(),
     progress: Progress | None = None,
-    tiles: store.Chosen | None = None,
+    tiles: store.FieldsByProduct | None = None,
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
 
@@ -297,7 +297,7 @@ def _existing(out: Path) -> Bundle | None:
         return None
 
 
-def _has_tiles(bundle: Bundle, tiles: store.Chosen) -> bool:
+def _has_tiles(bundle: Bundle, tiles: store.FieldsByProduct) -> bool:
     """Whether the bundle was compiled with these tiles, of which other models' may be among them."""
     facts = bundle.manifest.compile
     return facts.get("tuned") == {name: tiles[name] for name in facts.get("products", ()) if name in tiles}

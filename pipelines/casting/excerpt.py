@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from castiron.emitter import ops
 from castiron.emitter.ir import Function, Module, Op, Value, append, current_function, parameter, scope
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.types import TensorType
 from castiron.emitter.verifier import LOWERED, check
 from castiron.pipelines.errors import PipelineError
 
@@ -52,14 +51,13 @@ def layer_of(op: Op) -> int | None:
 
 
 def one_kernel(kernel: Kernel) -> Module:
-    """A function `call` that dispatches the kernel once: its tensors in order, index operands (a layer's number) 0."""
+    """A function `call` that dispatches the kernel once: its tensors by name, index operands (a layer's number) 0."""
     module = Module("kernel")
-    tensors = [t for t in kernel.operands if isinstance(t, TensorType)]
-    indices = (0,) * (len(kernel.operands) - len(tensors))
-    with module.function("call", **{f"x{i}": t for i, t in enumerate(tensors)}) as inputs:
-        results = ops.kernel_call(kernel, inputs, indices)
-        storage = {i: inputs[place] for i, place in enumerate(kernel.tied) if place is not None}
-        current_function().returns(storage, **{f"y{i}": y for i, y in enumerate(results)})
+    with module.function("call", **kernel.tensors) as inputs:
+        given = dict(zip(kernel.tensors, inputs, strict=True))
+        results = ops.kernel_call(kernel, **given, **dict.fromkeys(kernel.indices, 0))
+        storage = {i: given[kernel.in_place[name]] for i, name in enumerate(results) if name in kernel.in_place}
+        current_function().returns(storage, **results)
     check(module, LOWERED)
     return module
 
@@ -118,6 +116,7 @@ def _names(function: Function) -> dict[Value, str]:
 def _updated(op: Op, result: int) -> Value | None:
     """The operand in whose storage a result lives."""
     if op.kind == "kernel":
-        place = op.attrs["kernel"].tied[result]
-        return None if place is None else op.operands[place]
+        kernel = op.attrs["kernel"]
+        operand = kernel.in_place.get(list(kernel.results)[result])
+        return dict(zip(kernel.tensors, op.operands, strict=True)).get(operand)
     return op.operands[0] if op.kind == "dynamic_update_slice" else None

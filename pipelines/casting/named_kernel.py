@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products import gemm_few
+from castiron.emitter.kernels.products.choosing import kernel_of
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import lower
@@ -51,7 +52,7 @@ class Kind:
 def _product(name: str, asked: Asked) -> Kernel:
     *experts, out, inner = asked.sizes
     product = Product(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0)
-    return product.kernel(ISAS[asked.isa], asked.threads)
+    return kernel_of(product, ISAS[asked.isa], asked.threads)
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Asked], Kernel]:

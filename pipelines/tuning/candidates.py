@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 
-from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.products.choosing import default_tiles, kernel_of
+from castiron.emitter.kernels.products.frame import Tiles
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
 
 Steps = Callable[[int], Iterable[int]]
@@ -17,12 +19,12 @@ _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 def neighbours(product: Product, isa: Isa, threads: int) -> Iterator[Tiles]:
     """Tiles that differ from the default in one field and whose kernels differ in code."""
-    default = product.default_tiles(isa, threads)
+    default = default_tiles(product, isa, threads)
     seen = {None, _code(product, isa, threads, default)}
     for field in fields(default):
         for value in _STEPS.get(field.name, _SCALED)(getattr(default, field.name)):
             tiles = replace(default, **{field.name: value})
-            if value > 0 and (code := _code(product, isa, threads, tiles)) not in seen:
+            if (code := _code(product, isa, threads, tiles)) not in seen:
                 seen.add(code)
                 yield tiles
 
@@ -30,7 +32,7 @@ def neighbours(product: Product, isa: Isa, threads: int) -> Iterator[Tiles]:
 def combined(product: Product, isa: Isa, threads: int, better: Iterable[tuple[float, Tiles]]) -> Tiles | None:
     """The default with every field at the best of the values that alone were `better` (gain, tiles); None if that fits
     no kernel, or is none but the best of them."""
-    default, values = product.default_tiles(isa, threads), {}
+    default, values = default_tiles(product, isa, threads), {}
     for _, tiles in sorted(better, key=lambda pair: pair[0]):
         values |= {f.name: getattr(tiles, f.name) for f in fields(tiles) if getattr(tiles, f.name) != getattr(default, f.name)}
     tiles = replace(default, **values)
@@ -40,7 +42,7 @@ def combined(product: Product, isa: Isa, threads: int, better: Iterable[tuple[fl
 def _code(product: Product, isa: Isa, threads: int, tiles: Tiles) -> str | None:
     """The kernel's text but for its name; None for tiles that do not fit."""
     try:
-        kernel = product.kernel(isa, threads, tiles)
+        kernel = kernel_of(product, isa, threads, tiles)
     except ValueError:
         return None
     return kernel.text.replace(kernel.name, "")

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from castiron.emitter.ir import Module
-from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.products.frame import Tiles
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import lower
 from castiron.emitter.printer import print_module
@@ -30,7 +31,7 @@ LOOKS, LOOKS_TO_CONFIRM = 3, 6  # turns of default and candidate, of which the s
 LOOK_SECONDS = 0.25
 POSITION = 64
 
-Chosen = dict[str, Tiles]
+TilesByProduct = dict[str, Tiles]
 Progress = Callable[[str, float], None]
 
 
@@ -62,7 +63,7 @@ class Bench:
         self.kernels = self._kernels_of(self._lowered({}))
         self._repeats: dict[str, int] = {}
 
-    def compiled(self, tiles: Chosen, name: str, progress: Progress):
+    def compiled(self, tiles: TilesByProduct, name: str, progress: Progress):
         """A whole bundle with these tiles, opened."""
         chosen = {product: asdict(found) for product, found in tiles.items()}
         compile_model(self.model, self.directory / name, self.options, progress, tiles=chosen)
@@ -72,14 +73,14 @@ class Bench:
         """Those of the functions, by name, in the function where each comes first."""
         return {name: Trial(product, function) for name, (product, function, _) in self.kernels.items()}
 
-    def gains(self, tiles: Chosen, looks: int) -> dict[str, tuple[float, float]]:
+    def gains(self, tiles: TilesByProduct, looks: int) -> dict[str, tuple[float, float]]:
         """Of each product that has tiles: (seconds of a call by default, how many times as fast it is with them)."""
         module = self._lowered(tiles)
-        place = self.directory / "candidate.vmfb"
-        compile_mlir(print_module(module), self.target, place, cache_dir=self.directory)
+        candidate = self.directory / "candidate.vmfb"
+        compile_mlir(print_module(module), self.target, candidate, cache_dir=self.directory)
         kernels = self._kernels_of(module)
         names = {kernels[product][1] for product in tiles}
-        ours, theirs = self.bundle.file(MODEL), place
+        ours, theirs = self.bundle.file(MODEL), candidate
         best: dict[tuple[Path, str, str], float] = {}
         for function in (f for f in self.functions if f.name in names):
             for _ in range(looks):
@@ -104,7 +105,7 @@ class Bench:
             return self._look(model, function)
         return [(row.name.removesuffix("_fn"), row.seconds / row.calls) for row in rows]
 
-    def _lowered(self, tiles: Chosen) -> Module:
+    def _lowered(self, tiles: TilesByProduct) -> Module:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=lambda product: tiles.get(product.name))
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Product, str, str]]:
@@ -124,7 +125,7 @@ def search(bench: Bench, trials: dict[str, Trial], told: Progress) -> int:
     waiting = {name: list(neighbours(trial.product, isa, threads)) for name, trial in trials.items()}
     rounds = max(map(len, waiting.values()), default=0)
 
-    def attempt(stage: str, tiles: Chosen, looks: int, number: int) -> dict[str, tuple[float, float]]:
+    def attempt(stage: str, tiles: TilesByProduct, looks: int, number: int) -> dict[str, tuple[float, float]]:
         nonlocal refused
         told(stage, number / (rounds + 2))
         try:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.emitter.kernels.products.product import Product, Tiles
+from castiron.emitter.kernels.products.choosing import kernel_of, read_tiles
+from castiron.emitter.kernels.products.frame import Tiles
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.errors import PipelineError
@@ -18,7 +20,7 @@ from castiron.vmfb.record import RecordError, from_json, to_json
 from castiron.vmfb.targets import Target
 
 # By a product's name, the fields of its tiles.
-Chosen = Mapping[str, Mapping[str, int]]
+FieldsByProduct = Mapping[str, Mapping[str, int]]
 
 SCHEMA = 2
 # Where products' kernels are written; with what it imports, it decides their code.
@@ -90,7 +92,7 @@ def findings_of(key: Key) -> dict[str, Finding]:
     return {finding.product: finding for finding in read() if finding.key == key}
 
 
-def tiles_of(key: Key) -> Chosen:
+def tiles_of(key: Key) -> FieldsByProduct:
     """The tiles that beat the default under `key`."""
     return {name: finding.tiles for name, finding in findings_of(key).items() if finding.tiles is not None}
 
@@ -102,13 +104,13 @@ def keep(findings: Iterable[Finding]) -> None:
     write_atomically(store_path(), text.encode() + b"\n")
 
 
-def choose(product: Product, chosen: Chosen, isa: Isa, threads: int) -> Tiles | None:
+def choose(product: Product, chosen: FieldsByProduct, isa: Isa, threads: int) -> Tiles | None:
     """The product's tiles, or None if there are none; StoreError for some that its kernel does not take."""
     if product.name not in chosen:
         return None
     try:
-        tiles = product.tiles(chosen[product.name])
-        product.kernel(isa, threads, tiles)
+        tiles = read_tiles(product, chosen[product.name])
+        kernel_of(product, isa, threads, tiles)
         return tiles
     except ValueError as error:
         raise StoreError(f"{store_path()} has tiles that do not fit ({error}); delete it, or compile with --no-tuned") from None

@@ -12,11 +12,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.prefill import attention_prefill
-from castiron.emitter.kernels.attention.rope_append import Heads, prepared_heads, rope_append
+from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
-from castiron.emitter.types import I32, TensorType
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
@@ -27,40 +27,35 @@ BATCH = 5  # sequences decoded at once
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's attention: heads and options, a chunk of `tokens`, and decode split into `splits` parts or not."""
+    """One layer's attention: heads and options, a chunk of `tokens`, and long contexts split into `splits` parts."""
 
     heads: int
     kv_heads: int
     head_dim: int
     rope: int | None
-    options: dict = field(default_factory=dict, hash=False)  # interleaved, qk_norm, qk_norm_row
+    options: dict = field(default_factory=dict, hash=False)  # qk_norm, qk_norm_row
     scores: dict = field(default_factory=dict, hash=False)  # window, softcap
     tokens: int = 16
-    splits: int = 1
+    splits: int = 8
     seed: int = 0
 
     @property
-    def layout(self) -> Heads:
-        return Heads(self.heads, self.kv_heads, self.head_dim, self.rope, **self.options)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.heads, self.kv_heads, self.head_dim
+    def layout(self) -> HeadLayout:
+        return HeadLayout(self.heads, self.kv_heads, self.head_dim, self.rope, **self.options)
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
 
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
-        split = {"splits": self.splits, "split_from": 24} if self.splits > 1 else {}
-        options = {"rope": self.rope, "scale": self.scale, **self.options, **self.scores, **split}
-        return attention_decode(LAYERS * (batch or 1), CONTEXT, *self.shape, isa=isa, batch=batch, **options)
+        options = {"scale": self.scale, **self.scores, "splits": self.splits, "split_from": 24}
+        return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, isa=isa, batch=batch, **options)
 
     def append(self, isa: Isa) -> Kernel:
-        return rope_append(LAYERS, CONTEXT, self.tokens, *self.shape, isa=isa, rope=self.rope, **self.options)
+        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa)
 
     def prefill(self, isa: Isa) -> Kernel:
-        return attention_prefill(LAYERS, CONTEXT, self.tokens, *self.shape, isa=isa, scale=self.scale, **self.scores)
+        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, scale=self.scale, **self.scores)
 
 
 def cases() -> st.SearchStrategy[Case]:
@@ -72,9 +67,9 @@ def cases() -> st.SearchStrategy[Case]:
         kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
         rope = draw(st.sampled_from([None, head_dim, head_dim, head_dim // 4 * 2]))
         flag = st.just(True)
-        options = draw(st.fixed_dictionaries({}, optional={"interleaved": flag, "qk_norm": st.just(1e-2), "qk_norm_row": flag}))
+        options = draw(st.fixed_dictionaries({}, optional={"qk_norm": st.just(1e-2), "qk_norm_row": flag}))
         scores = draw(st.fixed_dictionaries({}, optional={"window": st.sampled_from([1, 40]), "softcap": st.just(30.0)}))
-        tokens, splits = draw(st.sampled_from([5, 16, 48])), draw(st.sampled_from([1, 2, 4, 8]))
+        tokens, splits = draw(st.sampled_from([5, 16, 48])), draw(st.sampled_from([2, 4, 8]))
         return Case(kv_heads * group, kv_heads, head_dim, rope, options, scores, tokens, splits, draw(st.integers(0, 99)))
 
     return one()
@@ -100,34 +95,25 @@ REAL = [
     Case(14, 2, 64, 64),
     Case(4, 1, 256, 256, {"qk_norm": 1e-3}, {"window": 64}, splits=2),
     Case(4, 4, 80, 20, splits=8),
-    Case(16, 1, 32, 32, {"interleaved": True}, splits=2),
+    Case(16, 1, 32, 32, splits=2),
     Case(4, 1, 512, 128, splits=2),
     Case(16, 8, 128, 128, {"qk_norm": 1e-5, "qk_norm_row": True}, {"softcap": 50.0}, splits=4),
 ]
 
 
-def caches(rng: np.random.Generator, kernel: Kernel, real: int) -> list[np.ndarray]:
-    """k and v of random numbers, NaN from row `real` on in every layer."""
-    shape = next(t.shape for t in kernel.operands if isinstance(t, TensorType) and t.rank == 4)
-    pair = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
-    for rows in pair:
-        rows[:, real:] = np.nan
-    return pair
-
-
-def fill(rng: np.random.Generator, kernel: Kernel, scalars: Sequence[int], real: int) -> list:
-    """Arguments in order: `scalars` are the i32 tensors of rank 0, `real` the cache rows that are not garbage."""
-    pair, numbers, arguments = caches(rng, kernel, real), iter(scalars), []
-    for operand in kernel.operands:
-        if not isinstance(operand, TensorType):
-            arguments.append(LAYER)
-        elif operand.rank == 4:
-            arguments.append(pair.pop(0))
-        elif operand.dtype is I32:
-            arguments.append(np.zeros(operand.shape, np.int32) if operand.rank else np.int32(next(numbers)))
+def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarray | int) -> dict[str, np.ndarray | int]:
+    """Every operand: `given`, else random numbers, of the caches NaN from row `real` on in every layer."""
+    operands: dict[str, np.ndarray | int] = {"layer": LAYER}
+    for name, type_ in kernel.tensors.items():
+        if name in given:
+            operands[name] = np.asarray(given[name], type_.dtype.numpy)
+        elif name == "counters":
+            operands[name] = np.zeros(type_.shape, np.int32)
         else:
-            arguments.append(rng.standard_normal(operand.shape).astype(np.float32))
-    return arguments
+            operands[name] = rng.standard_normal(type_.shape).astype(np.float32)
+            if name.endswith("_cache"):
+                operands[name][:, real:] = np.nan
+    return operands
 
 
 def score_error(case: Case, q: np.ndarray, k: np.ndarray) -> float:
@@ -140,11 +126,6 @@ def score_error(case: Case, q: np.ndarray, k: np.ndarray) -> float:
 def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> float:
     """Bound of a weighted mean's error: weights are off by twice a score's error, relatively."""
     return float(np.abs(v).max()) * (2 * score_error(case, q, k) + 8 * UNIT)
-
-
-def prepared(case: Case, qkv: np.ndarray, positions: np.ndarray, given: list) -> tuple[np.ndarray, ...]:
-    """q, k and v of `prepared_heads`, where a kernel's operands have tables and norms as `given`."""
-    return prepared_heads(case.layout, qkv, positions, *case.layout.split(given))
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, limit: float) -> None:

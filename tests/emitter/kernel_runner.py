@@ -10,7 +10,6 @@ import iree.runtime as rt
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.types import TensorType
 from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.targets import Target, missing_features, resolve
 
@@ -18,29 +17,28 @@ THREADS = {1: "local-sync", 2: "local-task"}
 
 
 def module_text(kernels: Sequence[Kernel]) -> str:
-    """A module with one function a kernel, `call_{name}`; index operands become i32 arguments, tied ones are caches."""
+    """A module with one function a kernel, `call_{name}`; index operands become i32 arguments, those in place caches."""
     functions = []
     for kernel in kernels:
-        arguments, names, types, casts = [], [], [], []
-        for i, operand in enumerate(kernel.operands):
-            if isinstance(operand, TensorType):
-                outputs = [r for r, place in enumerate(kernel.tied) if place == i]
-                attribute = f" {{iree.abi.output = {outputs[0]} : index}}" if outputs else ""
-                arguments.append(f"%a{i}: {operand}{attribute}")
-                names.append(f"%a{i}")
-            else:
-                arguments.append(f"%a{i}: i32")
-                casts.append(f"    %n{i} = arith.index_cast %a{i} : i32 to index\n")
-                names.append(f"%n{i}")
-            types.append(str(operand))
-        results = [f"%a{place}" if place is not None else str(t) for t, place in zip(kernel.results, kernel.tied, strict=True)]
+        arguments, casts = [], []
+        names = {name: f"%n_{name}" if name in kernel.indices else f"%a_{name}" for name in kernel.operands}
+        for name, operand in kernel.operands.items():
+            if name in kernel.indices:
+                arguments.append(f"%a_{name}: i32")
+                casts.append(f"    %n_{name} = arith.index_cast %a_{name} : i32 to index\n")
+                continue
+            outputs = [i for i, result in enumerate(kernel.results) if kernel.in_place.get(result) == name]
+            attribute = f" {{iree.abi.output = {outputs[0]} : index}}" if outputs else ""
+            arguments.append(f"%a_{name}: {operand}{attribute}")
+        results = [names[kernel.in_place[n]] if n in kernel.in_place else str(t) for n, t in kernel.results.items()]
         result = f"({', '.join(results)})" if len(results) > 1 else results[0]
         returned = ", ".join(f"%r#{i}" if len(results) > 1 else "%r" for i in range(len(results)))
-        plain = ", ".join(map(str, kernel.results))
+        plain = ", ".join(map(str, kernel.results.values()))
+        types = ", ".join(map(str, kernel.operands.values()))
         functions.append(
             f"  func.func @call_{kernel.name}({', '.join(arguments)}) -> ({plain}) {{\n{''.join(casts)}"
             f"    %r{f':{len(results)}' if len(results) > 1 else ''} = flow.dispatch @{kernel.name}::@{kernel.name}_fn"
-            f"({', '.join(names)}) : ({', '.join(types)}) -> {result}\n    return {returned} : {plain}\n  }}\n"
+            f"({', '.join(names.values())}) : ({types}) -> {result}\n    return {returned} : {plain}\n  }}\n"
         )
     return "module @kernels {\n" + "".join(k.text for k in kernels) + "".join(functions) + "}\n"
 
@@ -77,9 +75,11 @@ class Runner:
         config = rt.Config(device=self.device)
         self.modules = rt.load_vm_module(rt.VmModule.mmap(config.vm_instance, str(path)), config)
 
-    def __call__(self, kernel: Kernel, *arguments: np.ndarray | int) -> tuple[np.ndarray, ...]:
-        """The results of one call; caches are copied in, so that the caller's stay as they were."""
-        given = [a if isinstance(a, int) else rt.asdevicearray(self.device, np.asarray(a, order="C")) for a in arguments]
+    def __call__(self, kernel: Kernel, /, **operands: np.ndarray | int) -> dict[str, np.ndarray]:
+        """The results of one call by name; caches are copied in, so that the caller's stay as they were."""
+        given = [operands[name] for name in kernel.operands]
+        assert len(given) == len(operands), f"{kernel.name} takes {', '.join(kernel.operands)}"
+        given = [a if isinstance(a, int) else rt.asdevicearray(self.device, np.asarray(a, order="C")) for a in given]
         results = self.modules[f"call_{kernel.name}"](*given)
         results = results if isinstance(results, tuple | list) else (results,)
-        return tuple(np.array(r.to_host()) for r in results)
+        return {name: np.array(r.to_host()) for name, r in zip(kernel.results, results, strict=True)}

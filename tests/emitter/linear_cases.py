@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products.epilogue import norm_of
+from castiron.emitter.kernels.products.choosing import kernel_of
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.products.frame import Tiles
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.packing import interleave_rows, pack
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
-from castiron.emitter.types import DTYPES, F32, TensorType, from_f32
+from castiron.emitter.kernels.writing.rms import rms_normed
+from castiron.emitter.types import DTYPES, from_f32
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
@@ -44,44 +48,37 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @dataclass(frozen=True)
 class Case:
-    """One use of a kernel: `make(codec, *sizes, isa=, **options)`."""
+    """One use of a product's kernel, with tiles of its own or the default ones; bytes and numbers are drawn from `seed`."""
 
-    make: Callable[..., Kernel]
-    codec: str
-    sizes: tuple[int | None, ...]
-    options: dict = field(default_factory=dict, hash=False)
+    product: Product
+    tiles: Tiles | None = None
     seed: int = 0
 
     def kernel(self, isa: Isa) -> Kernel:
-        return self.make(self.codec, *self.sizes, isa=isa, **self.options)
+        return kernel_of(self.product, isa, 2, self.tiles)
 
     def __str__(self) -> str:
-        options = "-".join(f"{k}={v}" for k, v in self.options.items())
-        return f"{self.codec}-{'x'.join(map(str, self.sizes))}-{options}"
+        return self.product.name
 
     def weights(self) -> list[np.ndarray]:
         """Raw rows: one matrix, or gate and up."""
-        out, inner = self.sizes[-2:]
-        return [raw_rows(self.codec, out, inner, self.seed + i) for i in range(2 if self.options.get("glu") else 1)]
+        p = self.product
+        return [raw_rows(p.codec, p.out_features, p.in_features, self.seed + i) for i in range(2 if p.glu else 1)]
 
     def dequantised(self) -> list[np.ndarray]:
-        return [dequantise(self.codec, raw).astype(np.float64) for raw in self.weights()]
+        return [dequantise(self.product.codec, raw).astype(np.float64) for raw in self.weights()]
 
     def packed(self) -> np.ndarray:
         weights = self.weights()
-        return pack(self.codec, interleave_rows(*weights) if len(weights) == 2 else weights[0]).view(np.int8)
+        return pack(self.product.codec, interleave_rows(*weights) if len(weights) == 2 else weights[0]).view(np.int8)
 
-    def arguments(self, kernel: Kernel) -> list[np.ndarray]:
-        """Every operand; `length` is half of T."""
-        rng, packed = np.random.default_rng(self.seed + 7), self.packed()
-        arguments = []
-        for operand in kernel.operands:
-            assert isinstance(operand, TensorType)
-            if operand.dtype is F32:
-                arguments.append(rng.standard_normal(operand.shape).astype(np.float32))
-            else:
-                arguments.append(packed if operand.shape else np.int32((self.sizes[0] + 1) // 2))
-        return arguments
+    def arguments(self) -> dict[str, np.ndarray]:
+        """Every operand by name; `length` is half of the tokens."""
+        rng, special = np.random.default_rng(self.seed + 7), {"weight": self.packed()}
+        if self.product.length:
+            special["length"] = np.int32((self.product.tokens + 1) // 2)
+        types = self.product.operands()
+        return {n: special[n] if n in special else rng.standard_normal(t.shape).astype(np.float32) for n, t in types.items()}
 
 
 def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray:
@@ -100,11 +97,12 @@ def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray
     return 2 * UNIT * np.abs(x) @ weights.T
 
 
-def allowed_error(case: Case, arguments: Sequence[np.ndarray], reference: np.ndarray) -> np.ndarray:
+def allowed_error(case: Case, given: Mapping[str, np.ndarray], reference: np.ndarray) -> np.ndarray:
     """The bound of the products, carried through the activation; |silu'|, |gelu'| < 1.13."""
-    norm = case.options.get("rms_eps")
-    x = norm_of(arguments[0], arguments[1] if norm else None, norm)
-    errors = [product_error(case.codec, x, raw) for raw in case.weights()]
+    x, eps = given["x"].astype(np.float64), case.product.rms_eps
+    if eps is not None:
+        x = rms_normed(x, given["norm"], eps)
+    errors = [product_error(case.product.codec, x, raw) for raw in case.weights()]
     if len(errors) == 1:
         return errors[0] + 4 * UNIT * np.abs(reference)
     gate, up = (np.abs(x @ w.T) for w in case.dequantised())
@@ -130,28 +128,38 @@ def in_features(codec_name: str) -> st.SearchStrategy[int]:
     return st.integers(1, 150) if block == 1 else st.integers(1, 5 if block == 32 else 2).map(lambda n: n * block)
 
 
+def cases(codec: str, tokens: st.SearchStrategy[int], most_out: int, *fused: str) -> st.SearchStrategy[Case]:
+    """Products of any shape with any of the options named in `fused`."""
+    values = {"rms_eps": st.sampled_from([1e-5, 1e-6]), "glu": st.sampled_from(list(ACTIVATIONS))}
+    options = st.fixed_dictionaries(
+        {"tokens": tokens, "out_features": st.integers(1, most_out), "in_features": in_features(codec)},
+        optional={name: values.get(name, st.just(True)) for name in fused},
+    )
+    return st.builds(Case, options.map(lambda given: Product(codec, **given)), seed=st.integers(0, 1000))
+
+
 @cache
 def _compiled(cases: tuple[Case, ...], target: str, directory) -> tuple[dict[Case, Kernel], Path]:
     kernels = {case: case.kernel(ISAS[resolve(target).isa]) for case in cases}
     return kernels, runnable(list({k.name: k for k in kernels.values()}.values()), target, directory)
 
 
-def run_all(cases: Sequence[Case], target: str, threads: int, directory) -> list[tuple[Case, list, tuple, tuple]]:
-    """(case, arguments, results, reference) of every case, compiled as one module; see `runnable` for other CPUs."""
+def run_all(cases: Sequence[Case], target: str, threads: int, directory) -> list[tuple[Case, dict, np.ndarray, np.ndarray]]:
+    """(case, operands, y, y of the definition) of every case, compiled as one module; see `runnable` for other CPUs."""
     kernels, module = _compiled(tuple(cases), target, directory)
     runner = Runner(module, threads)
     rows = []
     for case, kernel in kernels.items():
-        arguments = case.arguments(kernel)
-        rows.append((case, arguments, runner(kernel, *arguments), kernel.reference(*arguments)))
+        given = case.arguments()
+        rows.append((case, given, runner(kernel, **given)["y"], kernel.reference(**given)["y"]))
     return rows
 
 
-def check(rows: list[tuple[Case, list, tuple, tuple]]) -> None:
+def check(rows: list[tuple[Case, dict, np.ndarray, np.ndarray]]) -> None:
     """Every result within its bound; rows from `length` on exactly zero."""
-    for case, arguments, (y,), (want,) in rows:
-        real = int(arguments[-1]) if case.options.get("length") else len(want)
+    for case, operands, y, want in rows:
+        real = int(operands.get("length", len(want)))
         assert not y[real:].any(), f"{case}: padding is not zero"
         error = np.abs(y.astype(np.float64) - want)[:real]
-        limit = allowed_error(case, arguments, want)[:real]
+        limit = allowed_error(case, operands, want)[:real]
         assert (error <= limit).all(), f"{case}: {np.max(error / limit):.1f} times the bound"

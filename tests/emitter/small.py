@@ -43,10 +43,10 @@ def append_kernel() -> Kernel:
     def reference(row, position, cache, layer):
         cache = cache.copy()
         cache[layer, int(position)] = row
-        return (cache,)
+        return {"cache": cache}
 
-    operands = (ROW, SCALAR, CACHE, INDEX)
-    return Kernel("append_row", operands, (CACHE,), (2,), APPEND, reference, 0, 2 * ROW.nbytes)
+    operands = {"row": ROW, "position": SCALAR, "cache": CACHE, "layer": INDEX}
+    return Kernel("append_row", operands, {"cache": CACHE}, APPEND, reference, 0, 2 * ROW.nbytes, {"cache": "cache"})
 
 
 def small_module(with_kernel: bool) -> Module:
@@ -65,7 +65,7 @@ def small_module(with_kernel: bool) -> Module:
                 row = ops.reshape(ops.convert(rows, F32), (WIDTH,))
             with scope("layers.1"):
                 if with_kernel:
-                    (cache,) = ops.kernel_call(kernel, (row, pos, cache), (1,))
+                    cache = ops.kernel_call(kernel, row=row, position=pos, cache=cache, layer=1)["cache"]
                 else:
                     cache = _write(ops.multiply(cache, ops.constant(0.1, F32, CACHE.shape)), row, pos)
                 total = ops.reduce("add", cache, (0, 1))

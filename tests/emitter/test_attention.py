@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from castiron.emitter.kernels.attention.decode import attention_decode
-from castiron.emitter.kernels.attention.prefill import attention_prefill
-from castiron.emitter.kernels.attention.rope_append import Heads
+from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
 from castiron.vmfb.targets import resolve
 from tests.emitter.attention_cases import (
@@ -22,7 +21,6 @@ from tests.emitter.attention_cases import (
     drawn,
     fill,
     output_error,
-    prepared,
     running,
 )
 
@@ -38,26 +36,24 @@ def directory(tmp_path_factory):
 
 
 def check_decode(runner, case: Case, kernel, position: int) -> None:
-    arguments = fill(np.random.default_rng(case.seed + position), kernel, [position], position)
-    given = arguments[1 : len(case.layout.operands(CONTEXT)) + 1]
-    got, want = runner(kernel, *arguments), kernel.reference(*arguments)
+    operands = fill(np.random.default_rng(case.seed + position), kernel, position, position=position)
+    got, want = runner(kernel, **operands), kernel.reference(**operands)
     name = f"{kernel.name} at {position}"
-    q, k, _ = prepared(case, arguments[0], np.array([position]), given)
-    used = slice(position + 1)
-    close(name, got[0], want[0], output_error(case, q, want[1][LAYER, used], want[2][LAYER, used]))
-    close(f"{name}, keys", got[1], want[1], 8 * UNIT * float(np.abs(k).max()))
-    close(f"{name}, values", got[2], want[2], 0.0)
-    if case.splits > 1:
-        assert not got[3].any(), f"{name}: the counters are not zero again"
+    q, k, _ = prepared_heads(case.layout, operands["qkv"], np.array([position]), operands)
+    seen = (want[cache][LAYER, : position + 1] for cache in ("k_cache", "v_cache"))
+    close(name, got["out"], want["out"], output_error(case, q, *seen))
+    close(f"{name}, keys", got["k_cache"], want["k_cache"], 8 * UNIT * float(np.abs(k).max()))
+    close(f"{name}, values", got["v_cache"], want["v_cache"], 0.0)
+    assert not got["counters"].any(), f"{name}: the counters are not zero again"
 
 
 def check_prefill(runner, case: Case, kernel, start: int, length: int) -> None:
     rng = np.random.default_rng(case.seed + start + length)
-    arguments = fill(rng, kernel, [start, length], start + length)
-    (got,), (want,) = runner(kernel, *arguments), kernel.reference(*arguments)
+    operands = fill(rng, kernel, start + length, start=start, length=length)
+    got, want = runner(kernel, **operands)["out"], kernel.reference(**operands)["out"]
     name = f"{kernel.name} from {start}, {length} tokens"
-    q = arguments[0][:length].reshape(length, case.heads, -1)
-    k, v = (cache[LAYER, : start + length] for cache in arguments[3:5])
+    q = operands["q"][:length].reshape(length, case.heads, -1)
+    k, v = (operands[cache][LAYER, : start + length] for cache in ("k_cache", "v_cache"))
     assert not got[length:].any(), f"{name}: padding is not zero"
     close(name, got, want, output_error(case, q, k, v))
 
@@ -84,17 +80,14 @@ def test_split_parts_are_joined_whichever_thread_comes_last(directory):
     one, kernels = running(CASES, "host", 1, directory)
     two, _ = running(CASES, "host", 2, directory)
     for case, (decode, _, _) in kernels:
-        if case.splits == 1:
-            continue
         # Short sequences after long ones: their parts are done before those are.
         for kernel, position in (decode, CONTEXT - 1), (case.decode(ISAS[resolve("host").isa], BATCH), [199, 33, 199, 33, 100]):
-            arguments = fill(np.random.default_rng(case.seed), kernel, [0], CONTEXT)
-            arguments[-5] = np.array(position, np.int32)
-            want = one(kernel, *arguments)[0]
+            operands = fill(np.random.default_rng(case.seed), kernel, CONTEXT, position=position)
+            want = one(kernel, **operands)["out"]
             for _ in range(50):
-                got = two(kernel, *arguments)
-                assert np.array_equal(got[0], want), kernel.name
-                arguments[-2] = got[3]
+                got = two(kernel, **operands)
+                assert np.array_equal(got["out"], want), kernel.name
+                operands["counters"] = got["counters"]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -103,45 +96,44 @@ def test_a_batch_gives_every_sequence_the_bits_it_gets_alone(directory, threads)
     runner, kernels = running(CASES, "host", threads, directory)
     positions = [CONTEXT - 1, 33, -1, 0, 144]
     for case, (decode, _, _) in kernels:
-        batch, rng = case.decode(ISAS[resolve("host").isa], BATCH), np.random.default_rng(case.seed)
-        arguments = fill(rng, batch, [], CONTEXT)
-        at = len(arguments) - 4 - (case.splits > 1)
-        arguments[at] = np.array(positions, np.int32)
-        out, k, v, *rest = runner(batch, *arguments)
-        defined = batch.reference(*arguments)
+        batch = case.decode(ISAS[resolve("host").isa], BATCH)
+        operands = fill(np.random.default_rng(case.seed), batch, CONTEXT, position=positions)
+        together, defined = runner(batch, **operands), batch.reference(**operands)
         for i, position in enumerate(positions):
-            mine = slice(i * LAYERS, (i + 1) * LAYERS)
-            k_before, v_before = (cache[mine] for cache in arguments[at + 1 : at + 3])
+            mine = {"out": slice(i, i + 1)} | dict.fromkeys(("k_cache", "v_cache"), slice(i * LAYERS, (i + 1) * LAYERS))
+            before = {cache: operands[cache][mine[cache]] for cache in ("k_cache", "v_cache")}
             if position < 0:
-                want = [np.zeros_like(out[:1]), k_before, v_before]
+                want = {"out": np.zeros_like(together["out"][:1]), **before}
             else:
-                counters = [np.zeros(t.shape, np.int32) for t in decode.results[3:4]]
-                alone = (arguments[0][i : i + 1], *arguments[1:at], np.int32(position), k_before, v_before, *counters, LAYER)
-                *want, _, parts = runner(decode, *alone) if case.splits > 1 else (*runner(decode, *alone), None, None)
-                if parts is not None and min(position, case.scores.get("window") or CONTEXT) > 24:
+                counters = np.zeros(decode.tensors["counters"].shape, np.int32)
+                own = {"qkv": operands["qkv"][i : i + 1], "position": np.int32(position), "counters": counters, **before}
+                want = runner(decode, **{**operands, **own})
+                if min(position, case.scores.get("window") or CONTEXT) > 24:
                     # Scratch of its own, of which the first part is always written.
-                    shape = (-1, case.heads, case.splits, case.head_dim)
-                    values, first = (x[: x.size // (case.head_dim + 2) * case.head_dim] for x in (rest[1], parts))
-                    assert np.array_equal(values.reshape(shape)[i, :, 0], first.reshape(shape)[0, :, 0]), batch.name
-                close(batch.name, defined[0][i : i + 1], decode.reference(*alone)[0], 0.0)
-            for name, got, wanted in zip(("result", "keys", "values"), (out[i : i + 1], k[mine], v[mine]), want, strict=True):
-                assert np.array_equal(got, wanted), f"{batch.name}, sequence {i} at {position}: {name}"
-        assert not rest or not rest[0].any(), f"{batch.name}: the counters are not zero again"
+                    shape, share = (-1, case.heads, case.splits, case.head_dim), case.head_dim + 2
+                    parts = [x["parts"][: x["parts"].size // share * case.head_dim] for x in (together, want)]
+                    values, first = (part.reshape(shape) for part in parts)
+                    assert np.array_equal(values[i, :, 0], first[0, :, 0]), batch.name
+                alone = decode.reference(**{**operands, **own})
+                close(batch.name, defined["out"][mine["out"]], alone["out"], 0.0)
+            for name, part in mine.items():
+                assert np.array_equal(together[name][part], want[name]), f"{batch.name}, sequence {i} at {position}: {name}"
+        assert not together["counters"].any(), f"{batch.name}: the counters are not zero again"
 
 
 def test_every_sequence_of_a_batch_counts_its_own_parts(directory):
-    """Parts that are never complete leave counts behind, in the places of their sequence alone."""
+    """Parts that are never complete leave counts behind, in the counters of their sequence alone."""
     runner, kernels = running(CASES, "host", 1, directory)
     for case, _ in kernels:
-        if case.splits == 1 or (case.scores.get("window") or CONTEXT) <= 24:
+        if (case.scores.get("window") or CONTEXT) <= 24:
             continue
         kernel = case.decode(ISAS[resolve("host").isa], BATCH)
-        arguments = fill(np.random.default_rng(case.seed), kernel, [0], CONTEXT)
-        arguments[-5] = np.full(BATCH, CONTEXT - 1, np.int32)
-        arguments[-2] = np.zeros_like(arguments[-2]).reshape(BATCH, -1)
-        arguments[-2][3] = -1000
-        arguments[-2] = arguments[-2].reshape(-1)
-        counts = runner(kernel, *arguments)[3].reshape(BATCH, -1)
+        counters = np.zeros(kernel.tensors["counters"].shape, np.int32).reshape(BATCH, -1)
+        counters[3] = -1000
+        operands = fill(
+            np.random.default_rng(case.seed), kernel, CONTEXT, position=[CONTEXT - 1] * BATCH, counters=counters.reshape(-1)
+        )
+        counts = runner(kernel, **operands)["counters"].reshape(BATCH, -1)
         assert (counts[3] > -1000).all() and (counts[3] < 0).all(), kernel.name
         assert not np.delete(counts, 3, axis=0).any(), kernel.name
 
@@ -150,23 +142,23 @@ def test_token_by_token_equals_a_chunk(directory):
     """Decode's chain and append with prefill write the same caches and give the same outputs."""
     runner, kernels = running(CASES, "host", 2, directory)
     for case, (decode, append, prefill) in kernels:
-        start, rng = 30, np.random.default_rng(case.seed)
-        chunk = fill(rng, append, [start, case.tokens], start)
-        given = chunk[1:-5]
-        q, k, v = runner(append, *chunk)
-        (out,) = runner(prefill, q, np.int32(start), np.int32(case.tokens), k, v, LAYER)
-        k_step, v_step = chunk[-3:-1]
-        counters = [np.zeros(t.shape, np.int32) for t in decode.results[3:4]]
+        start = 30
+        chunk = fill(np.random.default_rng(case.seed), append, start, start=start, length=case.tokens)
+        appended = runner(append, **chunk)
+        shared = {name: chunk[name] for name in ("start", "length", "layer")}
+        out = runner(prefill, **shared, **appended)["out"]
+        step = {name: value for name, value in chunk.items() if name in decode.operands}
+        step["counters"] = np.zeros(decode.tensors["counters"].shape, np.int32)
         for t in range(case.tokens):
-            step, k_step, v_step, *_ = runner(
-                decode, chunk[0][t : t + 1], *given, np.int32(start + t), k_step, v_step, *counters, LAYER
-            )
-            heads = prepared(case, chunk[0][t : t + 1], np.array([start + t]), given)[0]
-            seen = slice(start + t + 1)
-            limit = 2 * output_error(case, heads, k[LAYER, seen], v[LAYER, seen])
-            close(f"{decode.name}, token {t}", step, out[t : t + 1], limit)
-        close(f"{decode.name}, keys", k_step, k, 16 * UNIT * float(np.nanmax(np.abs(k))))
-        assert np.array_equal(v_step, v, equal_nan=True)
+            step |= {"qkv": chunk["qkv"][t : t + 1], "position": np.int32(start + t)}
+            got = runner(decode, **step)
+            step |= {name: got[name] for name in ("k_cache", "v_cache")}
+            heads = prepared_heads(case.layout, step["qkv"], np.array([start + t]), step)[0]
+            k, v = (appended[cache][LAYER, : start + t + 1] for cache in ("k_cache", "v_cache"))
+            close(f"{decode.name}, token {t}", got["out"], out[t : t + 1], 2 * output_error(case, heads, k, v))
+        largest = float(np.nanmax(np.abs(appended["k_cache"])))
+        close(f"{decode.name}, keys", step["k_cache"], appended["k_cache"], 16 * UNIT * largest)
+        assert np.array_equal(step["v_cache"], appended["v_cache"], equal_nan=True)
 
 
 def test_scores_far_apart_and_far_from_the_first(directory):
@@ -176,16 +168,14 @@ def test_scores_far_apart_and_far_from_the_first(directory):
         if case.scores or case.rope or case.options.get("qk_norm"):
             continue
         position = 100
-        arguments = fill(np.random.default_rng(1), decode, [position], position)
-        k_place = len(decode.operands) - 3 - (case.splits > 1)
-        arguments[0][:] = 1.0
+        operands = fill(np.random.default_rng(1), decode, position, position=position)
+        operands["qkv"][:] = 1.0
         ramp = np.linspace(-40, 40, position, dtype=np.float32)[:, None, None]
-        arguments[k_place][LAYER, :position] = ramp * case.scale
-        got, want = runner(decode, *arguments)[0], decode.reference(*arguments)[0]
-        close(decode.name, got, want, 1e-4)
-        q = np.ones(prefill.operands[0].shape, np.float32)
-        chunk = [q, np.int32(position - 5), np.int32(5), *arguments[k_place : k_place + 2], LAYER]
-        close(prefill.name, runner(prefill, *chunk)[0], prefill.reference(*chunk)[0], 1e-4)
+        operands["k_cache"][LAYER, :position] = ramp * case.scale
+        close(decode.name, runner(decode, **operands)["out"], decode.reference(**operands)["out"], 1e-4)
+        chunk = fill(np.random.default_rng(1), prefill, position, start=position - 5, length=5)
+        chunk |= {"q": np.ones_like(chunk["q"]), "k_cache": operands["k_cache"], "v_cache": operands["v_cache"]}
+        close(prefill.name, runner(prefill, **chunk)["out"], prefill.reference(**chunk)["out"], 1e-4)
 
 
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
@@ -194,15 +184,17 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
     for case, (decode, append, prefill) in kernels:
         check_decode(runner, case, decode, 100)
         check_prefill(runner, case, prefill, 47, case.tokens - 3)
-        arguments = fill(np.random.default_rng(case.seed), append, [3, case.tokens], CONTEXT)
-        for got, want in zip(runner(append, *arguments), append.reference(*arguments), strict=True):
-            close(append.name, got, want, 1e-5)
+        operands = fill(np.random.default_rng(case.seed), append, CONTEXT, start=3, length=case.tokens)
+        got, want = runner(append, **operands), append.reference(**operands)
+        for name in append.results:
+            close(append.name, got[name], want[name], 1e-5)
 
 
 def test_work_follows_the_position():
-    kernel = attention_decode(LAYERS, 4096, 9, 3, 64, isa=AVX2, rope=64, scale=0.125)
+    layout = HeadLayout(9, 3, 64, 64)
+    kernel = attention_decode(LAYERS, 4096, layout, isa=AVX2, scale=0.125)
     assert kernel.work(2047)[0] == 2 * kernel.work(1023)[0] == 4 * 9 * 64 * 2048
-    windowed = attention_decode(LAYERS, 4096, 9, 3, 64, isa=AVX2, rope=64, scale=0.125, window=100)
+    windowed = attention_decode(LAYERS, 4096, layout, isa=AVX2, scale=0.125, window=100)
     assert windowed.work(4000) == windowed.work(99)
 
 
@@ -217,16 +209,14 @@ def test_text_differs_where_names_differ():
 
 def test_wrong_shapes_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="10 heads cannot share 3 kv heads evenly"):
-        Heads(10, 3, 64, 64)
+        HeadLayout(10, 3, 64, 64)
     with pytest.raises(ValueError, match="rotary_dim must be even and within 2..64, got 65"):
-        Heads(9, 3, 64, 65)
-    with pytest.raises(ValueError, match="power of two as splits, got 3"):
-        attention_decode(1, 64, 9, 3, 64, isa=AVX2, rope=64, scale=1.0, splits=3)
+        HeadLayout(9, 3, 64, 65)
+    layout = HeadLayout(9, 3, 64, 64)
+    for splits in (3, 1):
+        with pytest.raises(ValueError, match=f"power of two above 1 as splits, got {splits}"):
+            attention_decode(1, 64, layout, isa=AVX2, scale=1.0, splits=splits)
     with pytest.raises(ValueError, match="layers .7. that 2 sequences share evenly"):
-        attention_decode(7, 64, 9, 3, 64, isa=AVX2, rope=64, scale=1.0, batch=2)
+        attention_decode(7, 64, layout, isa=AVX2, scale=1.0, batch=2)
     with pytest.raises(ValueError, match="71 heads of 64 in .* bytes of a workgroup's stack"):
-        attention_decode(1, 64, 71, 1, 64, isa=AVX2, rope=64, scale=1.0)
-    with pytest.raises(ValueError, match="tiles of a multiple of 8 positions, got 12"):
-        attention_decode(1, 64, 9, 3, 64, isa=AVX2, rope=64, scale=1.0, tile=12)
-    with pytest.raises(ValueError, match="keys .50. of 48"):
-        attention_prefill(1, 64, 16, 9, 3, 64, isa=AVX2, scale=1.0, keys=50)
+        attention_decode(1, 64, HeadLayout(71, 1, 64, 64), isa=AVX2, scale=1.0)

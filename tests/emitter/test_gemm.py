@@ -6,36 +6,23 @@ import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.gemm import GemmTiles, default_tiles, gemm
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.writing.body import STACK_BYTES
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
-from tests.emitter.linear_cases import Case, check, draw, in_features, run_all
+from tests.emitter.linear_cases import Case, cases, check, draw, run_all
 
-
-def cases_of(codec: str) -> st.SearchStrategy[Case]:
-    options = st.fixed_dictionaries(
-        {},
-        optional={
-            "bias": st.just(True),
-            "residual": st.just(True),
-            "length": st.just(True),
-            "glu": st.sampled_from(list(ACTIVATIONS)),
-        },
-    )
-    sizes = st.tuples(st.integers(1, 40), st.integers(1, 70), in_features(codec))
-    return st.builds(Case, st.just(gemm), st.just(codec), sizes, options, st.integers(0, 1000))
-
-
-DRAWN = [case for codec in CODECS for case in draw(cases_of(codec), 2)]
-EVERYTHING = {"bias": True, "residual": True, "glu": "silu", "length": True}
+DRAWN = [
+    case for codec in CODECS for case in draw(cases(codec, st.integers(9, 40), 70, "bias", "residual", "length", "glu"), 2)
+]
 LARGE = [
     # several panels and a shallower last one, several blocks of tokens and a smaller last tile
-    Case(gemm, "q4_1", (200, 80, 608), {"length": True}),
-    Case(gemm, "bf16", (130, 33, 777), {"glu": "gelu"}),
-    Case(gemm, "q8_0", (50, 96, 320), {"tiles": GemmTiles(4, 1, blocks=2, depth=96, tokens=20, unroll=3, workgroups=5)}),
-    Case(gemm, "q6_k", (13, 64, 512), {"tiles": GemmTiles(rows=3, wide=2, blocks=2, depth=48, tokens=6, unroll=8)}),
+    Case(Product("q4_1", 200, 80, 608, length=True)),
+    Case(Product("bf16", 130, 33, 777, glu="gelu")),
+    Case(Product("q8_0", 50, 96, 320), GemmTiles(4, 1, row_blocks=2, depth=96, tokens=20, unroll=3, workgroups=5)),
+    Case(Product("q6_k", 13, 64, 512), GemmTiles(rows=3, wide=2, row_blocks=2, depth=48, tokens=6, unroll=8)),
 ]
-EACH = [Case(gemm, codec, (19, 40, 512), EVERYTHING) for codec in CODECS]
+EACH = [Case(Product(codec, 19, 40, 512, bias=True, residual=True, glu="silu", length=True)) for codec in CODECS]
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +43,12 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
 @pytest.mark.parametrize("isa", ISAS.values(), ids=str)
 @pytest.mark.parametrize("codec", CODECS)
 def test_default_tiles_fit_the_stack_and_the_registers(codec, isa):
-    for T in (1, 7, 16, 128, 2048):
+    for T in (9, 16, 128, 2048):
         for out, inner in ((16, 256), (24, 4096), (49152, 768)):
-            for blocks in (1, 2):
-                tiles = default_tiles(codec, T, out, inner, isa, blocks)
+            for glu in (None, "silu"):
+                tiles = default_tiles(Product(codec, T, out, inner, glu=glu), isa)
                 sums = tiles.rows * tiles.wide * 16 // isa.lanes
-                assert tiles.stack_bytes <= 30 << 10
+                assert tiles.stack_bytes <= STACK_BYTES
                 assert sums + tiles.wide * 16 // isa.lanes + 1 <= isa.registers
 
 
@@ -76,13 +63,15 @@ def test_text_differs_where_names_differ():
 @pytest.mark.parametrize(
     "tiles",
     [
-        GemmTiles(rows=6, wide=1, blocks=1, depth=48, tokens=12),
-        GemmTiles(rows=6, wide=1, blocks=1, depth=64, tokens=13),
-        GemmTiles(rows=6, wide=2, blocks=1, depth=64, tokens=12),
-        GemmTiles(rows=6, wide=1, blocks=2, depth=64, tokens=12),
-        GemmTiles(rows=6, wide=1, blocks=1, depth=512, tokens=12),
+        GemmTiles(rows=6, wide=1, row_blocks=1, depth=48, tokens=12),
+        GemmTiles(rows=6, wide=1, row_blocks=1, depth=64, tokens=13),
+        GemmTiles(rows=6, wide=2, row_blocks=1, depth=64, tokens=12),
+        GemmTiles(rows=6, wide=1, row_blocks=2, depth=64, tokens=12),
+        GemmTiles(rows=6, wide=1, row_blocks=1, depth=512, tokens=12),
+        GemmTiles(rows=0, wide=1, row_blocks=1, depth=64, tokens=12),
+        GemmTiles(rows=6, wide=1, row_blocks=1, depth=64, tokens=12, unroll=0),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused(tiles):
     with pytest.raises(ValueError, match="tiles .* do not fit"):
-        gemm("q4_1", 12, 16 * 3, 576, isa=AVX2, tiles=tiles)
+        gemm(Product("q4_1", 12, 16 * 3, 576), AVX2, tiles)

@@ -6,38 +6,24 @@ import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.gemm_few import FewTiles, default_tiles, gemm_few
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
-from tests.emitter.linear_cases import Case, check, draw, in_features, run_all
+from tests.emitter.linear_cases import Case, cases, check, draw, run_all
 
-
-def cases_of(codec: str) -> st.SearchStrategy[Case]:
-    options = st.fixed_dictionaries(
-        {},
-        optional={
-            "bias": st.just(True),
-            "residual": st.just(True),
-            "length": st.just(True),
-            "glu": st.sampled_from(list(ACTIVATIONS)),
-        },
-    )
-    sizes = st.tuples(st.integers(2, 8), st.integers(1, 100), in_features(codec))
-    return st.builds(Case, st.just(gemm_few), st.just(codec), sizes, options, st.integers(0, 1000))
-
-
-DRAWN = [case for codec in CODECS for case in draw(cases_of(codec), 3)]
-EVERYTHING = {"bias": True, "residual": True, "glu": "silu", "length": True}
+DRAWN = [
+    case for codec in CODECS for case in draw(cases(codec, st.integers(2, 8), 100, "bias", "residual", "length", "glu"), 3)
+]
 LARGE = [
     # x in several parts, the last one shorter; batches of sets, the last one shorter, in few workgroups
-    Case(gemm_few, "q4_1", (8, 400, 1568), {"tiles": FewTiles(4, 2, workgroups=1)}),
-    Case(gemm_few, "q5_1", (7, 250, 2080), {"length": True, "tiles": FewTiles(4, 2, workgroups=2)}),
-    Case(gemm_few, "q6_k", (8, 300, 2304), {"glu": "silu", "tiles": FewTiles(3, 2, workgroups=2)}),
+    Case(Product("q4_1", 8, 400, 1568), FewTiles(4, 2, workgroups=1)),
+    Case(Product("q5_1", 7, 250, 2080, length=True), FewTiles(4, 2, workgroups=2)),
+    Case(Product("q6_k", 8, 300, 2304, glu="silu"), FewTiles(3, 2, workgroups=2)),
     # tiles across blocks, whose last set is filled up
-    Case(gemm_few, "q8_0", (6, 112, 320), {"tiles": FewTiles(3, 3, workgroups=3)}),
-    Case(gemm_few, "bf16", (5, 80, 77), {"residual": True, "tiles": FewTiles(2, 3, workgroups=2, unroll=3)}),
+    Case(Product("q8_0", 6, 112, 320), FewTiles(3, 3, workgroups=3)),
+    Case(Product("bf16", 5, 80, 77, residual=True), FewTiles(2, 3, workgroups=2, unroll=3)),
 ]
-EACH = [Case(gemm_few, codec, (7, 40, 512), EVERYTHING) for codec in CODECS]
+EACH = [Case(Product(codec, 7, 40, 512, bias=True, residual=True, glu="silu", length=True)) for codec in CODECS]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +44,7 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
 @pytest.mark.parametrize("isa", ISAS.values(), ids=str)
 @pytest.mark.parametrize("T", range(2, 9))
 def test_default_tiles_fit_the_registers(T, isa):
-    tiles = default_tiles("q4_1", T, 576, 1536, isa)
+    tiles = default_tiles(Product("q4_1", T, 576, 1536), isa)
     assert tiles.rows * tiles.vectors + tiles.vectors + 2 <= isa.registers
 
 
@@ -73,4 +59,4 @@ def test_text_differs_where_names_differ():
 @pytest.mark.parametrize("tiles", [FewTiles(5, 2, 1), FewTiles(0, 2, 1), FewTiles(4, 0, 1), FewTiles(4, 2, 0)], ids=str)
 def test_tiles_that_do_not_fit_are_refused(tiles):
     with pytest.raises(ValueError, match="tiles .* do not fit"):
-        gemm_few("q4_1", 4, 64, 576, isa=AVX2, tiles=tiles)
+        gemm_few(Product("q4_1", 4, 64, 576), AVX2, tiles)

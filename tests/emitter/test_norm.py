@@ -1,4 +1,4 @@
-"""Norms against their definition and torch's: odd sizes, residuals, padding, threads, targets."""
+"""Norms against their definition and torch's: odd sizes, padding, threads, targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.norm import layer_norm, rms_norm
 from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.emitter.types import I32
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
@@ -22,16 +21,16 @@ def kernels(target: str) -> list[Kernel]:
     isa = ISAS[resolve(target).isa]
     makers = [rms_norm, layer_norm, lambda *a, **k: layer_norm(*a, bias=False, **k)]
     return [
-        maker(T, hidden, EPS, isa=isa, residual=residual, length=T > 1 and residual)
-        for T, hidden in SIZES
-        for maker in makers
-        for residual in (False, True)
+        maker(T, hidden, EPS, isa=isa, length=length) for T, hidden in SIZES for maker in makers for length in {False, T > 1}
     ]
 
 
-def arguments(kernel: Kernel, seed: int, length: int) -> list[np.ndarray]:
+def arguments(kernel: Kernel, seed: int, length: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return [np.int32(length) if t.dtype is I32 else rng.standard_normal(t.shape).astype(np.float32) for t in kernel.operands]
+    return {
+        name: np.int32(length) if name == "length" else rng.standard_normal(t.shape).astype(np.float32)
+        for name, t in kernel.tensors.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +42,12 @@ def check(target: str, threads: int, directory) -> None:
     found = kernels(target)
     runner = Runner(runnable(found, target, directory), threads)
     for kernel in found:
-        for length in {1, 3, kernel.operands[0].shape[0]}:
+        for length in {1, 3, kernel.tensors["x"].shape[0]}:
             given = arguments(kernel, length, length)
-            for got, want in zip(runner(kernel, *given), kernel.reference(*given), strict=True):
-                assert np.array_equal(got == 0, want == 0), f"{kernel.name}: padding is not zero"
-                limit = UNIT * (8 * np.abs(want) + 8)
-                assert (np.abs(got.astype(np.float64) - want) <= limit).all(), kernel.name
+            got, want = runner(kernel, **given)["y"], kernel.reference(**given)["y"]
+            assert np.array_equal(got == 0, want == 0), f"{kernel.name}: padding is not zero"
+            limit = UNIT * (8 * np.abs(want) + 8)
+            assert (np.abs(got.astype(np.float64) - want) <= limit).all(), kernel.name
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -63,17 +62,18 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
 
 def test_definitions_are_those_of_torch():
     isa = ISAS["avx2"]
-    x, w, b = arguments(layer_norm(5, 48, EPS, isa=isa), 0, 0)
-    tensors = [torch.from_numpy(a) for a in (x, w, b)]
+    given = arguments(layer_norm(5, 48, EPS, isa=isa), 0, 0)
+    tensors = [torch.from_numpy(given[name]) for name in ("x", "weight", "bias")]
     want = torch.nn.functional.layer_norm(tensors[0], (48,), *tensors[1:], eps=EPS).numpy()
-    np.testing.assert_allclose(layer_norm(5, 48, EPS, isa=isa).reference(x, w, b)[0], want, atol=2e-6)
+    np.testing.assert_allclose(layer_norm(5, 48, EPS, isa=isa).reference(**given)["y"], want, atol=2e-6)
+    del given["bias"]
     want = torch.nn.functional.rms_norm(tensors[0], (48,), tensors[1], eps=EPS).numpy()
-    np.testing.assert_allclose(rms_norm(5, 48, EPS, isa=isa).reference(x, w)[0], want, atol=2e-6)
+    np.testing.assert_allclose(rms_norm(5, 48, EPS, isa=isa).reference(**given)["y"], want, atol=2e-6)
 
 
 def test_large_means_do_not_cancel():
     """The variance is that of the centred row: a mean of 1000 over a spread of 1 costs no more than the input's rounding."""
     kernel = layer_norm(1, 64, EPS, False, isa=ISAS["avx2"])
     x = (np.random.default_rng(0).standard_normal((1, 64)) + 1000).astype(np.float32)
-    (got,) = kernel.reference(x, np.ones(64, np.float32))
+    got = kernel.reference(x=x, weight=np.ones(64, np.float32))["y"]
     assert abs(float(got.std()) - 1) < 1e-4

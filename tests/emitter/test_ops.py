@@ -144,7 +144,7 @@ REFUSED = [
     ("gather", ops.gather_rows, F4, I4),
     ("gather", ops.gather_rows, M23, F4),
     ("gather", ops.gather_rows, M23, S),
-    ("append_row", lambda *a: ops.kernel_call(append_kernel(), a, (0,)), F4, S),
+    ("append_row", lambda row, pos: ops.kernel_call(append_kernel(), row=row, position=pos, layer=0), F4, S),
 ]
 
 

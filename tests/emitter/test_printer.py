@@ -140,7 +140,9 @@ def test_two_kernels_of_one_name_are_refused():
     other = replace(append_kernel(), text="stream.executable private @append_row {}")
     with module.function("other", **{v.name: v.type for v in module.functions["step"].inputs}) as (token, pos, cache):
         row = ops.constant(0, F32, (8,))
-        current_function().returns(cache=ops.kernel_call(other, (row, pos, cache), (0,))[0], token=token)
+        current_function().returns(
+            cache=ops.kernel_call(other, row=row, position=pos, cache=cache, layer=0)["cache"], token=token
+        )
     with pytest.raises(EmitError, match="two different kernels are called 'append_row'"):
         print_module(module)
 
@@ -152,7 +154,7 @@ def test_kernels_stand_by_name_and_once():
     with module.function("other", **{v.name: v.type for v in module.functions["step"].inputs}) as (token, pos, cache):
         row = ops.constant(0, F32, (8,))
         for kernel in (first, other):
-            (cache,) = ops.kernel_call(kernel, (row, pos, cache), (0,))
+            cache = ops.kernel_call(kernel, row=row, position=pos, cache=cache, layer=0)["cache"]
         current_function().returns(cache=cache, token=token)
     text = print_module(module)
     assert text.index("private @a_append_row {") < text.index("private @append_row {")

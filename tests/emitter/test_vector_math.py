@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.writing.body import Body, Value, executable, f32_literal
+from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.writing.body import Body, Ssa
 from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.kernels.writing.symbols import f32_literal
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, tanh, transpose
 from castiron.emitter.types import F32, TensorType
 from castiron.vmfb.targets import resolve
@@ -17,29 +18,31 @@ COUNT = 1 << 16
 EXP_ULP, TANH_ULP = 1.1, 4.5
 
 
+def kernel_of(name: str, x: TensorType, out: TensorType, write) -> Kernel:
+    return write_kernel(name, {"x": x}, {"out": out}, 1, write, reference=dict, flops=0, nbytes=0)
+
+
 def elementwise(name: str, function, lanes: int) -> Kernel:
     types = (TensorType((COUNT,), F32),) * 2
 
-    def write(b: Body, x: Value, out: Value) -> None:
+    def write(b: Body, x: Ssa, out: Ssa) -> None:
         with b.loop(0, COUNT, lanes) as i:
             b.vstore(function(b, b.vload(x, lanes, i.index)), out, i.index)
 
-    text = executable(name, types[:1], types[1:], (None,), 1, write)
-    return Kernel(name, types[:1], types[1:], (None,), text, None, 0, 0)
+    return kernel_of(name, *types, write)
 
 
 def lanewise(name: str, rows: int, lanes: int, function) -> Kernel:
     """`function(body, vectors)` gives the vectors that are stored."""
-    probe = function(Body(), [Value("%x", f"vector<{lanes}xf32>")] * rows)
+    probe = function(Body(), [Ssa("%x", f"vector<{lanes}xf32>")] * rows)
     width = int(probe[0].type.split("<")[1].split("x")[0])
     types = (TensorType((rows, lanes), F32), TensorType((len(probe), width), F32))
 
-    def write(b: Body, x: Value, out: Value) -> None:
+    def write(b: Body, x: Ssa, out: Ssa) -> None:
         for i, vector in enumerate(function(b, [b.vload(x, lanes, r, 0) for r in range(rows)])):
             b.vstore(vector, out, i, 0)
 
-    text = executable(name, types[:1], types[1:], (None,), 1, write)
-    return Kernel(name, types[:1], types[1:], (None,), text, None, 0, 0)
+    return kernel_of(name, *types, write)
 
 
 def sums(rows: int, lanes: int) -> Kernel:
@@ -65,7 +68,7 @@ def run(tmp_path_factory):
     kernels |= {("max", w): maximum(w) for w in (1, 2, 4, 8, 16)} | {("turn", w): turned(w) for w in (1, 2, 4, 8, 16)}
     path = compile_kernels(list(kernels.values()), tmp_path_factory.mktemp("vector_math") / "host.vmfb")
     runner = Runner(path)
-    return lambda which, x: runner(kernels[which], x)[0]
+    return lambda which, x: runner(kernels[which], x=x)["out"]
 
 
 def worst_ulp(got: np.ndarray, want: np.ndarray) -> float:

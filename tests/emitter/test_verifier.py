@@ -257,7 +257,7 @@ def kernel_of_another_result(_module, function):
 
 
 def kernel_without_its_index(_module, function):
-    op_of(function, "kernel").attrs["indices"] = ()
+    op_of(function, "kernel").attrs["indices"] = {}
 
 
 DAMAGE = {

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from castiron.emitter.kernels.products.choosing import default_tiles, read_tiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.pipelines import cli
@@ -57,7 +58,7 @@ def products(checkpoint, options=OPTIONS) -> dict[str, Product]:
 
 
 def other_tiles(product: Product, threads: int = 3) -> dict[str, int]:
-    default = product.default_tiles(ISAS[HOST.isa], threads)
+    default = default_tiles(product, ISAS[HOST.isa], threads)
     return asdict(replace(default, unroll=default.unroll + 1))
 
 
@@ -85,7 +86,7 @@ def test_a_compilation_takes_what_was_found_under_its_key_alone(checkpoint, tmp_
     compile_model(checkpoint, tmp_path / "out", OPTIONS)
     store.keep([finding(product, key)])
     report = compile_model(checkpoint, tmp_path / "out", OPTIONS)
-    tiles = product.tiles(other_tiles(product)).name
+    tiles = read_tiles(product, other_tiles(product)).name
     assert not report.up_to_date and tiles not in compiled[0] and tiles in compiled[1]
 
 
@@ -132,7 +133,7 @@ def test_manifest_and_inspect_tell_what_was_tuned(checkpoint, tmp_path, compiled
 def test_other_targets_and_lowerings_take_none(checkpoint, tmp_path, compiled, change):
     store.keep([finding(product) for product in products(checkpoint).values()])
     compile_model(checkpoint, tmp_path / "out", replace(OPTIONS, **change))
-    assert all(product.tiles(other_tiles(product)).name not in compiled[0] for product in products(checkpoint).values())
+    assert all(read_tiles(product, other_tiles(product)).name not in compiled[0] for product in products(checkpoint).values())
 
 
 @pytest.mark.parametrize(

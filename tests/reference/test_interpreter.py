@@ -242,22 +242,21 @@ def test_trace_sees_every_operation_in_order_with_its_path():
         assert np.array_equal(by_value[value], output)
 
 
-def kernel_of(reference: Callable, *operands: TensorType | str, results=(TensorType((2,), F32),)) -> Module:
-    kernel = Kernel("k", operands, results, (None,) * len(results), "", reference, 0, 0)
-    tensors = {f"x{i}": t for i, t in enumerate(operands) if isinstance(t, TensorType)}
+def kernel_of(reference: Callable, **operands: TensorType | str) -> Module:
+    kernel = Kernel("k", operands, {"y": TensorType((2,), F32)}, "", reference, 0, 0)
     module = Module("m")
-    with module.function("f", **tensors) as inputs, scope("attn"):
-        indices = range(5, 5 + len(operands) - len(tensors))
-        current_function().returns(y=ops.kernel_call(kernel, inputs, tuple(indices))[0])
+    with module.function("f", **kernel.tensors) as inputs, scope("attn"):
+        indices = dict(zip(kernel.indices, range(5, 9)))
+        current_function().returns(**ops.kernel_call(kernel, **dict(zip(kernel.tensors, inputs)), **indices))
     return module
 
 
-def test_kernels_get_bytes_as_uint8_and_indices_in_place():
-    def reference(first, packed, second):
+def test_kernels_get_bytes_as_uint8_and_indices_by_name():
+    def reference(second, packed, first):
         assert (first, second) == (5, 6) and packed.dtype == np.uint8
-        return (packed.astype(np.float32),)
+        return {"y": packed.astype(np.float32)}
 
-    module = kernel_of(reference, INDEX, TensorType((2,), I8), INDEX)
+    module = kernel_of(reference, first=INDEX, packed=TensorType((2,), I8), second=INDEX)
     for stored in (np.array([200, 3], np.uint8), np.array([-56, 3], np.int8)):
         assert run(module, "f", [stored])[0].tolist() == [200, 3]
 
@@ -265,23 +264,24 @@ def test_kernels_get_bytes_as_uint8_and_indices_in_place():
 def test_a_kernel_cannot_write_into_what_others_read():
     def reference(x):
         x[0] = 1
-        return (x,)
+        return {"y": x}
 
     with pytest.raises(ValueError, match="read-only"):
-        run(kernel_of(reference, TensorType((2,), F32)), "f", [np.zeros(2, np.float32)])
+        run(kernel_of(reference, x=TensorType((2,), F32)), "f", [np.zeros(2, np.float32)])
 
 
 @pytest.mark.parametrize(
     "result, words",
     [
-        (np.zeros(2, np.float32), "kernel k returns ndarray, not a tuple"),
-        ((np.zeros(3, np.float32),), r"kernel in attn is tensor<2xf32>, got an array float32\[3\]"),
-        ((np.zeros(2),), r"kernel in attn is tensor<2xf32>, got an array float64\[2\]"),
+        (np.zeros(2, np.float32), "kernel k returns ndarray, not y by name"),
+        ({"z": np.zeros(2, np.float32)}, "kernel k returns results z, not y by name"),
+        ({"y": np.zeros(3, np.float32)}, r"kernel in attn is tensor<2xf32>, got an array float32\[3\]"),
+        ({"y": np.zeros(2)}, r"kernel in attn is tensor<2xf32>, got an array float64\[2\]"),
     ],
 )
 def test_a_kernel_whose_reference_is_not_its_type_is_refused(result, words):
     with pytest.raises(EmitError, match=words):
-        run(kernel_of(lambda x: result, TensorType((2,), F32)), "f", [np.zeros(2, np.float32)])
+        run(kernel_of(lambda x: result, x=TensorType((2,), F32)), "f", [np.zeros(2, np.float32)])
 
 
 def test_wrong_arguments_are_refused():

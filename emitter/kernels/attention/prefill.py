@@ -27,89 +27,86 @@ from __future__ import annotations
 
 import numpy as np
 
-from castiron.emitter.kernels.attention.rope_append import number
+from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.scores import NEVER, attend, capped
-from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Value, batches, executable, largest_width
+from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, transpose
 from castiron.emitter.types import F32, I32, TensorType
 
-STACK = 30 * 1024  # bytes a workgroup may use; IREE refuses more than 32 KB
+KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
 
 
 def attention_prefill(
     layers: int,
     context: int,
     T: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    layout: HeadLayout,
     *,
     isa: Isa,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    keys: int = 48,
 ) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
-    q [T, heads*head_dim] (rotated), start i32, length i32, k and v [layers, context, kv_heads, head_dim], layer ->
-    out [T, heads*head_dim], zero in rows >= length. Token t sees positions max(0, start + t - window + 1) .. start + t;
-    scores are (q . k) * scale, then softcap * tanh(score / softcap). `keys` is the size of a block, a multiple of 48.
+    q [T, heads*head_dim] (rotated), start i32, length i32, k_cache and v_cache [layers, context, kv_heads, head_dim],
+    layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees positions max(0, start + t - window + 1) ..
+    start + t; scores are (q . k) * scale, then softcap * tanh(score / softcap).
     """
-    hd, group = head_dim, heads // kv_heads
-    if heads % kv_heads or keys % 48:
-        raise ValueError(f"attention_prefill needs heads ({heads}) a multiple of kv_heads ({kv_heads}), keys ({keys}) of 48")
-    shape = _Shape(T * group, hd, isa, keys)
-    cache = TensorType((layers, context, kv_heads, hd), F32)
+    heads, kv_heads, hd, group = layout.heads, layout.kv_heads, layout.head_dim, layout.group
+    shape = _Shape(T * group, hd, isa)
+    cache, scalar = TensorType((layers, context, kv_heads, hd), F32), TensorType((), I32)
     rows = TensorType((T, heads * hd), F32)
-    operands = (rows, TensorType((), I32), TensorType((), I32), cache, cache, INDEX)
+    chunk, caches = {"q": rows, "start": scalar, "length": scalar}, {"k_cache": cache, "v_cache": cache}
     parts = [f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_s{number(scale)}"]
     parts += [f"w{window}"] if window else []
     parts += [f"cap{number(softcap)}"] if softcap else []
-    name = "_".join([*parts, isa.name, f"k{keys}"])
     tiles = T * group // shape.columns
 
-    def write(b: Body, q: Value, start: Value, length: Value, k: Value, v: Value, layer: Value, out: Value) -> None:
-        number = b.workgroup()
+    def write(b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa) -> None:
+        workgroup = b.workgroup()
         # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
-        tile = b.sub(tiles - 1, b.div(number, kv_heads))
-        head = b.rem(number, kv_heads)
-        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k, v, layer), softcap)
+        tile = b.sub(tiles - 1, b.div(workgroup, kv_heads))
+        head = b.rem(workgroup, kv_heads)
+        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k_cache, v_cache, layer), softcap)
         first, real = b.to_index(b.load(start)), b.to_index(b.load(length))
         work.begin(q, out, scale, first, real, window)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
         end = b.add(first, b.min(b.add(last_token, 1), real))
-        low = 0
+        low: Index = 0
         if window is not None:
             low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
         # A tile of padding sees no keys at all.
         end = b.choose(b.less(work.token, real), end, low)
-        with b.loop(low, end, keys) as block:
+        with b.loop(low, end, KEYS) as block:
             work.block(block.index, end, out)
         work.finish(out, real)
 
-    def reference(q: np.ndarray, start, length, k_cache: np.ndarray, v_cache: np.ndarray, layer) -> tuple[np.ndarray]:
+    def reference(
+        q: np.ndarray, start: np.ndarray, length: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, layer: int
+    ) -> dict[str, np.ndarray]:
         positions = int(start) + np.arange(int(length))
         queries = q[: int(length)].reshape(-1, heads, hd).astype(np.float64)
         out = np.zeros((T, heads * hd), np.float32)
         seen = attend(queries, k_cache[layer], v_cache[layer], positions, scale, window, softcap)
         out[: int(length)] = seen.reshape(-1, heads * hd)
-        return (out,)
+        return {"out": out}
 
     def pairs(start: int) -> int:
         return sum(min(start + t + 1, window or context) for t in range(T))
 
-    return Kernel(
-        name=name,
-        operands=operands,
-        results=(rows,),
-        tied=(None,),
-        text=executable(name, operands, (rows,), (None,), kv_heads * tiles, write),
+    return write_kernel(
+        "_".join([*parts, isa.name, f"k{KEYS}"]),
+        {**chunk, **caches, "layer": INDEX},
+        {"out": rows},
+        kv_heads * tiles,
+        write,
         reference=reference,
         flops=lambda start: 4 * heads * hd * pairs(start),
-        bytes=lambda start: 8 * (T * heads * hd + kv_heads * hd * min(start + T, T + (window or context))),
+        nbytes=lambda start: 8 * (T * heads * hd + kv_heads * hd * min(start + T, T + (window or context))),
     )
 
 
@@ -120,16 +117,16 @@ class _Shape:
     blocks in which queries are transposed. Every size divides what it tiles, so that no tile is ragged.
     """
 
-    def __init__(self, columns: int, hd: int, isa: Isa, keys: int):
+    def __init__(self, columns: int, hd: int, isa: Isa):
         accumulators = isa.registers * 3 // 4
-        self.hd, self.keys = hd, keys
+        self.hd = hd
         self.width = largest_width(isa.lanes, columns)
-        while self.width > 1 and self.width * 4 * (hd + keys + 6) > STACK:
+        while self.width > 1 and self.width * 4 * (hd + KEYS + 6) > STACK_BYTES:
             self.width //= 2
         # Three vectors by four keys load the least for each fma on 16 registers.
         wanted = (3, 2, 1) if isa.registers == 16 else (4, 3, 2, 1)
         sizes = [n * self.width for n in wanted]
-        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + keys + 6) <= STACK), self.width)
+        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + KEYS + 6) <= STACK_BYTES), self.width)
         self.vectors = self.columns // self.width
         self.rows = max(n for n in (1, 2, 3, 4, 6, 8, 12) if n * self.vectors <= accumulators)
         self.square = largest_width(self.width, hd)
@@ -150,7 +147,7 @@ class _Shape:
 class _Tile:
     """The text of one workgroup: `columns` (token, head) pairs from number `column` of kv head `head`.
 
-    On the stack: queries [head_dim, columns], a block's scores [keys, columns], and by column the recurrence's maximum, sum
+    On the stack: queries [head_dim, columns], a block's scores [KEYS, columns], and by column the recurrence's maximum, sum
     and rescaling, the last position seen and the token and offset of its row in the result.
     """
 
@@ -160,12 +157,12 @@ class _Tile:
         self.softcap = softcap
         self.token = b.div(column, group)
         self.q = b.stack(shape.hd, shape.columns)
-        self.scores = b.stack(shape.keys, shape.columns)
+        self.scores = b.stack(KEYS, shape.columns)
         self.maxima, self.sums, self.rescale = (b.stack(shape.columns) for _ in range(3))
         self.limits, self.tokens, self.offsets = (b.stack(shape.columns, element="i32") for _ in range(3))
         self.lanes = range(0, shape.columns, shape.width)
 
-    def begin(self, q: Value, out: Value, scale: float, start: Index, real: Index, window: int | None) -> None:
+    def begin(self, q: Ssa, out: Ssa, scale: float, start: Index, real: Index, window: int | None) -> None:
         """Where each column's row is, its queries transposed and scaled, the recurrence empty, the result's rows zero."""
         b, shape = self.b, self.shape
         self.window = window
@@ -181,25 +178,25 @@ class _Tile:
                 b.vstore(b.splat(0.0, shape.out_width), out, token, b.add(offset, d.index))
         side = shape.square
         with b.loop(0, shape.columns, side) as c:
-            places = [self.place(b.add(c.index, i)) for i in range(side)]
+            targets = [self.target(b.add(c.index, i)) for i in range(side)]
             with b.loop(0, shape.hd, side) as d:
-                rows = [b.vload(q, side, token, b.add(offset, d.index)) for token, offset in places]
+                rows = [b.vload(q, side, token, b.add(offset, d.index)) for token, offset in targets]
                 for i, x in enumerate(transpose(b, rows)):
                     x = b.mulf(x, b.splat(scale, side))
                     b.vstore(x, self.q, b.add(d.index, i), c.index)
-        for c in self.lanes:
-            b.vstore(b.splat(NEVER, shape.width), self.maxima, c)
-            b.vstore(b.splat(0.0, shape.width), self.sums, c)
+        for column in self.lanes:
+            b.vstore(b.splat(NEVER, shape.width), self.maxima, column)
+            b.vstore(b.splat(0.0, shape.width), self.sums, column)
 
-    def place(self, c: Index) -> tuple[Value, Value]:
+    def target(self, c: Index) -> tuple[Ssa, Ssa]:
         """Row and offset in q and in the result of a column of this tile."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
-    def block(self, first: Value, end: Value, out: Value) -> None:
-        """Add the keys first .. min(first + keys, end) - 1 to the recurrence."""
+    def block(self, first: Ssa, end: Ssa, out: Ssa) -> None:
+        """Add the keys first .. min(first + KEYS, end) - 1 to the recurrence."""
         b, shape = self.b, self.shape
-        count = b.min(b.sub(end, first), shape.keys)
+        count = b.min(b.sub(end, first), KEYS)
         last = b.sub(end, 1)
         with b.loop(0, count, shape.rows) as j:
             self.score_rows(b.add(first, j.index), last, j.index)
@@ -260,15 +257,15 @@ class _Tile:
         for c, total in zip(self.lanes, j.results, strict=True):
             b.vstore(total, self.sums, c)
 
-    def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Value) -> None:
+    def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """out[columns, d...] = rescale * out + weights @ v rows, for one block of registers."""
         b, shape = self.b, self.shape
         width = shape.out_width
         columns = [b.add(column, i) for i in range(shape.out_columns)]
-        places = [self.place(c) for c in columns]
+        targets = [self.target(c) for c in columns]
         offsets = [b.add(d, i * width) for i in range(shape.out_vectors)]
         start = []
-        for c, (token, offset) in zip(columns, places, strict=True):
+        for c, (token, offset) in zip(columns, targets, strict=True):
             rescale = b.broadcast(b.load(self.rescale, c), width)
             start += [b.mulf(b.vload(out, width, token, b.add(offset, e)), rescale) for e in offsets]
         with b.loop(0, count, carry=start) as j:
@@ -280,19 +277,19 @@ class _Tile:
                 v = b.vload(self.v_cache, width, self.layer, row, self.head, e)
                 sums.append([b.fma(w, v, j.values[c * len(offsets) + i]) for c, w in enumerate(weights)])
             j.give(*[sums[i][c] for c in range(len(columns)) for i in range(len(offsets))])
-        for (token, offset), totals in zip(places, batches(j.results, len(offsets)), strict=True):
+        for (token, offset), totals in zip(targets, batches(j.results, len(offsets)), strict=True):
             for e, total in zip(offsets, totals, strict=True):
                 b.vstore(total, out, token, b.add(offset, e))
 
-    def finish(self, out: Value, real: Index) -> None:
+    def finish(self, out: Ssa, real: Index) -> None:
         """Divide by the sums; rows of padding become zero."""
         b, shape = self.b, self.shape
         width = shape.out_width
         with b.loop(0, shape.columns) as c:
-            token, offset = self.place(c.index)
+            token, offset = self.target(c.index)
             inverse = b.broadcast(b.divf(b.f32(1.0), b.load(self.sums, c.index)), width)
             padding = b.less(token, real)
             with b.loop(0, shape.hd, width) as d:
-                place = [token, b.add(offset, d.index)]
-                value = b.mulf(b.vload(out, width, *place), inverse)
-                b.vstore(b.select(padding, value, b.splat(0.0, width)), out, *place)
+                at = b.add(offset, d.index)
+                value = b.mulf(b.vload(out, width, token, at), inverse)
+                b.vstore(b.select(padding, value, b.splat(0.0, width)), out, token, at)

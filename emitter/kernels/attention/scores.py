@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from castiron.emitter.kernels.writing.body import Body, Value, width_of
+from castiron.emitter.kernels.writing.body import Body, Ssa, width_of
 from castiron.emitter.kernels.writing.vectors import tanh
 
 NEVER = -1.0e30  # stands for no score: no real one falls below it, and differences to it are finite
 
 
-def capped(b: Body, scores: Value, softcap: float | None) -> Value:
+def capped(b: Body, scores: Ssa, softcap: float | None) -> Ssa:
     """softcap * tanh(scores / softcap) (Gemma 2), or the scores themselves."""
     if softcap is None:
         return scores

@@ -25,13 +25,16 @@ prefetchers lose; they follow those loads. Prefetch instructions do not do: CPUs
 
 from __future__ import annotations
 
-from castiron.emitter.kernels.attention.rope_append import Heads, prepare_head
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
 from castiron.emitter.kernels.attention.scores import NEVER, capped
-from castiron.emitter.kernels.writing.body import Body, Index, Value, batches, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
 
-TILE = 48  # positions; from 32 to 96 the time differs by a few percent
+TILE = 48  # positions, whole vectors of every instruction set; from 32 to 96 the time differs by a few percent
 LINE = 16  # f32 elements of a cache line
 SLACK = 30.0  # how far a score may rise above its head's reference: e^30 is far from overflow
 
@@ -39,27 +42,37 @@ SLACK = 30.0  # how far a score may rise above its head's reference: e^30 is far
 class Shape:
     """Sizes of the tiles of a workgroup that holds `per` kv heads.
 
-    `tile` positions, of which `rows` are scored at once, against `heads` query heads of a group; values of `heads` heads
+    TILE positions, of which `rows` are scored at once, against `heads` query heads of a group; values of `heads` heads
     are added up in `columns` vectors of `width` elements. `segment` is what a cache row has of the workgroup's kv heads.
     """
 
-    def __init__(self, layout: Heads, isa: Isa, per: int, tile: int):
+    def __init__(self, layout: HeadLayout, isa: Isa, per: int):
         hd = layout.head_dim
         self.per, self.segment = per, per * hd
         self.width = largest_width(isa.lanes, hd)
         accumulators = isa.registers * 3 // 4
         chunks = hd // self.width
         self.heads = min(layout.group, accumulators)
-        self.tile = tile
-        if self.tile % isa.lanes:
-            raise ValueError(f"attention_decode takes tiles of a multiple of {isa.lanes} positions, got {self.tile}")
         self.rows = 1
         while self.rows * 2 * self.heads <= accumulators and self.rows * 2 <= self.width:
             self.rows *= 2
         fitting = [n for n in range(1, chunks + 1) if chunks % n == 0 and n * self.heads <= accumulators]
         self.columns = max(fitting, default=1)
         self.unroll = max(n for n in range(1, min(chunks, 8) + 1) if chunks % n == 0)
-        self.stack_bytes = 4 * (per * layout.group * (2 * hd + self.tile + isa.lanes + 1) + hd)
+        self.stack_bytes = 4 * (per * layout.group * (2 * hd + TILE + isa.lanes + 1) + hd)
+
+
+@dataclass(frozen=True)
+class Token:
+    """The token of one sequence: row `row` of qkv and of the result, at `position`, over `layer` of the caches.
+
+    `given` are the kernel's buffers by name.
+    """
+
+    given: Mapping[str, Ssa]
+    row: Index
+    position: Ssa
+    layer: Index
 
 
 class Workgroup:
@@ -70,7 +83,7 @@ class Workgroup:
     [heads, head_dim]; and the new key [head_dim]. `first` is the kv head that comes first in them, `end` is past the last.
     """
 
-    def __init__(self, b: Body, layout: Heads, isa: Isa, context: int, shape: Shape, softcap: float | None, scale: float):
+    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, context: int, shape: Shape, softcap: float | None, scale: float):
         self.b, self.layout, self.context, self.softcap, self.scale = b, layout, context, softcap, scale
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
@@ -79,51 +92,45 @@ class Workgroup:
         held = shape.per * self.group
         self.q = b.stack(held, self.hd)
         self.k = b.stack(self.hd)
-        self.scores = b.stack(held, shape.tile)
+        self.scores = b.stack(held, TILE)
         self.references = b.stack(held)
         self.sums = b.stack(held, self.lanes)
         self.values = b.stack(held, self.hd)
 
-    def begin(self, source: tuple, options: tuple, position: Value, cache: tuple, heads: tuple[Index, Index]) -> None:
-        """Prepare the queries of the kv heads heads[0] .. heads[1] - 1; the recurrence is empty.
-
-        `source` is (qkv, the sequence's row in it and in the result); `options` are ([cos, sin], [q_norm, k_norm]) as of
-        `Heads.split`; `cache` is (k, v, layer).
-        """
-        b, layout, hd = self.b, self.layout, self.hd
-        (self.qkv, self.row), self.options, self.position = source, options, position
-        self.k_cache, self.v_cache, self.layer = cache
-        self.bases = [b.address(c) for c in cache[:2]]
-        self.first, self.end = heads
-        (tables, norms), low = options, b.mul(self.first, self.group)
-        with b.loop(low, b.mul(self.end, self.group)) as head:
+    def begin(self, token: Token, first: Index, end: Index) -> None:
+        """Prepare the token's queries of the kv heads first .. end - 1; the recurrence is empty."""
+        b, hd = self.b, self.hd
+        self.token, self.first, self.end = token, first, end
+        self.qkv, self.k_cache, self.v_cache = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
+        self.bases = [b.address(cache) for cache in (self.k_cache, self.v_cache)]
+        low = b.mul(first, self.group)
+        with b.loop(low, b.mul(end, self.group)) as head:
             g = b.sub(head.index, low)
-            ends = (self.qkv, [self.row], b.mul(head.index, hd)), (self.q, [g], 0)
-            place = head.index, (0, layout.heads)
-            prepare_head(b, layout, self.lanes, *ends, tables, position, norms[0], *place, scale=self.scale)
+            self._prepare("q", head.index, b.mul(head.index, hd), Span(self.q, [g], 0), self.scale)
             b.store(b.f32(NEVER), self.references, g)
             b.vstore(b.splat(0.0, self.lanes), self.sums, g, 0)
             with b.loop(0, hd, self.width) as d:
                 b.vstore(b.splat(0.0, self.width), self.values, g, d.index)
 
+    def _prepare(self, kind: str, head: Index, offset: Index, target: Span, scale: float = 1.0) -> None:
+        """A head at `offset` of the token's row into `target`."""
+        source, token = Span(self.qkv, [self.token.row], offset), self.token
+        prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
+
     def own(self) -> None:
         """Prepare the token's own keys and values, append them, and let the recurrence begin with them."""
         b, layout, hd = self.b, self.layout, self.hd
-        tables, norms = self.options
-        k_row = layout.heads * hd
         with b.loop(self.first, self.end) as head:
-            offset = b.add(b.mul(head.index, hd), k_row)
-            ends = (self.qkv, [self.row], offset), (self.k, [], 0)
-            kind = (k_row, layout.kv_heads)
-            prepare_head(b, layout, self.lanes, *ends, tables, self.position, norms[1], head.index, kind)
-            place = [self.layer, self.position, head.index]
+            offset = b.add(b.mul(head.index, hd), layout.keys)
+            self._prepare("k", head.index, offset, Span(self.k, [], 0))
+            cached = [self.token.layer, self.token.position, head.index]
             low = b.mul(b.sub(head.index, self.first), self.group)
             with b.loop(0, hd, self.width) as d:
-                v = b.vload(self.qkv, self.width, self.row, b.add(b.add(offset, layout.kv_heads * hd), d.index))
-                b.vstore(v, self.v_cache, *place, d.index)
-                b.vstore(b.vload(self.k, self.width, d.index), self.k_cache, *place, d.index)
-                for g in range(self.group):
-                    b.vstore(v, self.values, b.add(low, g), d.index)
+                v = b.vload(self.qkv, self.width, self.token.row, b.add(b.add(offset, layout.kv_heads * hd), d.index))
+                b.vstore(v, self.v_cache, *cached, d.index)
+                b.vstore(b.vload(self.k, self.width, d.index), self.k_cache, *cached, d.index)
+                for i in range(self.group):
+                    b.vstore(v, self.values, b.add(low, i), d.index)
             one = b.constant(f"dense<[1.0{', 0.0' * (self.lanes - 1)}]>", f"vector<{self.lanes}xf32>")
             with b.loop(low, b.add(low, self.group)) as g:
                 with b.loop(0, hd, self.width, carry=[b.splat(0.0, self.width)]) as d:
@@ -133,17 +140,17 @@ class Workgroup:
                 b.store(b.extract(score, 0), self.references, g.index)
                 b.vstore(one, self.sums, g.index, 0)
 
-    def attend(self, start: Index, end: Value, ahead: bool) -> None:
+    def attend(self, start: Index, end: Index, ahead: bool) -> None:
         """Add the positions start .. end - 1 to the recurrence, reading ahead or not."""
-        with self.b.loop(start, end, self.shape.tile) as tile:
+        with self.b.loop(start, end, TILE) as tile:
             self.tile(tile.index, end, ahead)
 
-    def tile(self, first: Value, end: Value, ahead: bool) -> None:
+    def tile(self, first: Ssa, end: Index, ahead: bool) -> None:
         """Add the positions first .. min(first + tile, end) - 1 to the recurrence."""
         b = self.b
-        count = b.min(b.sub(end, first), self.shape.tile)
+        count = b.min(b.sub(end, first), TILE)
         vectors = b.ceildiv(count, self.lanes)
-        with b.when(b.less(count, self.shape.tile)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
+        with b.when(b.less(count, TILE)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
             last = b.mul(b.sub(vectors, 1), self.lanes)
             b.vstore(b.splat(NEVER, self.lanes), self.scores, g.index, last)
         whole = b.mul(b.div(count, self.rows), self.rows)
@@ -159,16 +166,16 @@ class Workgroup:
                 with b.loop(0, self.hd, self.columns * self.width) as d:
                     self.add_values(head.index, heads, d.index, first, count)
 
-    def held(self, head: Value, heads: range) -> list[Index]:
+    def held(self, head: Ssa, heads: range) -> list[Index]:
         """Where query heads of a kv head's group stand on the stack."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
-    def touch(self, base: Value, row: Index, at: Index, count: int) -> None:
+    def touch(self, base: Ssa, row: Index, at: Index, count: int) -> None:
         """Load a word of each line of `count` elements, from element `at` of the segments of the rows from `row` on."""
         b, segment = self.b, self.shape.segment
         size = self.layout.kv_heads * self.hd
-        start = b.mul(b.add(b.mul(self.layer, self.context), row), size)
+        start = b.mul(b.add(b.mul(self.token.layer, self.context), row), size)
         for line in range(0, count, LINE):
             element = b.add(at, line)
             if segment < size:
@@ -177,7 +184,7 @@ class Workgroup:
                 )
             b.touch(base, b.mul(b.add(start, element), 4))
 
-    def score_rows(self, head: Value, row: Index, j: Value, rows: int, ahead: bool) -> None:
+    def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Scores of `rows` positions from `row` on, as those of the tile from j on.
 
         With `ahead`, this head's share of the values of these positions and of the keys of the next is read ahead.
@@ -193,19 +200,19 @@ class Workgroup:
                     d = b.add(loop.index, i * self.width)
                     if ahead and heads is self.head_chunks[0]:
                         share = b.add(b.mul(b.sub(head, self.first), rows * self.hd), b.mul(d, rows))
-                        for base, place in (self.bases[0], following), (self.bases[1], row):
-                            self.touch(base, place, share, rows * self.width)
+                        for base, ahead_from in (self.bases[0], following), (self.bases[1], row):
+                            self.touch(base, ahead_from, share, rows * self.width)
                     queries = [b.vload(self.q, self.width, g, d) for g in held]
                     fresh = []
                     for r, carried in enumerate(batches(sums, count)):
-                        k = b.vload(self.k_cache, self.width, self.layer, b.add(row, r), head, d)
+                        k = b.vload(self.k_cache, self.width, self.token.layer, b.add(row, r), head, d)
                         fresh += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
                     sums = fresh
                 loop.give(*sums)
             for i, g in enumerate(held):
                 b.vstore(capped(b, lane_sums(b, loop.results[i::count]), self.softcap), self.scores, g, j)
 
-    def softmax(self, head: Value, heads: range, blocks: Index) -> None:
+    def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
         """Turn scores into weights relative to the references, which rise where a score is far above them; add up the sums."""
         b, lanes = self.b, self.lanes
         held = self.held(head, heads)
@@ -228,7 +235,7 @@ class Workgroup:
         for g, total in zip(held, j.results, strict=True):
             b.vstore(total, self.sums, g, 0)
 
-    def scale_down(self, g: Index, factor: Value) -> None:
+    def scale_down(self, g: Index, factor: Ssa) -> None:
         """Multiply what was summed so far by a factor."""
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
@@ -237,7 +244,7 @@ class Workgroup:
             value = b.vload(self.values, self.width, g, d.index)
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
-    def add_values(self, head: Value, heads: range, d: Index, first: Value, count: Index) -> None:
+    def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
         """values[heads, d:d+columns*width] += weights @ value rows."""
         b, width = self.b, self.width
         held = self.held(head, heads)
@@ -248,18 +255,18 @@ class Workgroup:
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
             for i, c in enumerate(columns):
-                v = b.vload(self.v_cache, width, self.layer, b.add(first, j.index), head, c)
+                v = b.vload(self.v_cache, width, self.token.layer, b.add(first, j.index), head, c)
                 sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(weights)])
             j.give(*[sums[i][g] for g in range(len(held)) for i in range(len(columns))])
         for g, results in zip(held, batches(j.results, len(columns)), strict=True):
             for c, total in zip(columns, results, strict=True):
                 b.vstore(total, self.values, g, c)
 
-    def total(self, g: Index) -> Value:
+    def total(self, g: Index) -> Ssa:
         """The sum of a head's weights."""
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
-    def finish(self, out: Value) -> None:
+    def finish(self, out: Ssa) -> None:
         """The weighted means of the heads, as attention's result."""
         b = self.b
         low = b.mul(self.first, self.group)
@@ -268,4 +275,4 @@ class Workgroup:
             inverse = b.broadcast(b.divf(b.f32(1.0), self.total(g)), self.width)
             with b.loop(0, self.hd, self.width) as d:
                 value = b.mulf(b.vload(self.values, self.width, g, d.index), inverse)
-                b.vstore(value, out, self.row, b.add(b.mul(head.index, self.hd), d.index))
+                b.vstore(value, out, self.token.row, b.add(b.mul(head.index, self.hd), d.index))

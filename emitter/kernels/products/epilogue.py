@@ -1,4 +1,4 @@
-"""What a matrix product does to its input and to its output in the same dispatch: norm, bias, residual, GLU."""
+"""What a matrix product does to its output in the same dispatch: GLU, bias, residual."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from math import erf, pi, sqrt
 
 import numpy as np
 
-from castiron.emitter.kernels.attention.rope_append import number
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.writing.body import Body, Index, Value, width_of
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, width_of
 from castiron.emitter.kernels.writing.vectors import exp, tanh
 
 
-def _silu(b: Body, x: Value) -> Value:
+def _silu(b: Body, x: Ssa) -> Ssa:
     one = b.splat(1.0, width_of(x))
     return b.divf(x, b.addf(one, exp(b, b.subf(b.splat(0.0, width_of(x)), x))))
 
 
-def _gelu_tanh(b: Body, x: Value) -> Value:
+def _gelu_tanh(b: Body, x: Ssa) -> Ssa:
     width = width_of(x)
     cubic = b.fma(b.mulf(b.mulf(x, x), x), b.splat(0.044715, width), x)
     half = b.mulf(x, b.splat(0.5, width))
     return b.fma(half, tanh(b, b.mulf(cubic, b.splat(sqrt(2 / pi), width))), half)
 
 
-def _gelu(b: Body, x: Value) -> Value:
+def _gelu(b: Body, x: Ssa) -> Ssa:
     width = width_of(x)
     scaled = b.mulf(x, b.splat(sqrt(0.5), width))
     half = b.mulf(x, b.splat(0.5, width))
@@ -49,7 +48,7 @@ ACTIVATIONS = {
 class Epilogue:
     """y = W x becomes act(gate) * up if `glu` names the activation, then + bias, then + residual.
 
-    With a GLU blocks of 16 rows of the weight alternate, gate first (`weights.packing.interleave_rows`).
+    With a GLU row blocks of the weight alternate, gate first (`weights.packing.interleave_rows`).
     """
 
     bias: bool = False
@@ -65,25 +64,25 @@ class Epilogue:
         return (f"_{self.glu}" if self.glu else "") + "_bias" * self.bias + "_residual" * self.residual
 
     @property
-    def blocks(self) -> int:
-        """Blocks of the weight that make 16 results."""
+    def row_blocks(self) -> int:
+        """Row blocks of the weight that make 16 results."""
         return 2 if self.glu else 1
 
     def weight_rows(self, out_features: int) -> int:
         """Rows of the packed weight that give `out_features` results."""
         return -(-out_features // LANES) * 2 * LANES if self.glu else out_features
 
-    def combine(self, b: Body, products: list[list[Value]]) -> list[Value]:
-        """[blocks][vectors] products -> the 16 results as vectors, before bias and residual."""
+    def combine(self, b: Body, products: list[list[Ssa]]) -> list[Ssa]:
+        """[row blocks][vectors] products -> the 16 results as vectors, before bias and residual."""
         if self.glu is None:
             return products[0]
         activate = ACTIVATIONS[self.glu][0]
         return [b.mulf(activate(b, gate), up) for gate, up in zip(*products, strict=True)]
 
-    def finish(self, b: Body, y: Value, bias: Value | None, residual: Value | None, row: Index, column: Index) -> Value:
+    def finish(self, b: Body, y: Ssa, bias: Ssa | None, residual: Ssa | None, row: Index, column: Index) -> Ssa:
         """One vector or scalar of results at [row, column] with what is added to it."""
 
-        def read(buffer: Value, *at: Index) -> Value:
+        def read(buffer: Ssa, *at: Index) -> Ssa:
             return b.vload(buffer, width_of(y), *at) if y.type.startswith("vector") else b.load(buffer, *at)
 
         if bias is not None:
@@ -101,29 +100,3 @@ class Epilogue:
         if bias is not None:
             products = products + bias
         return (products if residual is None else products + residual).astype(np.float32)
-
-
-def norm_name(eps: float | None) -> str:
-    return "" if eps is None else f"_rms{number(eps)}"
-
-
-def norm_of(x: np.ndarray, weight: np.ndarray | None, eps: float | None) -> np.ndarray:
-    """NumPy definition of RMS norm in f64 (HF `LlamaRMSNorm`); x itself without one."""
-    x = x.astype(np.float64)
-    if eps is None:
-        return x
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
-
-
-class Arguments:
-    """The arguments of a matrix product, of which some may be missing: x, norm, weight, bias, residual, length, out."""
-
-    NAMES = ("x", "norm", "weight", "bias", "residual", "length", "out")
-
-    def __init__(self, arguments: tuple, norm: bool, epilogue: Epilogue, length: bool):
-        there = {"norm": norm, "bias": epilogue.bias, "residual": epilogue.residual, "length": length}
-        rest = iter(arguments)
-        self._given = {name: next(rest, None) if there.get(name, True) else None for name in self.NAMES}
-
-    def __getattr__(self, name: str):
-        return self._given[name]

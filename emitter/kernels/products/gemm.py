@@ -1,6 +1,6 @@
 """Y = X W^T for a chunk of tokens: weights become f32 once per workgroup and row block, then are multiplied at f32 peak.
 
-A workgroup takes a few blocks of 16 rows of the weight and a block of tokens. It decodes a panel [depth, columns] of
+A workgroup takes a few row blocks of the weight and a block of tokens. It decodes a panel [depth, columns] of
 the weight onto the stack, multiplies tiles of tokens with it in registers, adds them to sums [tokens, columns] that
 stay on the stack too, and goes on to the next panel along k. (Goto and van de Geijn 2008, with the packing of B
 replaced by decoding.)
@@ -25,34 +25,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue
-from castiron.emitter.kernels.products.several import Finish, several_tokens
-from castiron.emitter.kernels.weights.packing import LANES, packed_shape
+from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.products.several import Finish
+from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Panel, units
-from castiron.emitter.kernels.writing.body import Body, Index, Value
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 
 MOST_DEPTH = 288  # 18 KB of panel for 16 columns: more would push x out of the L1 cache
 MOST_TOKENS = 132  # more of them push x out of the L2 cache between blocks of columns
 PARTS = 6  # workgroups a thread: fewer than 8, from where on IREE hands out 8 at a time
-STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
 
 
 @dataclass(frozen=True)
-class GemmTiles:
-    """What a search may vary; results change by rounding only.
-
-    rows x (16 * wide) sums stand in registers. `blocks` of 16 columns, a multiple of `wide` that divides the weight's,
-    share a panel `depth` k deep, whole groups. `tokens`, a multiple of `rows`, are multiplied with a panel before it is
-    decoded again. `unroll` k stand in one iteration. Panel and sums fit the stack. `workgroups` share the products of
-    `blocks` with `tokens`.
+class GemmTiles(Tiles):
+    """rows x (16 * wide) sums stand in registers. `row_blocks` of 16 columns, a multiple of `wide` that divides the
+    weight's, share a panel `depth` k deep, whole groups. `tokens`, a multiple of `rows`, are multiplied with a panel
+    before it is decoded again. `unroll` k stand in one iteration. Panel and sums fit the stack. `workgroups` share the
+    products of `row_blocks` with `tokens`.
     """
 
     rows: int
     wide: int
-    blocks: int
+    row_blocks: int
     depth: int
     tokens: int
     unroll: int = 8
@@ -60,21 +57,30 @@ class GemmTiles:
 
     @property
     def name(self) -> str:
-        sizes = f"r{self.rows}w{self.wide}b{self.blocks}d{self.depth}t{self.tokens}"
+        sizes = f"r{self.rows}w{self.wide}b{self.row_blocks}d{self.depth}t{self.tokens}"
         return f"{sizes}u{self.unroll}g{self.workgroups}"
 
     @property
     def stack_bytes(self) -> int:
-        return 4 * LANES * self.blocks * (self.depth + self.tokens)
+        return 4 * LANES * self.row_blocks * (self.depth + self.tokens)
+
+    def fit(self, product: Product) -> bool:
+        return (
+            self.stack_bytes <= STACK_BYTES
+            and self.depth % units(product.codec) == 0
+            and self.tokens % self.rows == 0
+            and self.row_blocks % self.wide == 0
+            and self.row_blocks % product.epilogue.row_blocks == 0
+            and product.weight_shape[0] % self.row_blocks == 0
+        )
 
 
-def default_tiles(
-    codec_name: str, T: int, out_features: int, in_features: int, isa: Isa, blocks: int = 1, threads: int = 2
-) -> GemmTiles:
-    """Tiles that measured well; `blocks` is `Epilogue.blocks`, `threads` what the kernel is expected to run on."""
-    even = blocks == 2 or -(-out_features // LANES) % 2 == 0
+def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmTiles:
+    """Tiles that measured well for a kernel that is expected to run on `threads`."""
+    T, shared, row_blocks = product.tokens, product.epilogue.row_blocks, -(-product.out_features // LANES)
+    even = shared == 2 or row_blocks % 2 == 0
     wide = 2 if isa.lanes == LANES and even else 1
-    together = max(wide, blocks)
+    together = max(wide, shared)
     most_rows = 12 if isa.lanes == LANES else 6
     # A tile of few rows takes as long as one of 4, by the latency of fma.
     costs = {rows: T // rows * rows + max(T % rows, 4 if T % rows else 0) for rows in range(4, most_rows + 1)}
@@ -82,9 +88,9 @@ def default_tiles(
     budget = STACK_BYTES // (4 * LANES * together)
     token_blocks = -(-T // min(MOST_TOKENS, budget * 3 // 5))
     tokens = -(-T // (token_blocks * rows)) * rows
-    size = units(codec_name)
-    depth = _even_share(-(-in_features // size), min(MOST_DEPTH, budget - tokens) // size) * size
-    items = -(-out_features // LANES) * blocks // together * -(-T // tokens)
+    size = units(product.codec)
+    depth = _even_share(-(-product.in_features // size), min(MOST_DEPTH, budget - tokens) // size) * size
+    items = row_blocks * shared // together * -(-T // tokens)
     return GemmTiles(rows, wide, together, depth, tokens, workgroups=min(items, PARTS * threads))
 
 
@@ -95,95 +101,47 @@ def _even_share(total: int, most: int) -> int:
     return share if 2 * share >= most else most
 
 
-def _check(tiles: GemmTiles, codec_name: str, weight_blocks: int, together: int) -> None:
-    fits = (
-        tiles.stack_bytes <= STACK_BYTES
-        and tiles.depth % units(codec_name) == 0
-        and tiles.tokens % tiles.rows == 0
-        and tiles.blocks % tiles.wide == 0
-        and tiles.blocks % together == 0
-        and weight_blocks % tiles.blocks == 0
-    )
-    if not fits:
-        raise ValueError(f"tiles {tiles.name} do not fit a {codec_name} weight of {weight_blocks} blocks: see GemmTiles")
+def gemm(product: Product, isa: Isa, tiles: GemmTiles) -> Kernel:
+    """The kernel of a product of many tokens. ValueError for tiles that do not fit."""
+    prefix = f"gemm_{product.codec}_{product.tokens}x{product.out_features}x{product.in_features}{product.suffix}"
 
+    def write(b: Body, buffers: Buffers) -> None:
+        _Gemm(b, product, isa, tiles, buffers).write()
 
-def gemm(
-    codec_name: str,
-    T: int,
-    out_features: int,
-    in_features: int,
-    *,
-    isa: Isa,
-    bias: bool = False,
-    residual: bool = False,
-    glu: str | None = None,
-    length: bool = False,
-    threads: int = 2,
-    tiles: GemmTiles | None = None,
-) -> Kernel:
-    """x [T, in], weight (`packed_shape`, i8), (bias [out]), (residual [T, out]), (length i32) -> y [T, out], f32.
-
-    Options as in `gemv`. With `length` only rows < length are computed, the others are zero. ValueError for an unknown
-    codec or activation, or rows that are not whole blocks.
-    """
-    codec = codec_of(codec_name)
-    epilogue = Epilogue(bias, residual, glu)
-    shape = packed_shape(codec_name, epilogue.weight_rows(out_features), in_features)
-    tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks, threads)
-    _check(tiles, codec_name, shape[0], epilogue.blocks)
-
-    def write(b: Body, given: Arguments) -> None:
-        _Gemm(b, codec, isa, tiles, epilogue, given, T, out_features, in_features).write()
-
-    suffix = epilogue.name + "_length" * length
-    name = f"gemm_{codec_name}_{T}x{out_features}x{in_features}{suffix}_{isa.name}_{tiles.name}"
-    return several_tokens(name, codec_name, T, out_features, in_features, epilogue, length, tiles.workgroups, write)
+    return product_kernel(product, isa, tiles, prefix, tiles.workgroups, write)
 
 
 class _Gemm:
     """Writes the body of one kernel."""
 
-    def __init__(
-        self,
-        b: Body,
-        codec: Codec,
-        isa: Isa,
-        tiles: GemmTiles,
-        epilogue: Epilogue,
-        given: Arguments,
-        T: int,
-        out_features: int,
-        in_features: int,
-    ):
-        self.b, self.tiles, self.given = b, tiles, given
-        self.lanes, self.T = isa.lanes, T
-        self.in_features = in_features
-        self.columns = LANES * tiles.blocks
-        self.panel = Panel(b, codec, isa, given.weight, tiles.depth, tiles.blocks)
+    def __init__(self, b: Body, product: Product, isa: Isa, tiles: GemmTiles, buffers: Buffers):
+        self.b, self.tiles, self.buffers = b, tiles, buffers
+        self.lanes, self.T, self.in_features = isa.lanes, product.tokens, product.in_features
+        self.row_blocks, self.columns = product.weight_shape[0], LANES * tiles.row_blocks
+        self.panel = Panel(b, product.format, isa, buffers.weight, tiles.depth, tiles.row_blocks)
         self.sums = b.stack(tiles.tokens, self.columns)
-        self.finish = Finish(b, self.lanes, epilogue, given, out_features, self.sums)
+        self.finish = Finish(b, product, self.lanes, buffers, self.sums)
 
     def write(self) -> None:
         b, tiles = self.b, self.tiles
-        groups = self.panel.weight_blocks // tiles.blocks
+        groups = self.row_blocks // tiles.row_blocks
         items = groups * -(-self.T // tiles.tokens)
         workgroup = b.workgroup()
         low = b.div(b.mul(workgroup, items), tiles.workgroups)
         high = b.div(b.mul(b.add(workgroup, 1), items), tiles.workgroups)
         with b.loop(low, high) as item:
-            self._item(b.mul(b.rem(item.index, groups), tiles.blocks), b.mul(b.div(item.index, groups), tiles.tokens))
+            self._item(b.mul(b.rem(item.index, groups), tiles.row_blocks), b.mul(b.div(item.index, groups), tiles.tokens))
 
     def _item(self, first_block: Index, first: Index) -> None:
-        """All results of `tiles.blocks` blocks of columns and `tiles.tokens` tokens."""
+        """All results of `tiles.row_blocks` and `tiles.tokens` tokens."""
         b, tiles = self.b, self.tiles
         last = b.min(b.add(first, tiles.tokens), self.T)
         end = last
-        if self.given.length is not None:
-            end = b.max(b.min(b.to_index(b.load(self.given.length)), last), first)
+        if self.buffers.length is not None:
+            end = b.max(b.min(b.to_index(b.load(self.buffers.length)), last), first)
         with b.when(b.less(first, end)):
             self._products(first_block, first, end)
-        self.finish.store(first_block, tiles.blocks, first, end, last)
+        self.finish.store(first_block, tiles.row_blocks, first, end, last)
 
     def _products(self, first_block: Index, first: Index, end: Index) -> None:
         """The sums of tokens `first` to `end`, rounded up to a tile."""
@@ -216,23 +174,23 @@ class _Gemm:
             with b.when(b.less(start, b.add(first, count))):
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
-    def _tile(self, place: Index, token: Index, rows: int, k: Index, depth: int) -> None:
-        """sums[place : place + rows] += x[token : token + rows, k : k + depth] @ panel."""
+    def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
+        """sums[row : row + rows] += x[token : token + rows, k : k + depth] @ panel."""
         b, lanes, unroll = self.b, self.lanes, self.tiles.unroll
         width = LANES * self.tiles.wide
         with b.loop(0, self.columns, width) as column:
-            at = [(b.add(place, r), b.add(column.index, c)) for r in range(rows) for c in range(0, width, lanes)]
+            at = [(b.add(row, r), b.add(column.index, c)) for r in range(rows) for c in range(0, width, lanes)]
 
-            def step(j: Index, sums: list[Value]) -> list[Value]:
+            def step(j: Index, sums: list[Ssa]) -> list[Ssa]:
                 weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
                 done = []
                 for r in range(rows):
-                    x = b.broadcast(b.load(self.given.x, b.add(token, r), b.add(k, j)), lanes)
+                    x = b.broadcast(b.load(self.buffers.x, b.add(token, r), b.add(k, j)), lanes)
                     mine = sums[r * len(weights) : (r + 1) * len(weights)]
                     done += [b.fma(x, weight, total) for weight, total in zip(weights, mine, strict=True)]
                 return done
 
-            sums = [b.vload(self.sums, lanes, *place_of) for place_of in at]
+            sums = [b.vload(self.sums, lanes, *sum_at) for sum_at in at]
             whole = depth // unroll * unroll
             with b.loop(0, whole, unroll, carry=sums) as loop:
                 sums = loop.values
@@ -242,5 +200,5 @@ class _Gemm:
             sums = loop.results
             for j in range(whole, depth):
                 sums = step(j, sums)
-            for total, place_of in zip(sums, at, strict=True):
-                b.vstore(total, self.sums, *place_of)
+            for total, sum_at in zip(sums, at, strict=True):
+                b.vstore(total, self.sums, *sum_at)

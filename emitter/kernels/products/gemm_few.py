@@ -28,27 +28,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 
-from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue
-from castiron.emitter.kernels.products.several import Finish, several_tokens
-from castiron.emitter.kernels.weights.packing import LANES, packed_shape
+from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.products.several import Finish
+from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.prepared_x import PAD, PreparedX, bytes_per_element
 from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
-from castiron.emitter.kernels.writing.body import Body, Index, Value
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 
 MOST_TOKENS = 8
-STACK_BYTES = 30 << 10  # of the 32 KB that IREE allows the buffers of a kernel
 SUMS_BYTES = 8 << 10  # of them for sums, where x does not fit at once: every part of x is prepared once for so many
 PARTS = 2  # workgroups a thread
 
 
 @dataclass(frozen=True)
-class FewTiles:
-    """What a search may vary; results change by rounding only.
-
-    rows x vectors sums stand in registers: of `rows` tokens, and of `vectors` times as many outputs as a vector has
+class FewTiles(Tiles):
+    """rows x vectors sums stand in registers: of `rows` tokens, and of `vectors` times as many outputs as a vector has
     lanes. unroll: k of a float codec in one iteration.
     """
 
@@ -61,109 +58,73 @@ class FewTiles:
     def name(self) -> str:
         return f"r{self.rows}v{self.vectors}w{self.workgroups}u{self.unroll}"
 
-    def blocks(self, isa: Isa, shared: int) -> int:
-        """Blocks of 16 outputs that a workgroup finishes at a time; `shared` is `Epilogue.blocks`."""
+    def row_blocks(self, isa: Isa, shared: int) -> int:
+        """Row blocks that a workgroup finishes at a time; `shared` is `Epilogue.row_blocks`."""
         per_block = LANES // isa.lanes
         return lcm(lcm(per_block, self.vectors) // per_block, shared)
 
+    def fit(self, product: Product) -> bool:
+        return self.rows <= product.tokens
 
-def default_tiles(
-    codec_name: str, T: int, out_features: int, in_features: int, isa: Isa, blocks: int = 1, threads: int = 2
-) -> FewTiles:
-    """Tiles that measured well; `blocks` is `Epilogue.blocks`, `threads` what the kernel is expected to run on."""
+
+def default_tiles(product: Product, isa: Isa, threads: int = 2) -> FewTiles:
+    """Tiles that measured well for a kernel that is expected to run on `threads`."""
     vectors = 4 if isa.lanes < 8 else 2
     most_rows = (10 if isa.registers == 16 else 20) // vectors
-    rows = -(-T // -(-T // most_rows))
-    tiles = FewTiles(rows, vectors, 1)
-    items = -(-packed_shape(codec_name, blocks * out_features, in_features)[0] // tiles.blocks(isa, blocks))
-    return FewTiles(rows, vectors, min(items, PARTS * threads))
+    rows = -(-product.tokens // -(-product.tokens // most_rows))
+    together = FewTiles(rows, vectors, 1).row_blocks(isa, product.epilogue.row_blocks)
+    return FewTiles(rows, vectors, min(-(-product.weight_shape[0] // together), PARTS * threads))
 
 
-def gemm_few(
-    codec_name: str,
-    T: int,
-    out_features: int,
-    in_features: int,
-    *,
-    isa: Isa,
-    bias: bool = False,
-    residual: bool = False,
-    glu: str | None = None,
-    length: bool = False,
-    threads: int = 2,
-    tiles: FewTiles | None = None,
-) -> Kernel:
-    """x [T, in], weight (`packed_shape`, i8), (bias [out]), (residual [T, out]), (length i32) -> y [T, out], f32.
+def gemm_few(product: Product, isa: Isa, tiles: FewTiles) -> Kernel:
+    """The kernel of a product of up to MOST_TOKENS tokens. ValueError for tiles that do not fit."""
+    prefix = f"few_{product.codec}_{product.tokens}x{product.out_features}x{product.in_features}{product.suffix}"
 
-    Options as in `gemm`. ValueError for an unknown codec or activation, rows that are not whole blocks, or tiles that do
-    not fit.
-    """
-    codec = codec_of(codec_name)
-    epilogue = Epilogue(bias, residual, glu)
-    shape = packed_shape(codec_name, epilogue.weight_rows(out_features), in_features)
-    tiles = tiles or default_tiles(codec_name, T, out_features, in_features, isa, epilogue.blocks, threads)
-    if min(tiles.rows, tiles.vectors, tiles.workgroups, tiles.unroll) < 1 or tiles.rows > T:
-        raise ValueError(f"tiles {tiles.name} do not fit {T} tokens: see FewTiles")
+    def write(b: Body, buffers: Buffers) -> None:
+        _Few(b, product, isa, tiles, buffers).write()
 
-    def write(b: Body, given: Arguments) -> None:
-        _Few(b, codec, isa, tiles, epilogue, given, T, out_features, in_features, shape).write()
-
-    suffix = epilogue.name + "_length" * length
-    name = f"few_{codec_name}_{T}x{out_features}x{in_features}{suffix}_{isa.name}_{tiles.name}"
-    return several_tokens(name, codec_name, T, out_features, in_features, epilogue, length, tiles.workgroups, write)
+    return product_kernel(product, isa, tiles, prefix, tiles.workgroups, write)
 
 
 class _Few:
     """Writes the body of one kernel."""
 
-    def __init__(
-        self,
-        b: Body,
-        codec: Codec,
-        isa: Isa,
-        tiles: FewTiles,
-        epilogue: Epilogue,
-        given: Arguments,
-        T: int,
-        out_features: int,
-        in_features: int,
-        shape: tuple[int, int, int],
-    ):
-        self.b, self.codec, self.tiles, self.given = b, codec, tiles, given
-        self.lanes, self.T, self.in_features = isa.lanes, T, in_features
-        self.blocks, self.count, _ = shape
-        self.records = Records(b, codec, isa, given.weight)
+    def __init__(self, b: Body, product: Product, isa: Isa, tiles: FewTiles, buffers: Buffers):
+        self.b, self.codec, self.tiles, self.buffers = b, product.format, tiles, buffers
+        self.lanes, self.T, self.in_features = isa.lanes, product.tokens, product.in_features
+        self.row_blocks, self.count, _ = product.weight_shape
+        self.records = Records(b, self.codec, isa, buffers.weight)
         self.layout = self.records.layout
-        self.set = tiles.blocks(isa, epilogue.blocks)
-        self.unit = tiles.blocks(isa, 1)
-        set_bytes = 4 * T * LANES * self.set
+        self.set = tiles.row_blocks(isa, product.epilogue.row_blocks)
+        self.unit = tiles.row_blocks(isa, 1)
+        set_bytes = 4 * self.T * LANES * self.set
         self.chunk, self.batch = self.count, 1  # records of x prepared at once, sets that share them
-        if codec.quantised:
-            x_bytes = T * self.layout.elements * bytes_per_element(codec)
-            room = STACK_BYTES - 4 * T * PAD - set_bytes
+        if self.codec.quantised:
+            x_bytes = self.T * self.layout.elements * bytes_per_element(self.codec)
+            room = STACK_BYTES - 4 * self.T * PAD - set_bytes
             if x_bytes * self.count > room:
                 self.batch = max(1, SUMS_BYTES // set_bytes)
                 chunks = -(-self.count // int((room - (self.batch - 1) * set_bytes) // x_bytes))
                 self.chunk = -(-self.count // chunks)
             capacity = self.chunk * self.layout.elements
-            self.x = PreparedX(b, codec, self.lanes, given.x, None, None, in_features, capacity, T)
-        self.sums = b.stack(T, self.batch * self.set * LANES)
-        self.finish = Finish(b, self.lanes, epilogue, given, out_features, self.sums)
+            self.x = PreparedX(b, self.codec, self.lanes, buffers.x, None, None, self.in_features, capacity, self.T)
+        self.sums = b.stack(self.T, self.batch * self.set * LANES)
+        self.finish = Finish(b, product, self.lanes, buffers, self.sums)
 
     def write(self) -> None:
-        b, tiles, given = self.b, self.tiles, self.given
-        end = self.T
-        if given.length is not None:
-            end = b.max(b.min(b.to_index(b.load(given.length)), self.T), 0)
+        b, tiles, length = self.b, self.tiles, self.buffers.length
+        end: Index = self.T
+        if length is not None:
+            end = b.max(b.min(b.to_index(b.load(length)), self.T), 0)
         if self.codec.quantised and self.chunk == self.count:
             self.x.fill(0, self.count * self.layout.elements)
-        sets = -(-self.blocks // self.set)
+        sets = -(-self.row_blocks // self.set)
         workgroup = b.workgroup()
         low = b.div(b.mul(workgroup, sets), tiles.workgroups)
         high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
         with b.loop(low, high, self.batch) as batch:
             first = b.mul(batch.index, self.set)
-            last = b.min(b.mul(b.min(b.add(batch.index, self.batch), high), self.set), self.blocks)
+            last = b.min(b.mul(b.min(b.add(batch.index, self.batch), high), self.set), self.row_blocks)
             if self.codec.quantised:
                 self._add_chunks(first, last, end)
             else:
@@ -171,7 +132,7 @@ class _Few:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
-        """The sums of blocks `first` to `last`, x in as many parts as the stack asks for."""
+        """The sums of row blocks `first` to `last`, x in as many parts as the stack asks for."""
         b = self.b
         zero = b.splat(0.0, self.lanes)
         with b.loop(0, self.T) as t, b.loop(0, self.batch * self.set * LANES, self.lanes) as column:
@@ -189,17 +150,17 @@ class _Few:
             self._tiles(first, last, end, add)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """add(sides, token, rows) for all tiles of blocks `first` to `last` and tokens up to `end`.
+        """add(sides, token, rows) for all tiles of row blocks `first` to `last` and tokens up to `end`.
 
-        A side is a block, a vector of it and its column in the sums. The last block stands in for those that a set lacks.
+        A side is a row block, a vector of it and its column in the sums. The last block stands in for those that a set lacks.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         whole = self.T // rows * rows
         with b.loop(first, last, unit) as block:
             numbers = [b.add(block.index, i) for i in range(unit)]
             columns = [b.mul(b.sub(number, first), LANES) for number in numbers]
-            if self.blocks % unit:
-                numbers = [b.min(number, self.blocks - 1) for number in numbers]
+            if self.row_blocks % unit:
+                numbers = [b.min(number, self.row_blocks - 1) for number in numbers]
             sides = [(numbers[i], v, b.add(columns[i], v * self.lanes)) for i in range(unit) for v in range(per_block)]
             tiles = [sides[i : i + vectors] for i in range(0, len(sides), vectors)]
             with b.loop(0, b.min(b.mul(b.ceildiv(end, rows), rows), whole), rows) as t:
@@ -210,16 +171,16 @@ class _Few:
                     for tile in tiles:
                         add(tile, whole, self.T - whole)
 
-    def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, place: Index) -> None:
-        """sums += d * scale * sum(x code) + m * minimum * sum(x) of a group of a record, the chunk's number `place`."""
+    def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
+        """sums += d * scale * sum(x code) + m * minimum * sum(x) of a group of a record, number `slot` of the chunk."""
         b, records, codec = self.b, self.records, self.codec
-        number = b.add(b.mul(place, self.layout.groups), group)
+        number = b.add(b.mul(slot, self.layout.groups), group)
         start = b.mul(number, codec.group)
         tokens = [b.add(token, t) for t in range(rows)]
         codes = {block: records.group_codes(block, record, group) for block, _, _ in sides}
         soon = (0, self.layout.size) if self.layout.groups == 1 else (records.codes_at(group), self.layout.group_bytes)
         self._prefetch(sides, record, *soon)
-        products: list[list[Value | None]] = [[None] * len(sides) for _ in tokens]
+        products: list[list[Ssa | None]] = [[None] * len(sides) for _ in tokens]
         if codec.offset:
             products = [[self.x.sum_of(number, t)] * len(sides) for t in tokens]
         for k in range(codec.group):
@@ -232,34 +193,36 @@ class _Few:
                 ]
         for i, (block, v, column) in enumerate(sides):
             scale = self._times(records.d(block, record, v), records.group_scale(block, record, group, v))
-            minimum = None
-            if codec.minimum:
-                minimum = self._times(records.m(block, record, v), records.group_minimum(block, record, group, v))
+            minimum = records.m(block, record, v)
+            if minimum is not None:
+                minimum = self._times(minimum, records.group_minimum(block, record, group, v))
             for mine, t in zip(products, tokens, strict=True):
-                total = b.fma(mine[i], scale, b.vload(self.sums, self.lanes, t, column))
+                product = mine[i]
+                assert product is not None, "a group has codes"
+                total = b.fma(product, scale, b.vload(self.sums, self.lanes, t, column))
                 if minimum is not None:
                     total = b.fma(minimum, self.x.sum_of(number, t), total)
                 b.vstore(total, self.sums, t, column)
 
     def _prefetch(self, sides: list, record: Index, offset: Index, nbytes: int) -> None:
-        """Ask for `nbytes` of a record in the blocks that come next."""
+        """Ask for `nbytes` of a record in the row blocks that come next."""
         for block in {block: None for block, _, _ in sides}:
             for line in range(0, nbytes, CACHE_LINE):
                 self.records.prefetch(self.b.add(block, self.unit), record, self.b.add(offset, line))
 
-    def _times(self, a: Value, factor: Value | None) -> Value:
+    def _times(self, a: Ssa, factor: Ssa | None) -> Ssa:
         return a if factor is None else self.b.mulf(a, factor)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
         """The sums of `sides` and tokens `token` to `token + rows`."""
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
 
-        def add(record: Index, sums: list[Value], most: int) -> list[Value]:
+        def add(record: Index, sums: list[Ssa], most: int) -> list[Ssa]:
             weights = [self.records.elements(block, record, v) for block, v, _ in sides]
             for e in range(min(elements, most)):
                 k, done = b.add(b.mul(record, elements), e), []
                 for t in range(rows):
-                    x = b.broadcast(b.load(self.given.x, b.add(token, t), k), self.lanes)
+                    x = b.broadcast(b.load(self.buffers.x, b.add(token, t), k), self.lanes)
                     mine = sums[t * len(sides) : (t + 1) * len(sides)]
                     done += [b.fma(weight[e], x, total) for weight, total in zip(weights, mine, strict=True)]
                 sums = done

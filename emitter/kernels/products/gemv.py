@@ -28,21 +28,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
-from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products.epilogue import Arguments, Epilogue, norm_name, norm_of
-from castiron.emitter.kernels.weights.packing import LANES, layout, packed_shape, unpack
+from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.weights.packing import LANES, layout
 from castiron.emitter.kernels.weights.prepared_x import PreparedX, bytes_per_element, tree_sum
 from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
-from castiron.emitter.kernels.writing.body import Body, Index, Value, executable
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.types import F32, I8, TensorType
 
-STACK_BYTES = 26 << 10  # for x, of the 32 KB that IREE allows the buffers of a kernel
 AHEAD_BYTES = 5 << 10  # by which weights are asked for early
-BATCH = 32  # sets of blocks whose sums wait on the stack, 4 KB, where x does not fit at once
+BATCH = 32  # sets of row blocks whose sums wait on the stack, 4 KB, where x does not fit at once
+X_BYTES = STACK_BYTES - (4 << 10)
 # Weights of a workgroup. Every workgroup prepares x again and starts without prefetched weights, so that a small weight is
 # cut into one part a thread. Larger ones are cut finer, against threads that start late, but into fewer than 8 parts a
 # thread, from where on IREE hands out 8 at a time.
@@ -50,12 +47,10 @@ LEAST_BYTES, ENOUGH_BYTES, MOST_PARTS = 16 << 10, 1 << 20, 6
 
 
 @dataclass(frozen=True)
-class GemvTiles:
-    """What a search may vary; results change by rounding only.
-
-    together: blocks of 16 rows side by side, which share every load of x, 1 or 2. chains: sums a row is split into, to
-    hide the latency of fma. ahead: how many records early weights are asked for. unroll: records of a float codec in
-    one iteration.
+class GemvTiles(Tiles):
+    """together: row blocks side by side, which share every load of x; 1 or 2 with a GLU. chains: sums a row is split
+    into, to hide the latency of fma. ahead: how many records early weights are asked for. unroll: records of a float
+    codec in one iteration.
     """
 
     workgroups: int
@@ -68,127 +63,71 @@ class GemvTiles:
     def name(self) -> str:
         return f"w{self.workgroups}b{self.together}c{self.chains}a{self.ahead}u{self.unroll}"
 
+    def fit(self, product: Product) -> bool:
+        return self.together <= 2 or not product.glu
 
-def default_tiles(
-    codec_name: str, out_features: int, in_features: int, isa: Isa, blocks: int = 1, threads: int = 2
-) -> GemvTiles:
-    """Tiles that measured well; `blocks` is `Epilogue.blocks`, `threads` what the kernel is expected to run on."""
-    shape = packed_shape(codec_name, blocks * out_features, in_features)
+
+def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemvTiles:
+    """Tiles that measured well for a kernel that is expected to run on `threads`."""
+    shape = product.weight_shape
     nbytes = shape[0] * shape[1] * shape[2]
     workgroups = threads * max(1, min(MOST_PARTS, nbytes // (threads * ENOUGH_BYTES)))
     workgroups = min(workgroups, max(1, nbytes // LEAST_BYTES), -(-shape[0] // 2))
-    codec = codec_of(codec_name)
+    codec = product.format
     record = layout(codec)
-    # Side by side the K-quants' two levels of scales, and any codec on NEON's quarters of a block, overflow the registers.
+    # Side by side the K-quants' two levels of scales, and any codec on NEON's quarters of a row block, overflow the
+    # registers.
     together = 1 if record.groups > 1 or (codec.quantised and isa.lanes < 8) else 2
     chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
     ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // record.size)
     return GemvTiles(workgroups, together, chains, ahead)
 
 
-def gemv(
-    codec_name: str,
-    out_features: int,
-    in_features: int,
-    *,
-    isa: Isa,
-    rms_eps: float | None = None,
-    bias: bool = False,
-    residual: bool = False,
-    glu: str | None = None,
-    threads: int = 2,
-    tiles: GemvTiles | None = None,
-) -> Kernel:
-    """x [1, in], (norm [in]), weight (`packed_shape`, i8), (bias [out]), (residual [1, out]) -> y [1, out], f32.
+def gemv(product: Product, isa: Isa, tiles: GemvTiles) -> Kernel:
+    """The kernel of a product of one token. ValueError for tiles that do not fit."""
+    prefix = f"gemv_{product.codec}_{product.out_features}x{product.in_features}{product.suffix}"
 
-    `rms_eps` asks for RMS norm of x with the weight `norm` before, `glu` for act(gate) * up after (then the packed
-    weight has `Epilogue.weight_rows(out)` rows, interleaved), `bias` and `residual` are added last. `threads` is how many
-    it is cut for; it runs on any number. ValueError for an unknown codec or activation, or rows that are not whole blocks.
-    """
-    codec = codec_of(codec_name)
-    epilogue = Epilogue(bias, residual, glu)
-    rows = epilogue.weight_rows(out_features)
-    shape = packed_shape(codec_name, rows, in_features)
-    tiles = tiles or default_tiles(codec_name, out_features, in_features, isa, epilogue.blocks, threads)
-    norm = rms_eps is not None
-    x_type, y_type = TensorType((1, in_features), F32), TensorType((1, out_features), F32)
-    weight_type = TensorType(shape, I8)
-    operands = (
-        x_type,
-        *[TensorType((in_features,), F32)] * norm,
-        weight_type,
-        *[TensorType((out_features,), F32)] * bias,
-        *[y_type] * residual,
-    )
+    def write(b: Body, buffers: Buffers) -> None:
+        Gemv(b, product, isa, tiles, buffers).write(b.workgroup())
 
-    def write(b: Body, *arguments: Value) -> None:
-        given = Arguments(arguments, norm, epilogue, length=False)
-        Gemv(b, codec, isa, tiles, epilogue, given, out_features, in_features, shape, rms_eps).write(b.workgroup())
-
-    def reference(*arguments: np.ndarray) -> tuple[np.ndarray, ...]:
-        given = Arguments(arguments, norm, epilogue, length=False)
-        weight = unpack(codec_name, given.weight, rows, in_features)
-        products = norm_of(given.x, given.norm, rms_eps) @ weight.astype(np.float64).T
-        return (epilogue.define(products, out_features, given.bias, given.residual),)
-
-    name = f"gemv_{codec_name}_{out_features}x{in_features}{norm_name(rms_eps)}{epilogue.name}_{isa.name}_{tiles.name}"
-    return Kernel(
-        name=name,
-        operands=operands,
-        results=(y_type,),
-        tied=(None,),
-        text=executable(name, operands, (y_type,), (None,), tiles.workgroups, write),
-        reference=reference,
-        flops=2 * rows * in_features,
-        bytes=sum(t.nbytes for t in (*operands, y_type)),
-    )
+    return product_kernel(product, isa, tiles, prefix, tiles.workgroups, write)
 
 
 class Gemv:
-    """Writes the body of one kernel.
-
-    `rows` are the rows of x and of y; `base` is the first block of the weight [blocks, records, size] of this `shape`.
-    """
+    """Writes the body of one kernel: row `y_row` of y from row `x_row` of x and the weight from row block `base` on."""
 
     def __init__(
         self,
         b: Body,
-        codec: Codec,
+        product: Product,
         isa: Isa,
         tiles: GemvTiles,
-        epilogue: Epilogue,
-        given: Arguments,
-        out_features: int,
-        in_features: int,
-        shape: tuple[int, int, int],
-        rms_eps: float | None,
-        rows: tuple[Index, Index] = (0, 0),
+        buffers: Buffers,
+        x_row: Index = 0,
+        y_row: Index = 0,
         base: Index = 0,
     ):
-        self.b, self.codec, self.tiles, self.epilogue, self.given = b, codec, tiles, epilogue, given
-        self.lanes = isa.lanes
-        self.x_row, self.y_row = rows
-        self.out_features, self.in_features, self.rms_eps = out_features, in_features, rms_eps
-        self.blocks, self.count, self.size = shape
-        self.records = Records(b, codec, isa, given.weight, base)
+        self.b, self.codec, self.tiles, self.epilogue, self.buffers = b, product.format, tiles, product.epilogue, buffers
+        self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
+        self.out_features, self.in_features, self.rms_eps = product.out_features, product.in_features, product.rms_eps
+        self.row_blocks, self.count, self.size = product.weight_shape
+        self.records = Records(b, self.codec, isa, buffers.weight, base)
         self.layout = self.records.layout
-        self.together = min(tiles.together, self.blocks)
-        self.set = max(self.together, epilogue.blocks)  # of blocks that give results together
+        self.together = min(tiles.together, self.row_blocks)
+        self.set = max(self.together, self.epilogue.row_blocks)  # of row blocks that give results together
         self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
 
     def write(self, workgroup: Index) -> None:
         """Share `workgroup` of `tiles.workgroups`."""
         b, tiles, elements = self.b, self.tiles, self.layout.elements
-        chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // STACK_BYTES)
+        chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
         chunk = -(-self.count // chunks)  # records
-        given = self.given
-        sets = -(-self.blocks // self.set)
+        sets = -(-self.row_blocks // self.set)
         low = b.div(b.mul(workgroup, sets), tiles.workgroups)
         high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
         self._ask_for_the_first(low)
-        self.x = PreparedX(
-            b, self.codec, self.lanes, given.x, given.norm, self.rms_eps, self.in_features, chunk * elements, row=self.x_row
-        )
+        x, norm = self.buffers.x, self.buffers.norm
+        self.x = PreparedX(b, self.codec, self.lanes, x, norm, self.rms_eps, self.in_features, chunk * elements, row=self.x_row)
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
             return
@@ -201,51 +140,51 @@ class Gemv:
     def _ask_for_the_first(self, low: Index) -> None:
         """Prefetch the weights that set `low` begins with, so that memory has work while x is prepared."""
         b = self.b
-        blocks = self._blocks(low)[: self.together]
+        row_blocks = self._blocks_of(low)[: self.together]
         with b.loop(0, min(self.tiles.ahead, self.count)) as record:
             for line in range(0, self.size, CACHE_LINE):
-                for block in blocks:
+                for block in row_blocks:
                     self.records.prefetch(block, record.index, line)
 
-    def _sets(self, low: Index, high: Index, first: int, last: int, parts: Value | None) -> None:
-        """Sets `low` to `high` of blocks times elements of records `first` to `last`; unfinished sums stay in `parts`."""
+    def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
+        """Sets `low` to `high` of row blocks times elements of records `first` to `last`; unfinished sums stay in `parts`."""
         b = self.b
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
         with b.loop(low, high) as row:
-            blocks, products = self._blocks(row.index), []
+            row_blocks, products = self._blocks_of(row.index), []
             for at in range(0, self.set, self.together):
                 slot = b.add(b.mul(b.sub(row.index, low), self.set), at)
-                places = [(b.add(slot, i), v * self.lanes) for i, v in self.sides]
-                if first == 0:
+                kept = [(b.add(slot, i), v * self.lanes) for i, v in self.sides]
+                if parts is None or first == 0:
                     totals = [b.splat(0.0, self.lanes)] * len(self.sides)
                 else:
-                    totals = [b.vload(parts, self.lanes, *place) for place in places]
-                totals = self._products(blocks[at : at + self.together], first, last, totals)
-                if last < self.count:
-                    for total, place in zip(totals, places, strict=True):
-                        b.vstore(total, parts, *place)
+                    totals = [b.vload(parts, self.lanes, *at_sum) for at_sum in kept]
+                totals = self._products(row_blocks[at : at + self.together], first, last, totals)
+                if parts is not None and last < self.count:
+                    for total, at_sum in zip(totals, kept, strict=True):
+                        b.vstore(total, parts, *at_sum)
                 products += totals
             if last == self.count:
-                self._finish(blocks, products)
+                self._finish(row_blocks, products)
 
-    def _blocks(self, row: Index) -> list[Index]:
-        """Set `row` of blocks; where the last set is short its last block is taken again."""
+    def _blocks_of(self, row: Index) -> list[Index]:
+        """Set `row` of row blocks; where the last set is short its last block is taken again."""
         b = self.b
-        blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
-        return [b.min(block, self.blocks - 1) for block in blocks] if self.blocks % self.set else blocks
+        row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
+        return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
-    def _products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
-        """totals + the products of the blocks' records from `first` to `last`, one vector for each of `sides`."""
+    def _products(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
+        """totals + the products of the row blocks' records from `first` to `last`, one vector for each of `sides`."""
         if not self.codec.quantised:
-            return self._float_products(blocks, first, last, totals)
+            return self._float_products(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
-            place = self.b.sub(record.index, first)
+            slot = self.b.sub(record.index, first)
             add = self._group_record if self.layout.groups == 1 else self._super_record
-            record.give(*add(blocks, record.index, place, record.values))
+            record.give(*add(row_blocks, record.index, slot, record.values))
         return record.results
 
-    def _prefetches(self, blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """One for each cache line of what will be read `ahead` records later, in the next set of blocks if need be."""
+    def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
+        """One for each cache line of what will be read `ahead` records later, in the next set of row blocks if need be."""
         b = self.b
         then = b.add(record, self.tiles.ahead)
         skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
@@ -253,56 +192,61 @@ class Gemv:
         return [
             partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
             for line in lines
-            for block in blocks
+            for block in row_blocks
         ]
 
-    def _group_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Value]) -> list[Value]:
+    def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """A record of one group: total + d * sum(x code) + m * sum(x)."""
         b, records = self.b, self.records
-        products = self._group(blocks, record, 0, place, self._prefetches(blocks, record, 0, self.size))
+        products = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
         done = []
         for (i, v), product, total in zip(self.sides, products, totals, strict=True):
-            total = b.fma(product, records.d(blocks[i], record, v), total)
-            if self.codec.minimum:
-                total = b.fma(records.m(blocks[i], record, v), self.x.sum_of(place), total)
+            total = b.fma(product, records.d(row_blocks[i], record, v), total)
+            minimum = records.m(row_blocks[i], record, v)
+            if minimum is not None:
+                total = b.fma(minimum, self.x.sum_of(slot), total)
             done.append(total)
         return done
 
-    def _super_record(self, blocks: list[Index], record: Index, place: Index, totals: list[Value]) -> list[Value]:
+    def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """A record of many groups: total + d * sum over groups(scale * sum(x code)) + m * sum(minimum * sum(x))."""
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
         with b.loop(0, groups, carry=zeros * (1 + minima)) as g:
-            soon = self._prefetches(blocks, record, records.codes_at(g.index), self.layout.group_bytes)
-            at = b.add(b.mul(place, groups), g.index)
-            products = self._group(blocks, record, g.index, at, soon)
+            soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
+            at = b.add(b.mul(slot, groups), g.index)
+            products = self._group(row_blocks, record, g.index, at, soon)
             sums, lows = list(g.values[: len(self.sides)]), list(g.values[len(self.sides) :])
             for n, (i, v) in enumerate(self.sides):
-                sums[n] = b.fma(products[n], records.group_scale(blocks[i], record, g.index, v), sums[n])
-                if minima:
-                    lows[n] = b.fma(records.group_minimum(blocks[i], record, g.index, v), self.x.sum_of(at), lows[n])
+                scale = records.group_scale(row_blocks[i], record, g.index, v)
+                assert scale is not None, "where a record has several groups, each has a scale"
+                sums[n] = b.fma(products[n], scale, sums[n])
+                low = records.group_minimum(row_blocks[i], record, g.index, v)
+                if low is not None:
+                    lows[n] = b.fma(low, self.x.sum_of(at), lows[n])
             g.give(*sums, *lows)
         done = []
         for n, (i, v) in enumerate(self.sides):
-            total = b.fma(g.results[n], records.d(blocks[i], record, v), totals[n])
-            if minima:
-                total = b.fma(g.results[len(self.sides) + n], records.m(blocks[i], record, v), total)
+            total = b.fma(g.results[n], records.d(row_blocks[i], record, v), totals[n])
+            minimum = records.m(row_blocks[i], record, v)
+            if minimum is not None:
+                total = b.fma(g.results[len(self.sides) + n], minimum, total)
             done.append(total)
         return done
 
     def _group(
-        self, blocks: list[Index], record: Index, group: Index, place: Index, soon: list[Callable[[], None]]
-    ) -> list[Value]:
-        """sum over a group of x * code, a vector for each of `sides`; `place` is the group's number in the chunk.
+        self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
+    ) -> list[Ssa]:
+        """sum over a group of x * code, a vector for each of `sides`; `slot` is the group's number in the chunk.
 
         `soon` are prefetches, spread over the group because one burst of them stalls.
         """
         b, chains = self.b, self.tiles.chains
-        codes = [self.records.group_codes(block, record, group) for block in blocks]
-        start = b.mul(place, self.codec.group)
-        offset = self.x.sum_of(place) if self.codec.offset else None
-        sums: list[list[Value | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
+        codes = [self.records.group_codes(block, record, group) for block in row_blocks]
+        start = b.mul(slot, self.codec.group)
+        offset = self.x.sum_of(slot) if self.codec.offset else None
+        sums: list[list[Ssa | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
         for k in range(self.codec.group):
             if k % 8 == 0:
                 for prefetch in _share(soon, k // 8, self.codec.group // 8):
@@ -313,12 +257,12 @@ class Gemv:
                 sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
         return [tree_sum(b, [part for part in parts if part is not None]) for parts in sums]
 
-    def _float_products(self, blocks: list[Index], first: int, last: int, totals: list[Value]) -> list[Value]:
+    def _float_products(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
         b, chains, unroll, elements = self.b, self.tiles.chains, self.tiles.unroll, self.layout.elements
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
 
-        def add(record: Index, sums: list[Value], number: int) -> None:
-            weights = [self.records.elements(blocks[i], record, v) for i, v in self.sides]
+        def add(record: Index, sums: list[Ssa], number: int) -> None:
+            weights = [self.records.elements(row_blocks[i], record, v) for i, v in self.sides]
             for e in range(elements):
                 x = self.x.at(b.add(b.mul(b.sub(record, first), elements), e))
                 chain = (number * elements + e) % chains * len(self.sides)
@@ -327,7 +271,7 @@ class Gemv:
 
         whole = (last - first) // unroll * unroll
         with b.loop(first, first + whole, unroll, carry=totals + zeros * (chains - 1)) as loop:
-            soon = self._prefetches(blocks, loop.index, 0, self.size * unroll)
+            soon = self._prefetches(row_blocks, loop.index, 0, self.size * unroll)
             sums = list(loop.values)
             for i in range(unroll):
                 for prefetch in _share(soon, i, unroll):
@@ -339,32 +283,32 @@ class Gemv:
             add(record, sums, i)
         return [tree_sum(b, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
-    def _finish(self, blocks: list[Index], totals: list[Value]) -> None:
-        """Store the results of a set of blocks."""
+    def _finish(self, row_blocks: list[Index], totals: list[Ssa]) -> None:
+        """Store the results of a set of row blocks."""
         vectors = self.records.vectors
         products = [totals[i : i + vectors] for i in range(0, len(totals), vectors)]
         if self.epilogue.glu:
-            self._store(self.b.div(blocks[0], 2), self.epilogue.combine(self.b, products))
+            self._store(self.b.div(row_blocks[0], 2), self.epilogue.combine(self.b, products))
             return
-        for block, product in zip(blocks, products, strict=True):
+        for block, product in zip(row_blocks, products, strict=True):
             self._store(block, product)
 
-    def _store(self, block: Index, results: list[Value]) -> None:
-        """Store 16 results from 16 * block on, of which the last block may have fewer."""
-        b, given, row = self.b, self.given, self.y_row
+    def _store(self, block: Index, results: list[Ssa]) -> None:
+        """Store 16 results from 16 * block on, of which the last row block may have fewer."""
+        b, buffers, row = self.b, self.buffers, self.y_row
         column = b.mul(block, LANES)
         ragged = self.out_features % LANES
 
         def store_whole() -> None:
             for v, y in enumerate(results):
                 at = b.add(column, v * self.lanes)
-                b.vstore(self.epilogue.finish(b, y, given.bias, given.residual, row, at), given.out, row, at)
+                b.vstore(self.epilogue.finish(b, y, buffers.bias, buffers.residual, row, at), buffers.y, row, at)
 
         def store_ragged() -> None:
             for lane in range(ragged):
                 at = b.add(column, lane)
                 y = b.extract(results[lane // self.lanes], lane % self.lanes)
-                b.store(self.epilogue.finish(b, y, given.bias, given.residual, row, at), given.out, row, at)
+                b.store(self.epilogue.finish(b, y, buffers.bias, buffers.residual, row, at), buffers.y, row, at)
 
         if not ragged:
             store_whole()

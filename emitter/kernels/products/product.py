@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from dataclasses import dataclass
 
-from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products import experts as gemv_experts
-from castiron.emitter.kernels.products import gemm, gemm_few, gemv
-from castiron.emitter.kernels.products.epilogue import Epilogue, norm_name
-from castiron.emitter.kernels.writing.isa import Isa
+import numpy as np
 
-Tiles = gemv.GemvTiles | gemm_few.FewTiles | gemm.GemmTiles
+from castiron.emitter.codecs import Codec, codec_of
+from castiron.emitter.kernels.products.epilogue import Epilogue
+from castiron.emitter.kernels.weights.packing import packed_shape, unpack
+from castiron.emitter.kernels.writing.rms import rms_normed
+from castiron.emitter.kernels.writing.symbols import number
+from castiron.emitter.types import F32, I8, I32, TensorType
+
+# What happens to x before it is multiplied; "exact" leaves it f32.
+NUMERICS = ("exact",)
 
 
 @dataclass(frozen=True)
 class Product:
-    """x [tokens, in] times a packed weight [out, in], with what is fused before and after: `gemv` for one token,
-    `gemm_few` for several and `gemm` for many, whose options these are. Equal products may have one kernel.
+    """x [tokens, in] times a packed weight [out, in], with what is fused before and after. Equal products may have one
+    kernel.
 
-    With `experts` the weight is that of so many, `tokens` counts pairs of a token and an expert, of which `per_row` have
-    one row of x, and the kernel is `gemv_experts`."""
+    codec: of the weight. rms_eps: x is RMS-normalised first, for one token. glu: the activation of act(gate) * up after,
+    of which the packed weight has both (`Epilogue.weight_rows`). bias, residual: are added last. length: rows from a
+    length on that is known at run time are padding and become zero.
+
+    With `experts` the weight is that of so many, one after another, and `tokens` counts pairs of a token and one of its
+    experts, of which `per_row` have one row of x.
+
+    ValueError for an unknown codec, activation or numerics, rows that are not whole codec blocks, pairs that the rows of
+    x do not share evenly, and what no kernel fuses.
+    """
 
     codec: str
     tokens: int
@@ -34,6 +44,23 @@ class Product:
     length: bool = False
     experts: int = 0
     per_row: int = 1
+    numerics: str = "exact"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"numerics {self.numerics!r} are unknown: use {', '.join(NUMERICS)}")
+        if self.tokens % self.per_row:
+            raise ValueError(f"a product has {self.tokens} pairs, of which each row of x cannot have {self.per_row}")
+        packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
+        single = self.tokens == 1 and not self.experts
+        for option, there, fits in (
+            ("rms_eps", self.rms_eps is not None, single),
+            ("length", self.length, not single),
+            ("bias", self.bias, not self.experts),
+            ("residual", self.residual, not self.experts),
+        ):
+            if there and not fits:
+                raise ValueError(f"no kernel fuses {option} with {self.tokens} tokens and {self.experts} experts")
 
     @property
     def name(self) -> str:
@@ -41,7 +68,18 @@ class Product:
         sizes = f"{self.codec}_{self.tokens}x{self.out_features}x{self.in_features}"
         if self.experts:
             sizes += f"_of{self.experts}by{self.per_row}"
-        return sizes + norm_name(self.rms_eps) + self.epilogue.name + "_length" * self.length
+        return sizes + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """The part of a name that is made by what is fused."""
+        norm = "" if self.rms_eps is None else f"_rms{number(self.rms_eps)}"
+        return norm + self.epilogue.name + "_length" * self.length
+
+    @property
+    def format(self) -> Codec:
+        """The codec itself."""
+        return codec_of(self.codec)
 
     @property
     def epilogue(self) -> Epilogue:
@@ -49,55 +87,74 @@ class Product:
 
     @property
     def weight_rows(self) -> int:
-        """Rows of the packed weight."""
+        """Rows of the packed weight, of one expert."""
         return self.epilogue.weight_rows(self.out_features)
 
     @property
-    def _single(self) -> bool:
-        return bool(self.tokens == 1 or self.experts)
+    def weight_shape(self) -> tuple[int, int, int]:
+        """[row blocks, records, record bytes] of the packed weight, of one expert."""
+        return packed_shape(self.codec, self.weight_rows, self.in_features)
+
+    def operands(self) -> dict[str, TensorType]:
+        """What its kernel takes, in order: x, (norm), weight, (chosen), (bias), (residual), (length).
+
+        norm [in] is the RMS norm's weight, chosen i32 [tokens] the expert of each pair, length an i32 that counts rows
+        of x.
+        """
+        row_blocks, *record = self.weight_shape
+        y, scalar = self.results()["y"], TensorType((), I32)
+        every = {
+            "x": (True, TensorType((self.tokens // self.per_row, self.in_features), F32)),
+            "norm": (self.rms_eps is not None, TensorType((self.in_features,), F32)),
+            "weight": (True, TensorType((max(1, self.experts) * row_blocks, *record), I8)),
+            "chosen": (self.experts > 0, TensorType((self.tokens,), I32)),
+            "bias": (self.bias, TensorType((self.out_features,), F32)),
+            "residual": (self.residual, y),
+            "length": (self.length, scalar),
+        }
+        return {name: type_ for name, (there, type_) in every.items() if there}
+
+    def results(self) -> dict[str, TensorType]:
+        return {"y": TensorType((self.tokens, self.out_features), F32)}
+
+    def define(
+        self,
+        x: np.ndarray,
+        weight: np.ndarray,
+        norm: np.ndarray | None = None,
+        chosen: np.ndarray | None = None,
+        bias: np.ndarray | None = None,
+        residual: np.ndarray | None = None,
+        length: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """NumPy definition, sums in f64."""
+        x = x.astype(np.float64)
+        if norm is not None and self.rms_eps is not None:
+            x = rms_normed(x, norm, self.rms_eps)
+        real = self.tokens if length is None else self.per_row * int(length)
+        products = np.zeros((self.tokens, self.weight_rows))
+        if chosen is None:
+            products = x @ self._unpacked(weight).T
+        else:
+            weights = weight.reshape(self.experts, *self.weight_shape)
+            for pair in range(real):
+                products[pair] = x[pair // self.per_row] @ self._unpacked(weights[chosen[pair]]).T
+        y = self.epilogue.define(products, self.out_features, bias, residual)
+        y[real:] = 0
+        return {"y": y}
+
+    def _unpacked(self, weight: np.ndarray) -> np.ndarray:
+        return unpack(self.codec, weight, self.weight_rows, self.in_features).astype(np.float64)
 
     @property
-    def _few(self) -> bool:
-        return self.tokens <= gemm_few.MOST_TOKENS
+    def flops(self) -> int:
+        return 2 * self.tokens * self.weight_rows * self.in_features
 
-    def default_tiles(self, isa: Isa, threads: int) -> Tiles:
-        """Those that measured well for most."""
-        sizes = (self.out_features, self.in_features, isa, self.epilogue.blocks, threads)
+    @property
+    def nbytes(self) -> int:
+        """Of all operands and the result; of experts' weights, those of as many as there are pairs."""
+        types = self.operands() | self.results()
+        weight = types.pop("weight").nbytes
         if self.experts:
-            return gemv_experts.default_tiles(self.codec, self.tokens, *sizes)
-        if self.tokens == 1:
-            return gemv.default_tiles(self.codec, *sizes)
-        if self._few:
-            return gemm_few.default_tiles(self.codec, self.tokens, *sizes)
-        return gemm.default_tiles(self.codec, self.tokens, *sizes)
-
-    def tiles(self, values: Mapping[str, int]) -> Tiles:
-        """Tiles out of their fields; ValueError for other fields, or values that are not whole numbers."""
-        kind = gemv.GemvTiles if self._single else gemm_few.FewTiles if self._few else gemm.GemmTiles
-        if set(values) != {field.name for field in fields(kind)} or any(type(v) is not int for v in values.values()):
-            raise ValueError(f"{dict(values)} are not the fields of {kind.__name__}")
-        return kind(**values)
-
-    def kernel(self, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
-        """The kernel with these tiles, or the default ones; ValueError for tiles that do not fit."""
-        return _kernel(self, isa, threads, tiles)
-
-
-@cache
-def _kernel(product: Product, isa: Isa, threads: int, tiles: Tiles | None) -> Kernel:
-    """Made once for all layers of a model."""
-    sizes = (product.codec, product.out_features, product.in_features)
-    options = {
-        "bias": product.bias, "residual": product.residual, "glu": product.glu,
-        "isa": isa, "threads": threads, "tiles": tiles,
-    }  # fmt: skip
-    if product.experts:
-        del options["bias"], options["residual"]
-        pairs = (product.codec, product.experts, product.tokens, *sizes[1:])
-        kernel = gemv_experts.gemv_experts(*pairs, per_row=product.per_row, length=product.length, **options)
-    elif product.tokens == 1:
-        kernel = gemv.gemv(*sizes, rms_eps=product.rms_eps, **options)
-    else:
-        write = gemm_few.gemm_few if product._few else gemm.gemm
-        kernel = write(sizes[0], product.tokens, *sizes[1:], length=product.length, **options)
-    return replace(kernel, product=product)
+            weight = weight * min(self.tokens, self.experts) // self.experts
+        return weight + sum(t.nbytes for t in types.values())

@@ -1,13 +1,13 @@
 """Packed weights: the layout that the kernels read, one sequential stream of records for every codec.
 
-Rows stand in blocks of 16, row = lane of a vector; a partial last block is filled with zero rows. A packed weight is
+Rows stand in row blocks of 16, row = lane of a vector; a partial last one is filled with zero rows. A packed weight is
 
     [ceil(out / 16), records, record_bytes] bytes
 
-and a record holds 16 rows of one stored block (32 or 256 elements) in the file's own size, but for the six-bit scales of
+and a record holds 16 rows of one codec block (32 or 256 elements) in the file's own size, but for the six-bit scales of
 K-quants, which become bytes (3 % of the whole):
 
-    d      [16] f16                  scale of the block
+    d      [16] f16                  scale of the codec block
     m      [16] f16                  minimum, where the codec has one
     scales [groups, 16] u8 or i8     factors of d, where the codec has them
     minima [groups, 16] u8           factors of m, where the codec has them
@@ -16,7 +16,7 @@ K-quants, which become bytes (3 % of the whole):
 
 A kernel that takes `word & mask` has the code times a power of two, which it multiplies into x beforehand: no shift
 and no widening per weight. What fields leave free at the top of the words (5 and 6 bits) holds the remaining codes of
-the group, see `TOP_CODES`. Floats have no blocks: a record is one k of 16 rows, for bf16 two (even k in the low half).
+the group, see `TOP_CODES`. Floats have no codec blocks: a record is one k of 16 rows, for bf16 two (even k in the low half).
 """
 
 from dataclasses import dataclass
@@ -60,6 +60,7 @@ def layout(codec: Codec) -> Layout:
     if not codec.quantised:
         elements = 2 if codec.name == "bf16" else 1
         return Layout(elements * codec.block_bytes * LANES, elements)
+    assert codec.split is not None, "a quantised codec has parts"
     groups = codec.block // codec.group
     parts = codec.split(np.zeros((1, codec.block_bytes), np.uint8))
     offset, offsets = 2 * LANES, {}
@@ -74,7 +75,7 @@ def layout(codec: Codec) -> Layout:
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Shape in bytes of the packed weight [out, in]. ValueError if a row is not whole blocks."""
+    """Shape in bytes of the packed weight [out, in]. ValueError if a row is not whole codec blocks."""
     row_bytes(codec_name, in_features)
     record = layout(codec_of(codec_name))
     return -(-out_features // LANES), -(-in_features // record.elements), record.size
@@ -100,30 +101,31 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
     shifts = np.arange(record.fields, dtype=np.uint32) * np.uint32(codec.bits)
     fields = (words[..., None] >> shifts & mask).reshape(*words.shape[:-1], -1)
     tops = [
-        sum((words[..., word] >> np.uint32(shift) & np.uint32(piece) for word, shift, piece in pieces), np.uint32(0))
+        np.bitwise_or.reduce([words[..., word] >> np.uint32(shift) & np.uint32(piece) for word, shift, piece in pieces])
         for pieces in TOP_CODES[codec.bits]
     ]
     stored = np.concatenate([fields, *(top[..., None] for top in tops)], axis=-1)
     return (stored.astype(np.int16) - codec.offset).astype(np.int8)
 
 
-def _pack_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarray:
+def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarray:
     """raw [16 n, row_bytes] -> records [n, records, size]."""
-    blocks = len(raw) // LANES
+    row_blocks = len(raw) // LANES
     if not codec.quantised:
         element = codec.block_bytes
         rest = -raw.shape[1] // element % record.elements
         raw = np.pad(raw, ((0, 0), (0, rest * element)))
-        lanes = raw.reshape(blocks, LANES, -1, record.size // LANES)
-        return np.ascontiguousarray(lanes.transpose(0, 2, 1, 3)).reshape(blocks, -1, record.size)
+        lanes = raw.reshape(row_blocks, LANES, -1, record.size // LANES)
+        return np.ascontiguousarray(lanes.transpose(0, 2, 1, 3)).reshape(row_blocks, -1, record.size)
+    assert codec.split is not None, "a quantised codec has parts"
     parts = codec.split(np.ascontiguousarray(raw).reshape(-1, codec.block_bytes))
     count = raw.shape[1] // codec.block_bytes
-    packed = np.empty((blocks, count, record.size), np.uint8)
+    packed = np.empty((row_blocks, count, record.size), np.uint8)
 
     def put(offset: int, part: np.ndarray) -> None:
-        """part [16 * blocks * count, ...] goes to [blocks, count, ..., 16] at the offset."""
-        lanes = np.moveaxis(part.reshape(blocks, LANES, count, *part.shape[1:]), 1, -1)
-        data = np.ascontiguousarray(lanes).view(np.uint8).reshape(blocks, count, -1)
+        """part [16 * row_blocks * count, ...] goes to [row_blocks, count, ..., 16] at the offset."""
+        lanes = np.moveaxis(part.reshape(row_blocks, LANES, count, *part.shape[1:]), 1, -1)
+        data = np.ascontiguousarray(lanes).view(np.uint8).reshape(row_blocks, count, -1)
         packed[:, :, offset : offset + data.shape[2]] = data
 
     put(record.d, parts.d)
@@ -136,7 +138,7 @@ def _pack_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarray:
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """raw [out, row_bytes] u8 -> packed weight u8 of `packed_shape`. ValueError if a row is not whole blocks."""
+    """raw [out, row_bytes] u8 -> packed weight u8 of `packed_shape`. ValueError if a row is not whole codec blocks."""
     codec = codec_of(codec_name)
     record = layout(codec)
     if raw.shape[1] % codec.block_bytes:
@@ -147,7 +149,7 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
     for start in range(0, len(packed), step):
         rows = raw[start * LANES : (start + step) * LANES]
         rows = np.pad(rows, ((0, -len(rows) % LANES), (0, 0)))
-        packed[start : start + step] = _pack_blocks(codec, record, rows)
+        packed[start : start + step] = _pack_row_blocks(codec, record, rows)
     return packed
 
 
@@ -156,43 +158,41 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.ascontiguousarray(packed).view(np.uint8)
-    blocks, count, _ = packed.shape
+    row_blocks, count, _ = packed.shape
     if not codec.quantised:
-        lanes = packed.reshape(blocks, count, LANES, -1).transpose(0, 2, 1, 3)
-        return dequantise(codec_name, lanes.reshape(blocks * LANES, -1))[:out_features, :in_features]
+        lanes = packed.reshape(row_blocks, count, LANES, -1).transpose(0, 2, 1, 3)
+        return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
-    def take(offset: int | None, dtype: str, *shape: int) -> np.ndarray | None:
-        """The part at the offset as [16 * blocks * count, ...]."""
-        if offset is None:
-            return None
+    def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
+        """The part at the offset as [16 * row_blocks * count, ...]."""
         size = int(np.prod(shape, dtype=np.int64)) * LANES * np.dtype(dtype).itemsize
         data = np.ascontiguousarray(packed[:, :, offset : offset + size]).view(dtype)
-        lanes = np.moveaxis(data.reshape(blocks, count, *shape, LANES), -1, 1)
-        return lanes.reshape(blocks * LANES * count, *shape)
+        lanes = np.moveaxis(data.reshape(row_blocks, count, *shape, LANES), -1, 1)
+        return lanes.reshape(row_blocks * LANES * count, *shape)
 
     groups = record.groups
     if codec.bits == 8:
         codes = take(record.codes, "i1", groups, codec.group)
     else:
         codes = _codes(codec, record, take(record.codes, "<u4", groups, record.words))
-    scales = take(record.scales, "i1" if codec.minimum == 0 else "u1", groups)
+    scales = "i1" if codec.minimum == 0 else "u1"
     parts = Parts(
         codes.reshape(len(codes), -1),
         take(record.d, "<f2"),
-        take(record.m, "<f2"),
-        scales,
-        take(record.minima, "u1", groups),
+        None if record.m is None else take(record.m, "<f2"),
+        None if record.scales is None else take(record.scales, scales, groups),
+        None if record.minima is None else take(record.minima, "u1", groups),
     )
-    return values(codec, parts).reshape(blocks * LANES, -1)[:out_features, :in_features]
+    return values(codec, parts).reshape(row_blocks * LANES, -1)[:out_features, :in_features]
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """gate, up [n, row_bytes] -> raw rows in which blocks of 16 alternate, gate first, for a kernel with a GLU.
+    """gate, up [n, row_bytes] -> raw rows in which row blocks alternate, gate first, for a kernel with a GLU.
 
-    Both are filled with zero rows to whole blocks, so the result has 2 * 16 * ceil(n / 16) rows.
+    Both are filled with zero rows to whole row blocks, so the result has 2 * 16 * ceil(n / 16) rows.
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has the shape {gate.shape} and up {up.shape}: a GLU takes two of one shape")
     fill = ((0, -len(gate) % LANES), (0, 0))
-    blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
-    return np.concatenate(blocks, axis=1).reshape(-1, gate.shape[1])
+    row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
+    return np.concatenate(row_blocks, axis=1).reshape(-1, gate.shape[1])

@@ -1,11 +1,11 @@
-"""A panel of a packed weight as f32 on the stack: [depth, 16 * blocks], each weight once rounded from its definition."""
+"""A panel of a packed weight as f32 on the stack: [depth, 16 * row blocks], each weight once rounded from its definition."""
 
 from __future__ import annotations
 
 from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.weights.packing import LANES, layout
 from castiron.emitter.kernels.weights.records import Records, code_factors
-from castiron.emitter.kernels.writing.body import Body, Index, Value
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 
 
@@ -18,12 +18,12 @@ def units(codec_name: str) -> int:
 class Decoder:
     """f32 weights of 16 rows out of the packed weight."""
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Value):
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa):
         self.b, self.codec = b, codec
         self.records = Records(b, codec, isa, weight)
         self.unit = units(codec.name)
 
-    def unit_of(self, block: Index, unit: Index) -> list[list[Value]]:
+    def unit_of(self, block: Index, unit: Index) -> list[list[Ssa]]:
         """[vectors][unit size] weights of unit number `unit` (k from unit * size up)."""
         records, groups = self.records, self.records.layout.groups
         if not self.codec.quantised:
@@ -44,7 +44,7 @@ class Decoder:
             decoded.append(weights)
         return decoded
 
-    def _scale_and_base(self, block: Index, record: Index, group: Index, v: int) -> tuple[Value, Value | None]:
+    def _scale_and_base(self, block: Index, record: Index, group: Index, v: int) -> tuple[Ssa, Ssa | None]:
         """weight = scale * stored code + base."""
         b, records, codec = self.b, self.records, self.codec
         scale, base = records.d(block, record, v), records.m(block, record, v)
@@ -61,18 +61,17 @@ class Decoder:
 
 
 class Panel:
-    """`depth` k of `blocks` blocks of the packed weight, decoded to f32 on the stack."""
+    """`depth` k of so many `row_blocks` of the packed weight, decoded to f32 on the stack."""
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Value, depth: int, blocks: int):
-        self.b, self.blocks, self.lanes = b, blocks, isa.lanes
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
+        self.b, self.row_blocks, self.lanes = b, row_blocks, isa.lanes
         self.decoder = Decoder(b, codec, isa, weight)
-        self.weight_blocks = int(weight.type.removeprefix("memref<").split("x")[0])
-        self.values = b.stack(depth, LANES * blocks)
+        self.values = b.stack(depth, LANES * row_blocks)
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Decode k to k + depth of blocks `first_block` and up."""
+        """Decode k to k + depth of row blocks `first_block` and up."""
         b, unit = self.b, self.decoder.unit
-        with b.loop(0, self.blocks) as i, b.loop(0, -(-depth // unit)) as u:
+        with b.loop(0, self.row_blocks) as i, b.loop(0, -(-depth // unit)) as u:
             block = b.add(first_block, i.index)
             column = b.mul(i.index, LANES)
             decoded = self.decoder.unit_of(block, b.add(b.div(k, unit), u.index))
@@ -81,6 +80,6 @@ class Panel:
                     row = b.add(b.mul(u.index, unit), j)
                     b.vstore(weight, self.values, row, b.add(column, v * self.lanes))
 
-    def row(self, k: Index, column: Index) -> Value:
+    def row(self, k: Index, column: Index) -> Ssa:
         """One vector of row k of the panel."""
         return self.b.vload(self.values, self.lanes, k, column)

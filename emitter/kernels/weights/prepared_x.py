@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from castiron.emitter.codecs import Codec
-from castiron.emitter.kernels.attention.rope_append import inverse_rms
 from castiron.emitter.kernels.weights.records import code_factors
-from castiron.emitter.kernels.writing.body import Body, Index, Value, vector_type
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.writing.rms import inverse_rms
 from castiron.emitter.kernels.writing.vectors import lane_sums
 
 PAD = 16  # elements of the stack between rows of x
@@ -26,7 +26,7 @@ def _needs_sums(codec: Codec) -> bool:
     return bool(codec.offset or codec.minimum)
 
 
-def tree_sum(b: Body, parts: Sequence[Value]) -> Value:
+def tree_sum(b: Body, parts: Sequence[Ssa]) -> Ssa:
     """The sum of vectors, in pairs."""
     while len(parts) > 1:
         parts = [b.addf(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
@@ -44,8 +44,8 @@ class PreparedX:
         b: Body,
         codec: Codec,
         lanes: int,
-        x: Value,
-        norm: Value | None,
+        x: Ssa,
+        norm: Ssa | None,
         eps: float | None,
         in_features: int,
         capacity: int,
@@ -57,14 +57,17 @@ class PreparedX:
         # Rows of a power of two would all fall into the same sets of the cache.
         self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
         self.sums = b.stack(T, capacity // codec.group) if _needs_sums(codec) else None
-        self.inverse = None if norm is None else inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
+        self.inverse = None
+        if norm is not None and eps is not None:
+            self.inverse = inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
 
-    def at(self, k: Index, token: Index = 0) -> Value:
+    def at(self, k: Index, token: Index = 0) -> Ssa:
         """Element k of what was filled in last, in every lane."""
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
-    def sum_of(self, group: Index, token: Index = 0) -> Value:
+    def sum_of(self, group: Index, token: Index = 0) -> Ssa:
         """Its sum over a group, times the sign of the codec's minimum or minus its offset, in every lane."""
+        assert self.sums is not None, "only codecs with an offset or a minimum ask for sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
     def fill(self, first: int, last: int) -> None:
@@ -76,12 +79,12 @@ class PreparedX:
         with self.b.loop(0, self.T) as token:
             fill(token.index, first, last)
 
-    def _read(self, token: Index, k: Index, width: int) -> Value:
+    def _read(self, token: Index, k: Index, width: int) -> Ssa:
         return self.b.vload(self.source, width, self.b.add(token, self.row), k)
 
-    def _normalised(self, token: Index, k: Index, width: int) -> Value:
+    def _normalised(self, token: Index, k: Index, width: int) -> Ssa:
         b, x = self.b, self._read(token, k, width)
-        if self.inverse is None:
+        if self.inverse is None or self.norm is None:
             return x
         return b.mulf(b.mulf(x, b.broadcast(self.inverse, width)), b.vload(self.norm, width, k))
 
@@ -89,8 +92,8 @@ class PreparedX:
         b, lanes = self.b, self.lanes
         end = min(last, self.in_features)
         whole = (end - first) // lanes * lanes
-        with b.loop(0, whole, lanes) as k:
-            b.vstore(self._normalised(token, b.add(k.index, first), lanes), self.values, token, k.index)
+        with b.loop(0, whole, lanes) as vector:
+            b.vstore(self._normalised(token, b.add(vector.index, first), lanes), self.values, token, vector.index)
         for k in range(whole, end - first):
             b.vstore(self._normalised(token, first + k, 1), self.values, token, k)
         for k in range(end - first, last - first):

@@ -6,7 +6,7 @@ import numpy as np
 
 from castiron.emitter.codecs import Codec
 from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, layout
-from castiron.emitter.kernels.writing.body import Body, Index, Value, vector_type, width_of
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type, width_of
 from castiron.emitter.kernels.writing.isa import Isa
 
 CACHE_LINE = 64
@@ -30,13 +30,13 @@ class Records:
     block `base` on.
     """
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Value, base: Index = 0):
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
         self.b, self.codec, self.weight, self.base = b, codec, weight, base
         self.layout = layout(codec)
         self.lanes = isa.lanes
         self.vectors = LANES // isa.lanes
 
-    def _rows(self, at: tuple[Index, Index, Index], v: int, element: str, bits: int) -> Value:
+    def _rows(self, at: tuple[Index, Index, Index], v: int, element: str, bits: int) -> Ssa:
         """Vector v of the 16 elements that stand at byte `at` = (block, record, offset)."""
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -44,36 +44,36 @@ class Records:
         type = vector_type(self.lanes, element)
         return data if bits == 8 else self.b.let(f"vector.bitcast {data} : {data.type} to {type}", type)
 
-    def _widened(self, op: str, value: Value, element: str) -> Value:
+    def _widened(self, op: str, value: Ssa, element: str) -> Ssa:
         type = vector_type(width_of(value), element)
         return self.b.let(f"arith.{op} {value} : {value.type} to {type}", type)
 
-    def _f16(self, at: tuple[Index, Index, Index], v: int) -> Value:
+    def _f16(self, at: tuple[Index, Index, Index], v: int) -> Ssa:
         return self._widened("extf", self._rows(at, v, "f16", 16), "f32")
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
         """Ask for the cache line of that byte, which may stand past the end of the weight."""
-        place = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
-        self.b.do(f"memref.prefetch {self.weight}[{place}], read, locality<3>, data : {self.weight.type}")
+        at = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
+        self.b.do(f"memref.prefetch {self.weight}[{at}], read, locality<3>, data : {self.weight.type}")
 
-    def d(self, block: Index, record: Index, v: int) -> Value:
+    def d(self, block: Index, record: Index, v: int) -> Ssa:
         return self._f16((block, record, self.layout.d), v)
 
-    def m(self, block: Index, record: Index, v: int) -> Value | None:
+    def m(self, block: Index, record: Index, v: int) -> Ssa | None:
         return None if self.layout.m is None else self._f16((block, record, self.layout.m), v)
 
-    def _factor(self, start: int | None, signed: bool, block: Index, record: Index, group: Index, v: int) -> Value | None:
+    def _factor(self, start: int | None, signed: bool, block: Index, record: Index, group: Index, v: int) -> Ssa | None:
         if start is None:
             return None
         at = (block, record, self.b.add(self.b.mul(group, LANES), start))
         wide = self._widened("extsi" if signed else "extui", self._rows(at, v, "i8", 8), "i32")
         return self._widened("sitofp", wide, "f32")
 
-    def group_scale(self, block: Index, record: Index, group: Index, v: int) -> Value | None:
+    def group_scale(self, block: Index, record: Index, group: Index, v: int) -> Ssa | None:
         """The factor of d for a group, None where it is one."""
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
-    def group_minimum(self, block: Index, record: Index, group: Index, v: int) -> Value | None:
+    def group_minimum(self, block: Index, record: Index, group: Index, v: int) -> Ssa | None:
         """The factor of m for a group, None where it is one."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
@@ -84,7 +84,7 @@ class Records:
     def group_codes(self, block: Index, record: Index, group: Index) -> GroupCodes:
         return GroupCodes(self, block, record, self.codes_at(group))
 
-    def elements(self, block: Index, record: Index, v: int) -> list[Value]:
+    def elements(self, block: Index, record: Index, v: int) -> list[Ssa]:
         """The k of a record of a float codec, each an f32 vector."""
         at = (block, record, 0)
         if self.codec.name == "f32":
@@ -102,21 +102,21 @@ class GroupCodes:
 
     def __init__(self, records: Records, block: Index, record: Index, offset: Index):
         self.records, self.block, self.record, self.offset = records, block, record, offset
-        self._words: dict[tuple[int, int], Value] = {}
+        self._words: dict[tuple[int, int], Ssa] = {}
 
-    def _word(self, word: int, v: int) -> Value:
+    def _word(self, word: int, v: int) -> Ssa:
         if (word, v) not in self._words:
             at = (self.block, self.record, self.records.b.add(self.offset, 4 * LANES * word))
             self._words[word, v] = self.records._rows(at, v, "i32", 32)
         return self._words[word, v]
 
-    def _masked(self, value: Value, mask: int) -> Value:
+    def _masked(self, value: Ssa, mask: int) -> Ssa:
         return self.records.b.binary("andi", value, self.records.b.isplat(mask, width_of(value)))
 
-    def _shifted(self, value: Value, shift: int) -> Value:
+    def _shifted(self, value: Ssa, shift: int) -> Ssa:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, width_of(value)))
 
-    def _stored(self, k: int, v: int) -> Value:
+    def _stored(self, k: int, v: int) -> Ssa:
         """Code k, still times a power of two, as i32."""
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
@@ -138,6 +138,6 @@ class GroupCodes:
             return self._shifted(self._word(word, v), shift)
         return self._masked(self._word(word, v), ((1 << bits) - 1) << shift)
 
-    def code(self, k: int, v: int) -> Value:
+    def code(self, k: int, v: int) -> Ssa:
         """Code k of vector v as stored (`offset` not taken off) times 1 / `code_factors`[k], exactly, as f32."""
         return self.records._widened("sitofp", self._stored(k, v), "f32")

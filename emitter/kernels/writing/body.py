@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from castiron.emitter.kernels.writing.symbols import f32_literal
 from castiron.emitter.types import TensorType
 
+STACK_BYTES = 30 << 10  # what buffers on the stack may take of the 32 KB that IREE allows a kernel
 
-class Value(str):
+
+class Ssa(str):
     """The SSA name of a value, or a literal index; `type` is its MLIR type."""
 
     type: str
 
-    def __new__(cls, name: str, type: str) -> Value:
+    def __new__(cls, name: str, type: str) -> Ssa:
         value = super().__new__(cls, name)
         value.type = type
         return value
 
 
-Index = int | Value
+Index = int | Ssa
 
 
 def vector_type(width: int, element: str = "f32") -> str:
     return f"vector<{width}x{element}>"
 
 
-def width_of(value: Value) -> int:
+def width_of(value: Ssa) -> int:
     """Elements of a vector value."""
     return int(value.type.removeprefix("vector<").split("x")[0])
 
@@ -41,11 +43,6 @@ def element_of(type: str) -> str:
     return type.rstrip(">").split("<")[-1].split("x")[-1]
 
 
-def f32_literal(x: float) -> str:
-    """The f32 nearest to x as MLIR's hexadecimal literal, which holds every bit of it, infinities included."""
-    return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
-
-
 def largest_width(limit: int, *extents: int) -> int:
     """The largest power of two up to `limit` that divides every extent; extents of 0 do not count."""
     width = limit
@@ -54,7 +51,7 @@ def largest_width(limit: int, *extents: int) -> int:
     return width
 
 
-def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
+def batches(values: Sequence[Ssa], size: int) -> list[Sequence[Ssa]]:
     """Consecutive parts of `size` values."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
@@ -62,12 +59,12 @@ def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
 class Loop:
     """An open `scf.for`: `index`, the carried `values` inside it, and `results` once it is closed."""
 
-    def __init__(self, index: Value, values: list[Value]):
+    def __init__(self, index: Ssa, values: list[Ssa]):
         self.index, self.values = index, values
-        self.results: list[Value] = []
-        self.given: list[Value] = []
+        self.results: list[Ssa] = []
+        self.given: list[Ssa] = []
 
-    def give(self, *values: Value) -> None:
+    def give(self, *values: Ssa) -> None:
         """What this iteration hands to the next, one value for each carried one."""
         self.given = list(values)
 
@@ -80,7 +77,7 @@ class Body:
 
     def __init__(self) -> None:
         self._head: list[str] = []
-        self._constants: dict[str, Value] = {}
+        self._constants: dict[str, Ssa] = {}
         self._lines: list[str] = []
         self._names = 0
         self._depth = 3
@@ -95,42 +92,42 @@ class Body:
     def do(self, line: str) -> None:
         self._lines.append("  " * self._depth + line)
 
-    def let(self, expression: str, type: str) -> Value:
+    def let(self, expression: str, type: str) -> Ssa:
         name = self.name()
         self.do(f"{name} = {expression}")
-        return Value(name, type)
+        return Ssa(name, type)
 
-    def constant(self, literal: str, type: str) -> Value:
+    def constant(self, literal: str, type: str) -> Ssa:
         key = f"{literal} : {type}"
         if key not in self._constants:
-            self._constants[key] = Value(f"%c{len(self._constants)}", type)
+            self._constants[key] = Ssa(f"%c{len(self._constants)}", type)
             literal_type = literal if type == "i1" else key
             self._head.append(f"{self._constants[key]} = arith.constant {literal_type}")
         return self._constants[key]
 
-    def f32(self, x: float) -> Value:
+    def f32(self, x: float) -> Ssa:
         return self.constant(f32_literal(x), "f32")
 
-    def splat(self, x: float, width: int) -> Value:
+    def splat(self, x: float, width: int) -> Ssa:
         return self.constant(f"dense<{f32_literal(x)}>", vector_type(width))
 
-    def isplat(self, n: int, width: int) -> Value:
+    def isplat(self, n: int, width: int) -> Ssa:
         return self.constant(f"dense<{n}>", vector_type(width, "i32"))
 
-    def steps(self, width: int) -> Value:
+    def steps(self, width: int) -> Ssa:
         """The vector 0, 1, ... as i32."""
         return self.constant(f"dense<{list(range(width))}>", vector_type(width, "i32"))
 
-    def stack(self, *shape: int, element: str = "f32") -> Value:
-        """A buffer on the stack; IREE allows 32 KB a kernel."""
-        buffer = Value(self.name(), memref_type(shape, element))
+    def stack(self, *shape: int, element: str = "f32") -> Ssa:
+        """A buffer on the stack, of which a kernel has up to STACK_BYTES."""
+        buffer = Ssa(self.name(), memref_type(shape, element))
         self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
         return buffer
 
-    def index(self, i: Index) -> Value:
-        return i if isinstance(i, Value) else self.constant(str(i), "index")
+    def index(self, i: Index) -> Ssa:
+        return i if isinstance(i, Ssa) else self.constant(str(i), "index")
 
-    def _integer(self, op: str, a: Index, b: Index) -> Value:
+    def _integer(self, op: str, a: Index, b: Index) -> Ssa:
         return self.let(f"arith.{op} {self.index(a)}, {self.index(b)} : index", "index")
 
     def add(self, a: Index, b: Index) -> Index:
@@ -173,124 +170,124 @@ class Body:
     def max(self, a: Index, b: Index) -> Index:
         return max(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("maxsi", a, b)
 
-    def less(self, a: Index, b: Index) -> Value:
+    def less(self, a: Index, b: Index) -> Ssa:
         return self.let(f"arith.cmpi slt, {self.index(a)}, {self.index(b)} : index", "i1")
 
-    def equal(self, a: Index, b: Index) -> Value:
+    def equal(self, a: Index, b: Index) -> Ssa:
         return self.let(f"arith.cmpi eq, {self.index(a)}, {self.index(b)} : index", "i1")
 
-    def both(self, a: Value, b: Value) -> Value:
+    def both(self, a: Ssa, b: Ssa) -> Ssa:
         return self.let(f"arith.andi {a}, {b} : {a.type}", a.type)
 
-    def either(self, a: Value, b: Value) -> Value:
+    def either(self, a: Ssa, b: Ssa) -> Ssa:
         return self.let(f"arith.ori {a}, {b} : {a.type}", a.type)
 
-    def negate(self, a: Value) -> Value:
+    def negate(self, a: Ssa) -> Ssa:
         """Not a, of an i1."""
         return self.let(f"arith.xori {a}, {self.constant('true', 'i1')} : i1", "i1")
 
-    def to_i32(self, i: Index) -> Value:
+    def to_i32(self, i: Index) -> Ssa:
         return self.let(f"arith.index_cast {self.index(i)} : index to i32", "i32")
 
-    def to_index(self, i: Value) -> Value:
+    def to_index(self, i: Ssa) -> Ssa:
         return self.let(f"arith.index_cast {i} : {i.type} to index", "index")
 
-    def workgroup(self, dimension: int = 0) -> Value:
+    def workgroup(self, dimension: int = 0) -> Ssa:
         return self.let(f"stream.dispatch.workgroup.id[{dimension}] : index", "index")
 
-    def binary(self, op: str, a: Value, b: Value) -> Value:
+    def binary(self, op: str, a: Ssa, b: Ssa) -> Ssa:
         return self.let(f"arith.{op} {a}, {b} : {a.type}", a.type)
 
-    def addf(self, a: Value, b: Value) -> Value:
+    def addf(self, a: Ssa, b: Ssa) -> Ssa:
         return self.binary("addf", a, b)
 
-    def subf(self, a: Value, b: Value) -> Value:
+    def subf(self, a: Ssa, b: Ssa) -> Ssa:
         return self.binary("subf", a, b)
 
-    def mulf(self, a: Value, b: Value) -> Value:
+    def mulf(self, a: Ssa, b: Ssa) -> Ssa:
         return self.binary("mulf", a, b)
 
-    def divf(self, a: Value, b: Value) -> Value:
+    def divf(self, a: Ssa, b: Ssa) -> Ssa:
         return self.binary("divf", a, b)
 
-    def fma(self, a: Value, b: Value, c: Value) -> Value:
+    def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
         return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
 
-    def sqrt(self, a: Value) -> Value:
+    def sqrt(self, a: Ssa) -> Ssa:
         return self.let(f"math.sqrt {a} : {a.type}", a.type)
 
-    def compare(self, predicate: str, a: Value, b: Value) -> Value:
+    def compare(self, predicate: str, a: Ssa, b: Ssa) -> Ssa:
         op = "cmpi" if element_of(a.type).startswith("i") else "cmpf"
         type = vector_type(width_of(a), "i1") if a.type.startswith("vector") else "i1"
         return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", type)
 
-    def choose(self, condition: Value, a: Index, b: Index) -> Value:
+    def choose(self, condition: Ssa, a: Index, b: Index) -> Ssa:
         """`select` of indices."""
         return self.select(condition, self.index(a), self.index(b))
 
-    def select(self, condition: Value, a: Value, b: Value) -> Value:
+    def select(self, condition: Ssa, a: Ssa, b: Ssa) -> Ssa:
         head = f"arith.select {condition}, {a}, {b} : "
         typed = f"{condition.type}, {a.type}" if condition.type.startswith("vector") else a.type
         return self.let(head + typed, a.type)
 
-    def maxf(self, a: Value, b: Value) -> Value:
+    def maxf(self, a: Ssa, b: Ssa) -> Ssa:
         """The larger one; b where either is NaN. One instruction on x86, where `arith.maximumf` takes four."""
         return self.select(self.compare("ogt", a, b), a, b)
 
-    def broadcast(self, scalar: Value, width: int) -> Value:
+    def broadcast(self, scalar: Ssa, width: int) -> Ssa:
         type = vector_type(width, scalar.type)
         return self.let(f"vector.broadcast {scalar} : {scalar.type} to {type}", type)
 
-    def extract(self, vector: Value, lane: int) -> Value:
+    def extract(self, vector: Ssa, lane: int) -> Ssa:
         element = element_of(vector.type)
         return self.let(f"vector.extract {vector}[{lane}] : {element} from {vector.type}", element)
 
-    def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+    def shuffle(self, a: Ssa, b: Ssa, lanes: Sequence[int]) -> Ssa:
         listed = ", ".join(map(str, lanes))
         type = vector_type(len(lanes), element_of(a.type))
         return self.let(f"vector.shuffle {a}, {b} [{listed}] : {a.type}, {b.type}", type)
 
-    def _at(self, buffer: Value, indices: Sequence[Index]) -> str:
+    def _at(self, buffer: Ssa, indices: Sequence[Index]) -> str:
         return f"{buffer}[{', '.join(self.index(i) for i in indices)}]"
 
-    def load(self, buffer: Value, *indices: Index) -> Value:
+    def load(self, buffer: Ssa, *indices: Index) -> Ssa:
         return self.let(f"memref.load {self._at(buffer, indices)} : {buffer.type}", element_of(buffer.type))
 
-    def store(self, value: Value, buffer: Value, *indices: Index) -> None:
+    def store(self, value: Ssa, buffer: Ssa, *indices: Index) -> None:
         self.do(f"memref.store {value}, {self._at(buffer, indices)} : {buffer.type}")
 
-    def vload(self, buffer: Value, width: int, *indices: Index) -> Value:
+    def vload(self, buffer: Ssa, width: int, *indices: Index) -> Ssa:
         type = vector_type(width, element_of(buffer.type))
         return self.let(f"vector.load {self._at(buffer, indices)} : {buffer.type}, {type}", type)
 
-    def vstore(self, value: Value, buffer: Value, *indices: Index) -> None:
+    def vstore(self, value: Ssa, buffer: Ssa, *indices: Index) -> None:
         self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
 
-    def atomic_add(self, value: Value, buffer: Value, *indices: Index) -> Value:
+    def atomic_add(self, value: Ssa, buffer: Ssa, *indices: Index) -> Ssa:
         """Add to an i32 of a buffer that workgroups share; gives what stood there before.
 
         Acquires and releases: what the others wrote before their turn can be read after it.
         """
-        place = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
-        return self.let(f"memref.atomic_rmw addi {value}, {place}", value.type)
+        target = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
+        return self.let(f"memref.atomic_rmw addi {value}, {target}", value.type)
 
-    def address(self, buffer: Value) -> Value:
+    def address(self, buffer: Ssa) -> Ssa:
         """Where a memref begins, as i64."""
         base = self.let(f"memref.extract_aligned_pointer_as_index {buffer} : {buffer.type} -> index", "index")
         return self.let(f"arith.index_cast {base} : index to i64", "i64")
 
-    def touch(self, address: Value, offset: Index) -> None:
+    def touch(self, address: Ssa, offset: Index) -> None:
         """Load a word `offset` bytes from an address and forget it; the compiler neither drops nor moves it."""
         bytes_ = self.let(f"arith.index_cast {self.index(offset)} : index to i64", "i64")
-        place = self.binary("addi", address, bytes_)
-        pointer = self.let(f"llvm.inttoptr {place} : i64 to !llvm.ptr", "!llvm.ptr")
+        at = self.binary("addi", address, bytes_)
+        pointer = self.let(f"llvm.inttoptr {at} : i64 to !llvm.ptr", "!llvm.ptr")
         self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", "i32")
 
     @contextmanager
-    def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Value] = ()) -> Iterator[Loop]:
+    def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
         """`scf.for` from low up to high; `carry` are the first values of what iterations hand on by `Loop.give`."""
         bounds = f"{self.index(low)} to {self.index(high)} step {self.index(step)}"
-        loop = Loop(Value(self.name(), "index"), [Value(self.name(), v.type) for v in carry])
+        loop = Loop(Ssa(self.name(), "index"), [Ssa(self.name(), v.type) for v in carry])
         group = self.name()
         head = f"scf.for {loop.index} = {bounds}"
         types = ", ".join(v.type for v in carry)
@@ -306,10 +303,10 @@ class Body:
             self.do(f"scf.yield {', '.join(loop.given)} : {types}")
         self._depth -= 1
         self.do("}")
-        loop.results = [Value(f"{group}#{i}", v.type) for i, v in enumerate(carry)]
+        loop.results = [Ssa(f"{group}#{i}", v.type) for i, v in enumerate(carry)]
 
     @contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
+    def when(self, condition: Ssa) -> Iterator[None]:
         self.do(f"scf.if {condition} {{")
         self._depth += 1
         yield
@@ -319,32 +316,30 @@ class Body:
 
 def executable(
     name: str,
-    operands: Sequence[TensorType | str],
-    results: Sequence[TensorType],
-    tied: Sequence[int | None],
+    operands: Mapping[str, TensorType | str],
+    results: Mapping[str, TensorType],
+    in_place: Mapping[str, str],
     workgroups: int,
     write: Callable[..., None],
 ) -> str:
     """`stream.executable private @{name}` whose function `@{name}_fn` runs on `workgroups` workgroups.
 
-    `write(body, *arguments)` writes the body; arguments are memrefs of the operands' and of the untied results' shapes,
-    and index values, in the order of the operands and then the results.
+    `write(body, **arguments)` writes the body; arguments, by the names of the operands and of the results that are not
+    `in_place` of one, are memrefs and index values.
     """
-    tensors = [t for t in operands if isinstance(t, TensorType)]
-    tensors += [t for t, place in zip(results, tied, strict=True) if place is None]
+    tensors = {name: t for name, t in operands.items() if isinstance(t, TensorType)}
+    tensors |= {name: t for name, t in results.items() if name not in in_place}
+    indices = [name for name, t in operands.items() if not isinstance(t, TensorType)]
     body = Body()
-    memrefs = []
-    for i, t in enumerate(tensors):
-        memref = Value(f"%m{i}", memref_type(t.shape, t.dtype.mlir))
+    arguments: dict[str, Ssa] = {}
+    for i, (given, t) in enumerate(tensors.items()):
+        memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.mlir))
         zero = body.index(0)
         body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
-        memrefs.append(memref)
-    scalars = [Value(f"%i{i}", "index") for i in range(len(operands) - sum(isinstance(t, TensorType) for t in operands))]
-    given = iter(memrefs)
-    numbers = iter(scalars)
-    arguments = [next(given) if isinstance(t, TensorType) else next(numbers) for t in operands] + list(given)
-    write(body, *arguments)
-    signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars])
+        arguments[given] = memref
+    scalars = {given: Ssa(f"%i{i}", "index") for i, given in enumerate(indices)}
+    write(body, **arguments, **scalars)
+    signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars.values()])
     pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
     return f"""stream.executable private @{name} {{
   stream.executable.export public @{name}_fn workgroups() -> (index, index, index) {{

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from castiron.emitter.kernels.writing.body import Body, Index, Value, largest_width, vector_type, width_of
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width, vector_type, width_of
 
 LOG2_E = 1.44269504088896341
 # ln 2 in two parts: the first has few enough bits that a small integer times it is exact in f32 (Cody and Waite).
@@ -16,7 +16,7 @@ EXP_LOW, EXP_HIGH = -88.0, 88.0
 EXP_POLYNOMIAL = (1.381459860e-3, 8.368716914e-3, 4.166838805e-2, 1.666652063e-1, 4.999999345e-1)
 
 
-def exp(b: Body, x: Value) -> Value:
+def exp(b: Body, x: Ssa) -> Ssa:
     """e^x of a vector of f32, within 1.1 ulp; exactly 0 below -87.7, e^88 above 88, and never NaN for infinite x."""
     width = width_of(x)
     x = b.maxf(x, b.splat(EXP_LOW, width))
@@ -38,7 +38,7 @@ def exp(b: Body, x: Value) -> Value:
     return b.mulf(p, power)
 
 
-def lane_sums(b: Body, vectors: Sequence[Value]) -> Value:
+def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
     """The sum of the lanes of each vector, as one vector of len(vectors); a power of two of them, up to their width.
 
     Pairs are folded so that on x86 every shuffle but the first level's stays within 128 bits.
@@ -68,13 +68,13 @@ def lane_sums(b: Body, vectors: Sequence[Value]) -> Value:
         width //= 2
         # A lone vector may be folded in any order, and halves are the cheaper one.
         step, second = (1, width) if count == 1 else (2, 1)
-        low = range(0, step * width, step)
+        low = list(range(0, step * width, step))
         high = [lane + second for lane in low]
         total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, high))
     return total
 
 
-def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Value]) -> Value:
+def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
     """The sum of the `count` elements that `read(index, width)` gives, as a scalar; several sums run side by side."""
     width = largest_width(lanes, count)
     ways = largest_width(4, count // width)
@@ -86,7 +86,7 @@ def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Value]
     return b.extract(lane_sums(b, sums), 0)
 
 
-def transpose(b: Body, rows: Sequence[Value]) -> list[Value]:
+def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
     """The columns of as many vectors as each has lanes, a power of two."""
     rows = list(rows)
     width = len(rows)
@@ -103,7 +103,7 @@ def transpose(b: Body, rows: Sequence[Value]) -> list[Value]:
     return rows
 
 
-def lane_max(b: Body, vector: Value) -> Value:
+def lane_max(b: Body, vector: Ssa) -> Ssa:
     """The largest lane, as a scalar."""
     width = width_of(vector)
     while width > 1:
@@ -113,6 +113,6 @@ def lane_max(b: Body, vector: Value) -> Value:
     return b.extract(vector, 0)
 
 
-def tanh(b: Body, x: Value) -> Value:
+def tanh(b: Body, x: Ssa) -> Ssa:
     """Hyperbolic tangent of a vector of f32, through IREE's rational approximation."""
     return b.let(f"math.tanh {x} : {x.type}", x.type)

@@ -1,0 +1,182 @@
+"""Heads in a fused row: where they stand, and their norms and rotary embedding before attention.
+
+A row of the fused projection has all query heads, then the key heads, then the value heads. Optional RMS norms of queries
+and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the whole row) come before the rotation, as in HF.
+
+    prepared(x [head_dim]), vector by vector in registers:
+      x = x / sqrt(mean(x^2) + eps) * weight                        with a norm; the mean is a pass of its own
+      for d in rotary_dim / 2: first, second = x[d], x[d + rotary_dim / 2]
+        y[d], y[d + rotary_dim / 2] = first * cos[d] - second * sin[d], second * cos[d] + first * sin[d]
+      y[rotary_dim :] = x[rotary_dim :]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width
+from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
+from castiron.emitter.kernels.writing.symbols import number
+from castiron.emitter.types import F32, TensorType
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """How a fused row splits into heads, and what is done to a query or key head before attention.
+
+    rotary_dim: leading elements of a head that are rotated, first half with second half (`rotate_half` in HF), or None
+    for a layer without rotary embedding.
+    qk_norm: epsilon of the RMS norm of q and k, or None; over each head, or over the whole q and k rows (qk_norm_row).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int | None
+    qk_norm: float | None = None
+    qk_norm_row: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv heads evenly; use a multiple")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ValueError(f"rotary_dim must be even and within 2..{self.head_dim}, got {self.rotary_dim}")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def row(self) -> int:
+        """Elements of a fused q, k, v row."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Where the key heads begin in a fused row."""
+        return self.heads * self.head_dim
+
+    @property
+    def suffix(self) -> str:
+        """The part of a kernel's name that these options make."""
+        parts = [f"{self.heads}x{self.kv_heads}x{self.head_dim}"]
+        if self.rotary_dim is not None:
+            parts.append(f"rope{self.rotary_dim}")
+        if self.qk_norm is not None:
+            parts.append(f"{'rownorm' if self.qk_norm_row else 'qknorm'}{number(self.qk_norm)}")
+        return "_".join(parts)
+
+    def operands(self, context: int) -> dict[str, TensorType]:
+        """cos, sin [context, rotary_dim/2] and the weights q_norm, k_norm, as far as the options call for them."""
+        types: dict[str, TensorType] = {}
+        if self.rotary_dim is not None:
+            types |= dict.fromkeys(("cos", "sin"), TensorType((context, self.rotary_dim // 2), F32))
+        if self.qk_norm is not None:
+            heads = (self.heads, self.kv_heads) if self.qk_norm_row else (1, 1)
+            types |= {f"{kind}_norm": TensorType((n * self.head_dim,), F32) for kind, n in zip("qk", heads, strict=True)}
+        return types
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements of a buffer from `offset` on in the row at the indices `lead`."""
+
+    buffer: Ssa
+    lead: Sequence[Index]
+    offset: Index
+
+    def load(self, b: Body, d: Index, width: int) -> Ssa:
+        return b.vload(self.buffer, width, *self.lead, b.add(self.offset, d))
+
+    def store(self, b: Body, x: Ssa, d: Index) -> None:
+        b.vstore(x, self.buffer, *self.lead, b.add(self.offset, d))
+
+
+def prepare_head(
+    b: Body,
+    layout: HeadLayout,
+    lanes: int,
+    kind: str,
+    head: Index,
+    source: Span,
+    target: Span,
+    given: Mapping[str, Ssa],
+    position: Index,
+    scale: float = 1.0,
+) -> None:
+    """Normalise, rotate and scale one head of a fused row into `target`.
+
+    `kind` is "q" or "k", `head` the number among its kind (a row norm's weights differ by head); `given` are the
+    kernel's buffers by name, with those of `HeadLayout.operands`.
+    """
+    hd = layout.head_dim
+    inverse = None
+    if layout.qk_norm is not None:
+        normed, count = source, hd
+        if layout.qk_norm_row:
+            start, heads = (0, layout.heads) if kind == "q" else (layout.keys, layout.kv_heads)
+            normed, count = Span(source.buffer, source.lead, start), heads * hd
+        inverse = inverse_rms(b, lambda d, width: normed.load(b, d, width), count, layout.qk_norm, lanes)
+    weight_offset = b.mul(head, hd) if layout.qk_norm_row else 0
+
+    def read(d: int, width: int) -> Ssa:
+        x = source.load(b, d, width)
+        if inverse is not None:
+            x = b.mulf(x, b.broadcast(inverse, width))
+            x = b.mulf(x, b.vload(given[f"{kind}_norm"], width, b.add(weight_offset, d)))
+        return x
+
+    def write(x: Ssa, d: int, width: int) -> None:
+        target.store(b, x if scale == 1.0 else b.mulf(x, b.splat(scale, width)), d)
+
+    rotary = layout.rotary_dim or 0
+    half = rotary // 2
+    if rotary:
+        width = largest_width(lanes, half)
+        for d in range(0, half, width):
+            cos, sin = (b.vload(given[table], width, position, d) for table in ("cos", "sin"))
+            first, second = read(d, width), read(d + half, width)
+            turned = b.subf(b.mulf(first, cos), b.mulf(second, sin))
+            other = b.addf(b.mulf(second, cos), b.mulf(first, sin))
+            write(turned, d, width)
+            write(other, d + half, width)
+    if rotary < hd:
+        width = largest_width(lanes, hd - rotary)
+        for d in range(rotary, hd, width):
+            write(read(d, width), d, width)
+
+
+def prepared_heads(
+    layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """NumPy definition of what happens to qkv [T, row] before attention: q [T, heads, hd], k and v [T, kv_heads, hd].
+
+    Float64 inside; the caller rounds. `given` are the kernel's operands by name.
+    """
+    T, hd = len(qkv), layout.head_dim
+    q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)
+
+    def prepared(kind: str, x: np.ndarray) -> np.ndarray:
+        if layout.qk_norm is not None:
+            x = x if layout.qk_norm_row else x.reshape(T, -1, hd)
+            x = rms_normed(x, given[f"{kind}_norm"], layout.qk_norm)
+        x = x.reshape(T, -1, hd)
+        if layout.rotary_dim is None:
+            return x
+        return rotated(x, given["cos"][positions], given["sin"][positions], layout.rotary_dim)
+
+    return prepared("q", q), prepared("k", k), v.reshape(T, -1, hd)
+
+
+def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
+    """Rotary embedding of x [T, heads, head_dim] by cos and sin [T, rotary_dim/2] (Su et al. 2021; HF `rotate_half`)."""
+    first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
+    cos, sin = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)
+    result = x.copy()
+    result[..., first] = x[..., first] * cos - x[..., second] * sin
+    result[..., second] = x[..., second] * cos + x[..., first] * sin
+    return result

@@ -1,0 +1,52 @@
+"""Which kernel a product gets: a table, first row that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.products import experts, gemm, gemm_few, gemv
+from castiron.emitter.kernels.products.frame import Tiles
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.writing.isa import Isa
+
+
+@dataclass(frozen=True)
+class _Way:
+    takes: Callable[[Product], bool]
+    kernel: Callable[..., Kernel]
+    default_tiles: Callable[[Product, Isa, int], Tiles]
+    tiles: type[Tiles]
+
+
+_WAYS = (
+    _Way(lambda product: product.experts > 0, experts.experts, experts.default_tiles, gemv.GemvTiles),
+    _Way(lambda product: product.tokens == 1, gemv.gemv, gemv.default_tiles, gemv.GemvTiles),
+    _Way(lambda product: product.tokens <= gemm_few.MOST_TOKENS, gemm_few.gemm_few, gemm_few.default_tiles, gemm_few.FewTiles),
+    _Way(lambda product: True, gemm.gemm, gemm.default_tiles, gemm.GemmTiles),
+)
+
+
+def _way(product: Product) -> _Way:
+    return next(way for way in _WAYS if way.takes(product))
+
+
+def default_tiles(product: Product, isa: Isa, threads: int = 2) -> Tiles:
+    """Those that measured well for most; `threads` is how many the kernel is expected to run on."""
+    return _way(product).default_tiles(product, isa, threads)
+
+
+def read_tiles(product: Product, values: Mapping[str, int]) -> Tiles:
+    """Tiles out of their fields; ValueError for other fields, or values that are not whole numbers."""
+    kind = _way(product).tiles
+    if set(values) != {field.name for field in fields(kind)} or any(type(v) is not int for v in values.values()):
+        raise ValueError(f"{dict(values)} are not the fields of {kind.__name__}")
+    return kind(**values)
+
+
+@cache
+def kernel_of(product: Product, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
+    """The kernel with these tiles, or the default ones, made once for all layers; ValueError for tiles that do not fit."""
+    return _way(product).kernel(product, isa, tiles or default_tiles(product, isa, threads))
