@@ -71,7 +71,8 @@ class Function:
     """A function: named inputs, operations in order, outputs.
 
     `storage[i]` is the input whose buffer output i lives in (a state updated in place), where it has one. A function of a
-    model has a role (a key of `states.ROLES`), the number of tokens that a call takes, and the states that it carries on.
+    model has a role (a key of `states.ROLES`), the number of tokens that a call takes, the states that it carries on, and
+    the input that says how many tokens are real, if not all need be.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Function:
     role: str = ""
     width: int = 1
     states: tuple[State, ...] = ()
+    length: Value | None = None
 
     def returns(self, storage: Mapping[int, Value] = MappingProxyType({}), **outputs: Value) -> None:
         """Name and set the outputs; `storage` maps an output's index to the input it is updated in."""

@@ -78,10 +78,11 @@ class ModelModule(Module):
         function = Function(function_name(role, width), list(inputs.values()), role=role, width=width, states=tuple(states))
         carried = {s.name: inputs.pop(s.name) for s in states}
         tokens, start, *length = inputs.values()
+        function.length = length[0] if length else None
         with self.defining(function):
             tokens = ops.reshape(tokens, (width,))
             kinds = {s.name: s.kind for s in states}
-            yield Step(self, role, tokens, start, length[0] if length else None, carried, kinds, context)
+            yield Step(self, role, tokens, start, function.length, carried, kinds, context)
 
     def weight(self, weight: Weight) -> Value:
         """The value of a weight in the function being built; one node a use."""

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from castiron.emitter.ir import Module
+from castiron.emitter.ir import Function, Module
 from castiron.emitter.kernels.products.choosing import kernel_of
 from castiron.emitter.kernels.products.frame import Tiles
-from castiron.emitter.kernels.products.product import Product
-from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.kernels.products.product import NUMERICS, Product
+from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.layer_rules import LAYERS
 from castiron.emitter.lowering import kernels, portable
+from castiron.emitter.lowering.fusion import fuse
+from castiron.emitter.lowering.projection import NORM_LIMIT, Projector
+from castiron.emitter.lowering.rewrite import Rule, rewrite
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.emitter.verifier import LOWERED, check
 
-LOWERINGS = ("kernels", "portable")
+
+@dataclass(frozen=True)
+class _Machine:
+    """What a lowering may make use of: the vector unit, and the product calls for it."""
+
+    isa: Isa
+    project: Projector
+
+
+def _portable(function: Function, machine: _Machine) -> tuple[Function, Mapping[str, Rule]]:
+    return function, portable.RULES
+
+
+def _kernels(function: Function, machine: _Machine) -> tuple[Function, Mapping[str, Rule]]:
+    return fuse(function, NORM_LIMIT), kernels.Context(machine.isa, machine.project).rules()
+
+
+# Of each lowering, what it makes of a function first, and its rule for each kind of operation.
+LOWERINGS: dict[str, Callable[[Function, _Machine], tuple[Function, Mapping[str, Rule]]]] = {
+    "kernels": _kernels,
+    "portable": _portable,
+}
 
 
 def lower(
@@ -24,20 +49,25 @@ def lower(
     isa: str = "avx2",
     threads: int = 2,
     tiles: Callable[[Product], Tiles | None] = lambda product: None,
+    numerics: str = "exact",
 ) -> Module:
     """The verified module without layer operations.
 
     `isa` (a key of ISAS), `threads` (how many are expected to run it) and `tiles` (of a product, where it has better ones
-    than the default) change no result but by rounding. EmitError for a lowering or instruction set that is not known.
+    than the default) change no result but by rounding; `numerics` (a row of NUMERICS) says how x enters a product. EmitError
+    for a lowering, an instruction set or numerics that are not known.
     """
-    if lowering not in LOWERINGS:
-        raise EmitError(f"lowering {lowering!r} is not one of {', '.join(LOWERINGS)}")
-    if isa not in ISAS:
-        raise EmitError(f"instruction set {isa!r} is not one of {', '.join(ISAS)}")
+    for what, value, known in (
+        ("lowering", lowering, LOWERINGS),
+        ("instruction set", isa, ISAS),
+        ("numerics", numerics, NUMERICS),
+    ):
+        if value not in known:
+            raise EmitError(f"{what} {value!r} is not one of {', '.join(known)}")
     check(module, LAYERS)
-    if lowering == "portable":
-        lowered = portable.lower(module)
-    else:
-        lowered = kernels.lower(module, ISAS[isa], lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)))
+    project = Projector(lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)), numerics)
+    lowered = Module(module.name)
+    for function in module.functions.values():
+        rewrite(*LOWERINGS[lowering](function, _Machine(ISAS[isa], project)), lowered)
     check(lowered, LOWERED)
     return lowered

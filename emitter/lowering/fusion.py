@@ -1,7 +1,6 @@
-"""Finds, in a function of layer operations, what one kernel can do at once.
+"""Rewrites a function of layer operations so that one operation is what one kernel does at once.
 
-The plan only names operations: `absorbed` ones disappear into the operation that anchors a fusion. Whatever no pattern
-matches is lowered by itself, so that a family may write anything and still be correct.
+Whatever no pattern matches stays as it is, so that a family may write anything and still be correct.
 
 Patterns, T tokens:
 - heads: q and k through an optional norm and rotary embedding into attention; the norm over a head or over the row.
@@ -9,47 +8,42 @@ Patterns, T tokens:
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
 - norm: an RMS norm read by linear layers only, when T is 1.
+
+What comes out has two operations more:
+
+    product(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
+      weights, biases: how many; eps: of the RMS norm of x, or None; residual: whether there is one; glu: the activation
+      of a GLU, whose two weights these are, or None
+    fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length))
+      rows: how many values; layout: what is done to the heads of a row; prepared: the names of what that takes; the rest
+      as of attention
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from castiron.emitter.ir import Function, Op, Value, users
+from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.types import F32, TensorType
 
 
-@dataclass(eq=False)
-class Linear:
-    """A projection: its operation, and what is added to its result."""
+@dataclass
+class _Product:
+    """Linear operations of one input and codec that are one, what is added to the result, and a GLU's activation."""
 
-    op: Op
+    linears: list[Op]
     residual: Value | None = None
-
-    @property
-    def x(self) -> Value:
-        return self.op.operands[0]
-
-    @property
-    def bias(self) -> Value | None:
-        return self.op.operands[2] if len(self.op.operands) > 2 else None
+    glu: str | None = None
 
 
-@dataclass(eq=False)
-class Glu:
-    """act(gate(x)) * up(x); `function` is the activation's name."""
+@dataclass
+class _Heads:
+    """What attention starts from and does to q and k itself.
 
-    gate: Linear
-    up: Linear
-    function: str
-
-
-@dataclass(eq=False)
-class AttentionInputs:
-    """What attention does to q and k itself, and what it starts from.
-
-    sources: q, k and v rows in order, each a value or a stack of linear operations of one input and codec.
-    prepared: what it takes for that, by the names of `HeadLayout.operands`.
+    sources: q, k and v rows in order, each a value or linear operations that are one product. prepared: what the heads'
+    preparation takes, by the names of `HeadLayout.operands`.
     """
 
     sources: list[Value | list[Op]]
@@ -57,21 +51,6 @@ class AttentionInputs:
     rotary_dim: int | None = None
     eps: float | None = None
     norm_row: bool = False
-
-
-@dataclass(eq=False)
-class Plan:
-    """What to do at an anchor operation, and which operations are done elsewhere.
-
-    `norms` maps a normed value to its norm where every reader takes the norm in.
-    """
-
-    linears: dict[Op, Linear] = field(default_factory=dict)
-    residuals: dict[Op, Linear] = field(default_factory=dict)
-    glus: dict[Op, Glu] = field(default_factory=dict)
-    attentions: dict[Op, AttentionInputs] = field(default_factory=dict)
-    norms: dict[Value, Op] = field(default_factory=dict)
-    absorbed: set[Op] = field(default_factory=set)
 
 
 class _Graph:
@@ -82,6 +61,11 @@ class _Graph:
         for op in function.ops:
             for value in op.operands:
                 self.readers.setdefault(value, []).append(op)
+        # Found so far: by the operation whose result they give, and operations that are a part of others.
+        self.products = {op: _Product([op]) for op in function.ops if op.kind == "linear"}
+        self.attentions: dict[Op, _Heads] = {}
+        self.norms: dict[Value, Op] = {}
+        self.absorbed: set[Op] = set()
 
     def only(self, value: Value, kind: str) -> Op | None:
         """The operation of this kind that makes `value`, if nobody else reads it."""
@@ -89,23 +73,73 @@ class _Graph:
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
 
-def plan(function: Function, norm_limit: int) -> Plan:
-    """The fusions of a function. `norm_limit`: the widest norm that a projection of one token may take in."""
-    graph, found = _Graph(function), Plan()
-    found.linears = {op: Linear(op) for op in function.ops if op.kind == "linear"}
+def fuse(function: Function, norm_limit: int) -> Function:
+    """The function with what one kernel can do as one operation.
+
+    norm_limit: the widest RMS norm that a product of one token may take in.
+    """
+    graph = _Graph(function)
     for op in function.ops:
         if op.kind == "attention" and op.attrs["cache"] == "positional":
-            found.attentions[op] = _attention(graph, op, found.absorbed)
+            graph.attentions[op] = _heads(graph, op)
         elif op.kind == "multiply":
-            _glu(graph, op, found)
+            _glu(graph, op)
         elif op.kind == "add":
-            _residual(graph, op, found)
+            _residual(graph, op)
         elif op.kind == "rms_norm":
-            _norm(graph, op, found, norm_limit)
-    return found
+            _norm(graph, op, norm_limit)
+    fused: list[Op] = []
+    for op in function.ops:
+        if op in graph.attentions:
+            fused += _fused_attention(graph, op, graph.attentions[op])
+        elif op in graph.absorbed:
+            continue
+        elif op in graph.products:
+            fused.append(_product(graph, graph.products[op], op.results[0], op.path))
+        else:
+            fused.append(op)
+    return replace(function, ops=fused)
 
 
-def _attention(graph: _Graph, op: Op, absorbed: set[Op]) -> AttentionInputs:
+def _product(graph: _Graph, product: _Product, result: Value, path: str) -> Op:
+    x = product.linears[0].operands[0]
+    norm = graph.norms.get(x)
+    biases = [op.operands[2] for op in product.linears if len(op.operands) > 2]
+    operands = [
+        *(norm.operands if norm else (x,)),
+        *(op.operands[1] for op in product.linears),
+        *biases,
+        *([product.residual] if product.residual else []),
+    ]
+    attrs = {
+        "weights": len(product.linears),
+        "biases": len(biases),
+        "eps": norm.attrs["eps"] if norm else None,
+        "residual": product.residual is not None,
+        "glu": product.glu,
+    }
+    return Op("product", tuple(operands), (result,), attrs, path)
+
+
+def _fused_attention(graph: _Graph, op: Op, heads: _Heads) -> list[Op]:
+    """The products of its rows, and attention."""
+    made, rows = [], []
+    (tokens, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
+    for source in heads.sources:
+        if isinstance(source, list):
+            out = sum(linear.results[0].shape[1] for linear in source)
+            row = Value(TensorType((tokens, out), F32))
+            made.append(_product(graph, _Product(source), row, op.path))
+            rows.append(row)
+        else:
+            rows.append(source)
+    layout = HeadLayout(count, kv_heads, head_dim, heads.rotary_dim, heads.eps, heads.norm_row)
+    operands = (*rows, *heads.prepared.values(), *op.operands[3:])
+    attrs = {**op.attrs, "rows": len(rows), "layout": layout, "prepared": tuple(heads.prepared)}
+    return [*made, Op("fused_attention", operands, op.results, attrs, op.path)]
+
+
+def _heads(graph: _Graph, op: Op) -> _Heads:
     chains = _chain(graph, op.operands[0]), _chain(graph, op.operands[1])
     shared = 0
     for pair in zip(*chains):
@@ -115,20 +149,20 @@ def _attention(graph: _Graph, op: Op, absorbed: set[Op]) -> AttentionInputs:
     kinds = [o.kind for o in chains[0][:shared]]
     v = graph.only(op.operands[2], "reshape")
     if "reshape" not in kinds or v is None:
-        return AttentionInputs(list(op.operands[:3]))
+        return _Heads(list(op.operands[:3]))
     ends = (chains[0][shared - 1], chains[1][shared - 1], v)
-    inputs = AttentionInputs(_stacks(graph, [end.operands[0] for end in ends], absorbed))
-    absorbed.add(v)
+    heads = _Heads(_stacks(graph, [end.operands[0] for end in ends]))
+    graph.absorbed.add(v)
     for q_op, k_op in zip(chains[0][:shared], chains[1]):
-        absorbed.update((q_op, k_op))
+        graph.absorbed.update((q_op, k_op))
         if q_op.kind == "rope":
-            inputs.prepared["cos"], inputs.prepared["sin"] = q_op.operands[1:3]
-            inputs.rotary_dim = q_op.attrs["rotary_dim"]
+            heads.prepared["cos"], heads.prepared["sin"] = q_op.operands[1:3]
+            heads.rotary_dim = q_op.attrs["rotary_dim"]
         elif q_op.kind == "rms_norm":
-            inputs.prepared["q_norm"], inputs.prepared["k_norm"] = q_op.operands[1], k_op.operands[1]
-            inputs.eps = q_op.attrs["eps"]
-            inputs.norm_row = q_op.results[0].type.rank == 2
-    return inputs
+            heads.prepared["q_norm"], heads.prepared["k_norm"] = q_op.operands[1], k_op.operands[1]
+            heads.eps = q_op.attrs["eps"]
+            heads.norm_row = q_op.results[0].type.rank == 2
+    return heads
 
 
 def _chain(graph: _Graph, value: Value) -> list[Op]:
@@ -149,7 +183,7 @@ def _alike(q: Op, k: Op) -> bool:
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
 
 
-def _stacks(graph: _Graph, values: list[Value], absorbed: set[Op]) -> list[Value | list[Op]]:
+def _stacks(graph: _Graph, values: list[Value]) -> list[Value | list[Op]]:
     """Runs of linear operations that can be one, and values that are something else."""
     sources: list[Value | list[Op]] = []
     for value in values:
@@ -157,7 +191,7 @@ def _stacks(graph: _Graph, values: list[Value], absorbed: set[Op]) -> list[Value
         if linear is None:
             sources.append(value)
             continue
-        absorbed.add(linear)
+        graph.absorbed.add(linear)
         before = sources[-1] if sources and isinstance(sources[-1], list) else None
         if before and _stackable(graph, before[-1], linear):
             before.append(linear)
@@ -174,7 +208,7 @@ def _codec(graph: _Graph, linear: Op) -> str:
     return graph.producer[linear.operands[1]].attrs["weight"].codec
 
 
-def _glu(graph: _Graph, op: Op, found: Plan) -> None:
+def _glu(graph: _Graph, op: Op) -> None:
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
         gate = graph.only(act.operands[0], "linear") if act else None
@@ -182,28 +216,26 @@ def _glu(graph: _Graph, op: Op, found: Plan) -> None:
             continue
         plain = len(gate.operands) == len(up.operands) == 2 and act.attrs["function"] in ACTIVATIONS
         if plain and gate.operands[1].type == up.operands[1].type and _codec(graph, gate) == _codec(graph, up):
-            found.glus[op] = Glu(found.linears.pop(gate), found.linears.pop(up), act.attrs["function"])
-            found.absorbed.update((act, gate, up))
+            graph.products[op] = _Product([gate, up], glu=act.attrs["function"])
+            graph.absorbed.update((act, gate, up))
             return
 
 
-def _residual(graph: _Graph, op: Op, found: Plan) -> None:
+def _residual(graph: _Graph, op: Op) -> None:
     # The later operand is tried first: the earlier one is the stream that has to exist by then.
     for value, other in (op.operands[::-1], op.operands):
         linear = graph.only(value, "linear")
-        if linear in found.linears and value.type == other.type and value is not other:
-            fused = found.linears.pop(linear)
-            fused.residual = other
-            found.residuals[op] = fused
-            found.absorbed.add(linear)
+        if linear and linear not in graph.absorbed and value.type == other.type and value is not other:
+            graph.products[op] = _Product([linear], residual=other)
+            graph.absorbed.add(linear)
             return
 
 
-def _norm(graph: _Graph, op: Op, found: Plan, limit: int) -> None:
+def _norm(graph: _Graph, op: Op, limit: int) -> None:
     x = op.results[0]
     readers = graph.readers.get(x, [])
-    if op in found.absorbed or x.shape[0] != 1 or x.type.rank != 2 or x.shape[1] > limit or not readers:
+    if op in graph.absorbed or x.shape[0] != 1 or x.type.rank != 2 or x.shape[1] > limit or not readers:
         return
     if all(reader.kind == "linear" and reader.operands[0] is x for reader in readers) and graph.uses[x] == len(readers):
-        found.norms[x] = op
-        found.absorbed.add(op)
+        graph.norms[x] = op
+        graph.absorbed.add(op)

@@ -12,21 +12,13 @@ import numpy as np
 
 from castiron.emitter import ops
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.ir import Module, Op, Param, Source, Value, parameter
+from castiron.emitter.ir import Op, Param, Source, Value, parameter
 from castiron.emitter.lowering.portable_attention import attention
-from castiron.emitter.lowering.rewrite import Rule, rewrite
-from castiron.emitter.step import ModelModule, Weight, source
+from castiron.emitter.lowering.rewrite import Rule
+from castiron.emitter.step import Weight, source
 from castiron.emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
 
 _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
-
-
-def lower(module: ModelModule) -> Module:
-    """A module of StableHLO operations only."""
-    into = Module(module.name)
-    for function in module.functions.values():
-        rewrite(function, lambda op: RULES.get(op.kind), into)
-    return into
 
 
 class Stored:

@@ -1,29 +1,26 @@
-"""Rewriting a module operation by operation: what both lowerings share."""
+"""Rewriting a function operation by operation: what all lowerings share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from castiron.emitter.ir import Function, Module, Op, Value, append, building, scope
+from castiron.emitter.ir import Function, Module, Value, append, building, scope
 
 # A rule makes the replacement of one operation, a value or a tuple of them, out of its already replaced operands.
 Rule = Callable[..., Any]
 
 
-def rewrite(function: Function, rule_of: Callable[[Op], Rule | None], into: Module, mapped: dict | None = None) -> None:
-    """Copy `function` into module `into`, replacing each operation that has a rule; dead operations are dropped.
-
-    `mapped` is filled with what stands for each value of the original, for rules that look beyond their operands.
-    """
+def rewrite(function: Function, rules: Mapping[str, Rule], into: Module) -> None:
+    """Copy `function` into module `into`, replacing each kind of operation that has a rule; dead operations are dropped."""
     inputs = [Value(v.type, v.name) for v in function.inputs]
-    copy = Function(function.name, inputs, role=function.role, width=function.width, states=function.states)
-    mapped = {} if mapped is None else mapped
-    mapped.update(zip(function.inputs, copy.inputs))
+    mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))
+    length = None if function.length is None else mapped[function.length]
+    copy = Function(function.name, inputs, role=function.role, width=function.width, states=function.states, length=length)
     with building(into, copy):
         for op in function.ops:
             with scope(op.path):
-                rule = rule_of(op)
+                rule = rules.get(op.kind)
                 operands = [mapped[v] for v in op.operands]
                 results = rule(op, *operands) if rule else append(op.kind, operands, [v.type for v in op.results], op.attrs)
             mapped.update(zip(op.results, results if isinstance(results, tuple) else (results,), strict=True))

@@ -18,6 +18,7 @@ import castiron
 from castiron.emitter import types
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.ir import Function, Module, Param, Value
+from castiron.emitter.kernels.products.product import NUMERICS
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import build, family
@@ -36,7 +37,6 @@ from castiron.vmfb.targets import Target, resolve
 from castiron.vmfb.weights import write_irpa
 
 WEIGHTS = ("native", "f32", "bf16", "f16")
-NUMERICS = ("exact",)
 # Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
 PREFILL_WIDTHS = (8, 32, 128)
 DEFAULT_CONTEXT = 8192
@@ -133,7 +133,8 @@ def build_module(
     """The lowered and verified module; `tiles` as `tuned_tiles` gives them."""
     isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
     model = build_model(checkpoint, options)
-    return lower(model, options.lowering, isa, threads, lambda product: store.choose(product, tiles, ISAS[isa], threads))
+    tiled = lambda product: store.choose(product, tiles, ISAS[isa], threads)
+    return lower(model, options.lowering, isa, threads, tiled, options.numerics)
 
 
 def tuned_tiles(options: Options, target: Target) -> store.FieldsByProduct:

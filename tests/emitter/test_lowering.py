@@ -121,3 +121,13 @@ def test_unknown_lowerings_and_instruction_sets_are_refused():
         lower(model, "fast")
     with pytest.raises(EmitError, match="'sse2'.*avx2"):
         lower(model, "kernels", "sse2")
+    with pytest.raises(EmitError, match="numerics 'rough' is not one of exact"):
+        lower(model, numerics="rough")
+
+
+def test_numerics_reach_every_product():
+    """What is asked of a lowering is what its kernels say of themselves."""
+    asked = lower(build({**CONFIG, **MIXTRAL}, lambda name: "q4_1", CONTEXT, [8], (4,), (3,)), numerics="exact")
+    kernels = [op.attrs["kernel"] for f in asked.functions.values() for op in f.ops if op.kind == "kernel"]
+    products = [kernel.product for kernel in kernels if kernel.product]
+    assert len(products) > 20 and {product.numerics for product in products} == {"exact"}
