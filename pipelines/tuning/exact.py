@@ -31,6 +31,7 @@ def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list
     for prompt in prompts:
         session.rewind(0)
         tokens = [session.prefill(prompt)]
+        session.keep()
         while len(tokens) < TOKENS:
             tokens.append(session.step(tokens[-1]))
         found.append(tokens)
