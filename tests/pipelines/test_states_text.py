@@ -95,22 +95,41 @@ def test_proposed_tokens_are_taken_back(cast, fresh, monkeypatch):
     assert session.step(said[29]) == said[30]
 
 
+class Counting(Session):
+    """A session that notes how many tokens of prompts it reads."""
+
+    read = 0
+
+    def prefill(self, tokens, progress=None):
+        self.read += len(tokens)
+        return super().prefill(tokens, progress)
+
+
 def test_a_conversation_goes_on_where_it_can(cast, text):
-    """Every turn is what a new session says to all messages so far; a kept prompt is not read again."""
-    read = []
-
-    class Counting(Session):
-        def prefill(self, tokens, progress=None):
-            read.append(len(tokens))
-            return super().prefill(tokens, progress)
-
-    chat = Chat(Counting(cast, 1), text, max_tokens=9)
+    """Every turn is what a new session says to all messages so far; what one turn has read the next one reads no more."""
+    session = Counting(cast, 1)
+    chat = Chat(session, text, max_tokens=9)
     for words in ("Hi", "And then?", "Why?"):
         said = "".join(chat.answer(words))
         alone = Chat(Session(cast, 1), text, max_tokens=9)
         alone.messages = chat.messages[:-2]
         assert said == "".join(alone.answer(words))
-    assert len(text.encode_chat(chat.messages)) > sum(read), "what one turn has read the next one reads no more"
+    assert len(text.encode_chat(chat.messages)) > session.read
+
+
+def test_an_answer_that_is_rewritten_costs_no_more_than_itself(cast, text):
+    """The end of its prompt is remembered."""
+    session = Counting(cast, 1)
+    chat = Chat(session, text, max_tokens=9)
+    said = "".join(chat.answer("Hello there"))
+    prompt = text.encode_chat(chat.messages[:1])
+    chat.messages[-1]["content"] = ("x" if said[0] != "x" else "y") + said
+    session.read = 0
+    again = "".join(chat.answer("Why?"))
+    assert session.read == len(text.encode_chat(chat.messages[:3])) - len(prompt)
+    alone = Chat(Session(cast, 1), text, max_tokens=9)
+    alone.messages = chat.messages[:-2]
+    assert again == "".join(alone.answer("Why?"))
 
 
 def test_many_prompts_at_once_from_one_bundle(cast, text, fresh):
