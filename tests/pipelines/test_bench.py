@@ -139,7 +139,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "llama_cpp" else find(name, *a))
     options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1", "--against", "llama.cpp"]
-    assert cli.main(["bench", bundle, *options, "--model", str(checkpoint), "--json"]) == 0
+    assert cli.main(["bench", bundle, *options, "--checkpoint", str(checkpoint), "--json"]) == 0
     out, err = capsys.readouterr()
     assert "pip install llama-cpp-python" in read_json(out)["missing"]["llama.cpp"] and "llama.cpp" in err
     assert "llama.cpp" not in read_json(out)["peers"]
@@ -200,7 +200,7 @@ def fake_llama_cpp(tmp_path, monkeypatch):
         for key, value in (("STAGE", stage), ("SIGNAL", name), ("CRASHES", when)):
             monkeypatch.setenv(key, value)
         options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1", "--against", "llama.cpp"]
-        return [*options, "--model", str(write_llama(tmp_path / "tiny.gguf"))]
+        return [*options, "--checkpoint", str(write_llama(tmp_path / "tiny.gguf"))]
 
     return crash
 
