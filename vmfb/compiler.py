@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_root, write_atomically
+from castiron.vmfb.cache import cache_folder, cache_root, write_atomically
 from castiron.vmfb.targets import Target
 
 # The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
@@ -88,7 +88,8 @@ def compile_mlir(
     record = _recall(facts)
     cached = record is not None and kept.is_file()
     if not cached:
-        record = _compile(text, flags, store, key)
+        store = store if cache_dir else cache_folder("compile")
+        record, kept = _compile(text, flags, store, key), store / f"{key}.vmfb"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, kept.read_bytes())
     write_atomically(log, record["log"].encode())
