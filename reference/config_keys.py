@@ -1,8 +1,8 @@
-"""Which keys of a config.json HF's classes define or read, as the source of `castiron.emitter.models.hf_keys`.
+"""Which keys of a config.json HF's classes define or read: writes `castiron.emitter.models.hf_keys`.
 
-    python -m castiron.reference.config_keys > emitter/models/hf_keys.py
+    python -m castiron.reference.config_keys
 
-after a change of the locked transformers or of the families; a test holds the file to what this prints.
+after a change of the locked transformers or of the families; a test holds the file to what this writes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from castiron.emitter.models import FAMILIES
+from castiron.emitter.models import FAMILIES, hf_keys
 
 # Modules of transformers that every family's model runs through, and what they read of its config.
 SHARED_MODULES = ("modeling_rope_utils", "masking_utils", "cache_utils")
@@ -94,4 +94,4 @@ def _words(keys: set[str], indent: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(source())
+    Path(hf_keys.__file__).write_text(source(), encoding="utf-8")

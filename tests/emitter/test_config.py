@@ -274,7 +274,7 @@ def test_of_a_family_that_hf_does_not_know_trainers_keys_alone_are_passed_over()
 
 
 def test_the_keys_that_hf_reads_are_those_of_the_installed_transformers():
-    """`python -m castiron.reference.config_keys > emitter/models/hf_keys.py` makes it so again."""
+    """`python -m castiron.reference.config_keys` makes it so again."""
     assert Path(hf_keys.__file__).read_text() == config_keys.source()
 
 

@@ -69,6 +69,15 @@ def test_the_object_has_what_the_readers_of_it_expect(bundle, fixed_machine, tmp
     assert result["peers"] == {} and result["ratios"] == {}
 
 
+def test_a_packed_bundle_is_measured_where_it_lies(bundle, fixed_machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    assert cli.main(["pack", bundle, "-o", str(tmp_path / "one.castiron")]) == 0
+    capsys.readouterr()
+    options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1"]
+    assert run(capsys, str(tmp_path / "one.castiron"), *options)["castiron"]["decode_tok_s"] > 0
+    assert not (tmp_path / "cache" / "unpacked").exists()
+
+
 def test_engines_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
     log = []
 

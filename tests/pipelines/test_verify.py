@@ -14,7 +14,7 @@ from castiron.pipelines.checking import verify
 from castiron.pipelines.checking.verify import Prompt, drawn_prompts, read_prompts
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle import open_bundle, pack_bundle
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import CONTEXT, read_json
 
@@ -87,6 +87,15 @@ def test_equal_tokens_are_exit_status_0(bundle, prompts, oracle, capsys):
     assert [prompt["prompt_tokens"] for prompt in result["prompts"]] == [5, 2, 2]
     assert all(prompt["first_difference"] is None and len(prompt["tokens"]) == 6 for prompt in result["prompts"])
     assert all(prompt["smallest_hf_margin"] == MARGIN for prompt in result["prompts"])
+
+
+def test_a_packed_bundle_is_compared_as_its_directory(bundle, prompts, oracle, tmp_path, capsys):
+    pack_bundle(open_bundle(bundle), tmp_path / "one.castiron")
+    found = []
+    for place in (bundle, str(tmp_path / "one.castiron")):
+        assert cli.main(["verify", place, "--prompts", prompts, "-n", "6", "--json"]) == 0
+        found.append(read_json(capsys.readouterr().out))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("place", [0, 3, 5])
