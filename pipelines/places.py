@@ -52,8 +52,12 @@ def model_name(path: Path) -> str:
 
 
 def _head(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(4)
+    """The first four bytes; none of a file that cannot be read, which its reader then says."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4)
+    except OSError:
+        return b""
 
 
 def _has_no_config(path: Path) -> bool:

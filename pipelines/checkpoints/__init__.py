@@ -31,7 +31,8 @@ def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
 
     path = Path(model)
-    if path.exists():
+    # A pipe is neither, and reading its first bytes would take them away.
+    if path.is_file() or path.is_dir():
         try:
             return checkpoint_path(path)
         except PlaceError as error:

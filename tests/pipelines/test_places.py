@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def test_one_file_of_a_checkpoint_names_its_directory(llama, name, monkeypatch):
     assert f"give its directory, {llama}" in refusal(llama / name)
     monkeypatch.chdir(llama)
     assert f"give its directory, {llama}" in refusal(name)
+
+
+def test_a_pipe_is_neither_a_file_nor_a_directory(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "is neither a file nor a directory" in refusal(tmp_path / "pipe")
 
 
 def test_a_gguf_file_is_known_by_its_bytes(tmp_path):
