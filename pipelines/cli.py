@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "describe a checkpoint or a bundle",
     "emit": "print the MLIR of a checkpoint",
     "diff": "find the first module whose activations differ from HF transformers",
+    "cache": "list what castiron keeps to make it only once, and clear it",
 }
 EPILOG = """\
 MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a file.

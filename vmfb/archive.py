@@ -6,16 +6,18 @@ with ZIP64 for large parts; alignment is by padding in the entries' extra fields
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.manifest import FILES, BundleError
+from castiron.vmfb.cache import cache_folder, clear
+from castiron.vmfb.manifest import FILES, BundleError, File
 
 MANIFEST = "manifest.json"
 # The largest page of common systems is 16 KB (arm64 macOS); mapping needs no page, vmfb and tensors need 64 bytes.
@@ -26,6 +28,7 @@ _ZIP64_EXTRA = 20
 _PADDING = struct.Struct("<HH")
 _PADDING_ID = 0xD935
 _CHUNK = 1 << 20
+KEPT_DAYS = 7.0
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,18 @@ class Part:
     def sha256(self) -> str:
         """In hex."""
         digest = hashlib.sha256()
+        for data in self.chunks():
+            digest.update(data)
+        return digest.hexdigest()
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes in pieces; fewer than `size` if the file ends before."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             left = self.size
             while left and (data := file.read(min(left, _CHUNK))):
-                digest.update(data)
                 left -= len(data)
-        return digest.hexdigest()
+                yield data
 
 
 def parts_of(path: Path) -> dict[str, Part]:
@@ -87,6 +95,36 @@ def parts_of(path: Path) -> dict[str, Part]:
     return found
 
 
+def unpacked(part: Part, name: str, file: File) -> Path:
+    """A copy of an archive's `part` under its own name in the cache, known by its sha256 and made once; BundleError if it is
+    not the `file` of the manifest or there is no room for it.
+
+    What was not used for `KEPT_DAYS` makes room for it.
+    """
+    place = cache_folder("unpacked") / file.sha256[:16] / name
+    with contextlib.suppress(OSError):
+        if place.stat().st_size == file.size:
+            os.utime(place)
+            return place
+    clear(("unpacked",), KEPT_DAYS)
+    partial = place.with_name(f".{name}.{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        with open(partial, "wb") as copy:
+            for data in part.chunks():
+                digest.update(data)
+                copy.write(data)
+        if digest.hexdigest() != file.sha256:
+            raise BundleError(f"{part} is not the file that was written (sha256); compile the bundle again")
+        os.replace(partial, place)
+    except OSError as error:
+        raise BundleError(f"{part} cannot be unpacked into {place.parent}: {error.strerror}; unzip it, and give that") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return place
+
+
 def write_archive(
     parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None
 ) -> None:
@@ -104,20 +142,16 @@ def write_archive(
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
             for name, part in parts.items():
                 digest = hashlib.sha256()
+                end = done + part.size
                 # Always ZIP64: the size of the header is then known before.
-                with (
-                    open(part.path, "rb") as source,
-                    archive.open(_entry(name, archive.fp.tell(), part.size), "w", force_zip64=True) as entry,
-                ):
-                    source.seek(part.offset)
-                    left = part.size
-                    while left and (data := source.read(min(left, _CHUNK))):
+                with archive.open(_entry(name, archive.fp.tell(), part.size), "w", force_zip64=True) as entry:
+                    for data in part.chunks():
                         digest.update(data)
                         entry.write(data)
-                        left, done = left - len(data), done + len(data)
+                        done += len(data)
                         if progress:
                             progress(done, total)
-                if left or hashes.get(name, digest.hexdigest()) != digest.hexdigest():
+                if done < end or hashes.get(name, digest.hexdigest()) != digest.hexdigest():
                     raise BundleError(f"{part} is not the file that was written (sha256); compile the bundle again")
         os.replace(partial, out)
     except OSError as error:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from castiron.vmfb.archive import MANIFEST, Part, parts_of, write_archive
-from castiron.vmfb.cache import cache_root, write_atomically
+from castiron.vmfb.archive import MANIFEST, Part, parts_of, unpacked, write_archive
+from castiron.vmfb.cache import cache_root, keep
 from castiron.vmfb.cpu import host_arch, host_cpu
 from castiron.vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
 from castiron.vmfb.record import RecordError
@@ -35,15 +35,16 @@ class Bundle:
         return self.packed[name] if self.packed else Part(self.path / name, 0, self.manifest.files[name].size)
 
     def file(self, name: str) -> Path | None:
-        """The same as a path, for tools that take one; BundleError in an archive."""
-        if self.packed:
-            raise BundleError(f"{self.path} is packed and this needs a directory: unzip it, and give that")
-        return self.path / name if name in self.manifest.files else None
+        """The same as a path, for tools that take one; out of an archive it is copied into the cache, once."""
+        if name not in self.manifest.files:
+            return None
+        return unpacked(self.packed[name], name, self.manifest.files[name]) if self.packed else self.path / name
 
     @property
     def tokenizer(self) -> Path | Part | None:
         """The tokenizer.json, with `read_bytes`; None in a bundle that takes token ids only."""
-        return self.part(TOKENIZER) if self.packed else self.file(TOKENIZER)
+        part = self.part(TOKENIZER)
+        return part if self.packed or part is None else part.path
 
     @property
     def chat_template(self) -> str | None:
@@ -151,8 +152,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, packed: Mapping[st
             raise BundleError(f"{path / name} cannot be read: {error.strerror}") from None
         if digest != file.sha256:
             raise BundleError(f"{path / name} is not the file that was written (sha256); compile the bundle again")
-    with contextlib.suppress(OSError):
-        write_atomically(stamp, json.dumps(marks).encode())
+    keep(stamp, json.dumps(marks).encode())
 
 
 def file_sha256(path: Path) -> str:

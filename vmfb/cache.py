@@ -1,21 +1,118 @@
-"""Where castiron keeps what it can make again.
+"""Where castiron keeps what it can make again, and how much of it there is.
 
-`$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`.
+`$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`. A cache that cannot be written is said once on
+stderr and fails nothing: what would have been kept is made again.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import os
+import shutil
+import sys
+import tempfile
 import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+# What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
+KINDS = {
+    "models": "checkpoints fetched by name",
+    "compile": "what iree-compile made of modules",
+    "unpacked": "files of packed bundles, for IREE's tools",
+    "verified": "which bundles were found whole",
+    "tuned": "tiles that castiron tune found",
+}
+_FILES = {"tuned": "tuned.json"}
+# Hidden entries belong to a process at work, unless they are older: then it was killed.
+ABANDONED_SECONDS = 86400.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What there is of one of `KINDS`: files, their bytes, and when the newest was written or used last (s since 1970)."""
+
+    kind: str
+    files: int
+    bytes: int
+    newest: float | None
 
 
 def cache_root() -> Path:
     """The cache directory; it need not exist yet."""
-    if own := os.environ.get("CASTIRON_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "castiron"
+    try:
+        if own := os.environ.get("CASTIRON_CACHE"):
+            return Path(own).expanduser().absolute()
+        shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # By the rules of XDG a relative path counts as none.
+        return (shared if shared.is_absolute() else Path.home() / ".cache") / "castiron"
+    except RuntimeError as error:
+        # A user without a home, as in some containers.
+        unwritable("~/.cache/castiron", str(error))
+        return _temporary()
+
+
+def cache_place(kind: str) -> Path:
+    """The folder or file of one of `KINDS`; it need not exist."""
+    return cache_root() / _FILES.get(kind, kind)
+
+
+def cache_folder(kind: str) -> Path:
+    """A folder to write `kind` in: under the root, or where that cannot be written one that goes with the process."""
+    folder = cache_root() / kind
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        reason = "no permission to write"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    unwritable(cache_root(), reason)
+    folder = _temporary() / kind
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def keep(path: Path, data: bytes) -> bool:
+    """Writes a file of the cache whole; False if it could not, which is then said."""
+    try:
+        write_atomically(path, data)
+        return True
+    except OSError as error:
+        unwritable(cache_root(), error.strerror or str(error))
+        return False
+
+
+# What was said in this process; once is enough.
+_told: list[str] = []
+
+
+def unwritable(place: Path | str, reason: str) -> None:
+    """Says on stderr, once in a process, that nothing is kept."""
+    if not _told:
+        _told.append(reason)
+        print(
+            f"castiron: the cache in {place} cannot be written ({reason}), so nothing is kept for the next time; "
+            "CASTIRON_CACHE names another folder",
+            file=sys.stderr,
+        )
+
+
+@functools.cache
+def _temporary() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="castiron-"))
+
+    def remove() -> None:
+        # An error has named these as the place of its log.
+        if not any(folder.glob("*/failed/*")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -26,5 +123,57 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+
+
+def held() -> tuple[Held, ...]:
+    """What there is of each kind, in the order of `KINDS`."""
+    found = []
+    for kind in KINDS:
+        stats = [stat for _, stat in _files(kind)]
+        newest = max((stat.st_mtime for stat in stats), default=None)
+        found.append(Held(kind, len(stats), sum(stat.st_size for stat in stats), newest))
+    return tuple(found)
+
+
+def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Held, ...]:
+    """Removes what was neither written nor used for so many days, and says what that was; other entries of the root stay.
+
+    What a process is writing now is left alone. OSError if something cannot be removed.
+    """
+    now, removed = time.time(), []
+    for kind in kinds:
+        files, size, newest = 0, 0, None
+        for path, stat in list(_files(kind)):
+            least = older_than_days * 86400
+            if _is_hidden(path):
+                least = max(least, ABANDONED_SECONDS)
+            if now - stat.st_mtime >= least:
+                path.unlink(missing_ok=True)
+                _remove_empty(path.parent)
+                files, size, newest = files + 1, size + stat.st_size, max(newest or 0.0, stat.st_mtime)
+        removed.append(Held(kind, files, size, newest))
+    return tuple(removed)
+
+
+def _remove_empty(folder: Path) -> None:
+    """The folder and those above it that are empty, up to the root."""
+    with contextlib.suppress(OSError):
+        while folder != cache_root():
+            folder.rmdir()
+            folder = folder.parent
+
+
+def _files(kind: str) -> Iterator[tuple[Path, os.stat_result]]:
+    place = cache_place(kind)
+    for path in (place, *place.rglob("*")):
+        # Others come and go meanwhile.
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                yield path, path.stat()
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(cache_root()).parts)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_root, write_atomically
+from castiron.vmfb.cache import cache_folder, cache_root, write_atomically
 from castiron.vmfb.targets import Target
 
 # The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
@@ -86,6 +86,9 @@ def compile_mlir(
     kept, facts = store / f"{key}.vmfb", store / f"{key}.json"
 
     known = _recall(facts) if kept.is_file() else None
+    if known is None:
+        store = store if cache_dir else cache_folder("compile")
+        kept = store / f"{key}.vmfb"
     record = known or _compile(text, flags, store, key)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, kept.read_bytes())

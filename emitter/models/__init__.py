@@ -13,6 +13,7 @@ from types import ModuleType
 from castiron.emitter import ops
 from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
+from castiron.emitter.models.config import Noted
 from castiron.emitter.states import ROLES, kv_cache
 from castiron.emitter.step import ModelModule, Step
 from castiron.emitter.types import EmitError
@@ -42,6 +43,13 @@ def family(config: dict) -> ModuleType:
     if model_type not in FAMILIES:
         raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
     return import_module(f"castiron.emitter.models.{model_type}")
+
+
+def ignored_keys(config: dict) -> tuple[str, ...]:
+    """Keys of a config that change nothing and are passed over, bookkeeping apart; EmitError for one that is not understood."""
+    noted = Noted(config)
+    family(config).Config.read(noted)
+    return noted.ignored
 
 
 def build(

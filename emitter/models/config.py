@@ -1,10 +1,12 @@
-"""Reading a `config.json` strictly: every key is used, known to be harmless, or an error."""
+"""Reading a `config.json` strictly: every key is used, known to change nothing, or an error."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from castiron.emitter.models.hf_keys import DEFINED, SHARED
 from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, rotary
 from castiron.emitter.types import EmitError
 
@@ -22,12 +24,31 @@ HARMLESS = frozenset(
     """.split()
 )
 
+# What trainers leave behind, in the config of a family that HF knows or not.
+TRAINERS = re.compile(
+    "unsloth_.*|max_length|min_length|neftune_noise_alpha|_flash_attn_2_enabled|use_flash_attention(_2)?|use_liger_kernel"
+    "|gradient_checkpointing|model_max_length|max_seq_length|tokenizer_model_max_length|tokenizer_padding_side|lora_.*"
+)
+
+# Of the keys that are refused, how many an error names.
+_SHOWN = 3
+
+
+class Noted(dict):
+    """A config that remembers what reading it found: `ignored`, the keys that change nothing, in alphabetical order.
+
+    Bookkeeping that every checkpoint has (`HARMLESS`) is not among them.
+    """
+
+    ignored: tuple[str, ...] = ()
+
 
 class ConfigReader:
     """Takes keys out of a config; `finish` refuses what nobody took."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
+        self._source = config
         self.model_type = config.get("model_type", "?")
         self._taken: set[str] = set()
 
@@ -120,13 +141,26 @@ class ConfigReader:
         return rotary(entry.get("rope_theta") or theta, rotary_dim, entry, max_positions)
 
     def finish(self) -> None:
-        """Raise for every key that was neither taken nor harmless."""
-        unknown = sorted(set(self.config) - self._taken - HARMLESS)
+        """Raise for every key that nobody took and that HF's model may read; note the others."""
+        rest = sorted(set(self.config) - self._taken - HARMLESS)
+        unknown = [key for key in rest if self._matters(key)]
         if unknown:
+            shown = ", ".join(map(repr, unknown[:_SHOWN])) + f" and {len(unknown) - _SHOWN} more" * (len(unknown) > _SHOWN)
             raise EmitError(
-                f"the {self.model_type} config has {', '.join(map(repr, unknown))}, which castiron does not understand; "
-                "a key that changes the mathematics cannot be ignored"
+                f"the {self.model_type} config has {shown}, which castiron does not understand and which may change the "
+                "mathematics; --ignore-key KEY leaves one out, and castiron verify tells whether that was right"
             )
+        if isinstance(self._source, Noted):
+            self._source.ignored = tuple(rest)
+
+    def _matters(self, key: str) -> bool:
+        """Whether HF's model may read a key: of a family that HF does not know, any but a trainer's."""
+        if TRAINERS.fullmatch(key):
+            return False
+        if self.model_type not in DEFINED:
+            return True
+        # What is shared is looked for in every config, and a null is not there.
+        return key in DEFINED[self.model_type] or (key in SHARED and self.config[key] is not None)
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

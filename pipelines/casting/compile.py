@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -27,8 +28,10 @@ from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints.identity import checkpoint_sha256
+from castiron.pipelines.places import model_name
 from castiron.pipelines.tuning import store
-from castiron.vmfb.bundle import Bundle, BundleWriter, file_sha256, open_bundle
+from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_mlir, compiler_version
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.manifest import BundleError, EntryPoint, Manifest, Tokens, Versions
@@ -54,7 +57,8 @@ class Options:
     checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable". batch: numbers of
     sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. threads: how many
     will run the bundle, by which kernels share out their work; None takes one a physical core. tuned: what
-    `castiron tune` found on this machine is used, for the target "host".
+    `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of the checkpoint's config, or of
+    its GGUF metadata, that are left out.
     """
 
     context: int | None = None
@@ -66,6 +70,7 @@ class Options:
     speculate: tuple[int, ...] = (4, 8)
     threads: int | None = None
     tuned: bool = True
+    ignore_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
@@ -175,7 +180,7 @@ def compile_model(
     told = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
     target = resolve(options.target)
-    checkpoint = open_checkpoint(model, progress)
+    checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     tiles = tuned_tiles(options, target) if tiles is None else tiles
     key = _key(checkpoint, options, target)
     existing = _existing(out)
@@ -268,11 +273,12 @@ def entry_point(function: Function) -> EntryPoint:
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
     decode = module.functions["decode_step"]
     vocab = decode.outputs[1].type.shape[0]
-    source = {"model": str(model), "path": str(checkpoint.path), "format": checkpoint.format}
-    if checkpoint.path.is_file():
-        source["sha256"] = file_sha256(checkpoint.path)
+    source = {
+        "model": str(model), "path": os.path.abspath(checkpoint.path), "format": checkpoint.format,
+        "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
+    }  # fmt: skip
     return Manifest(
-        name=checkpoint.path.stem if checkpoint.format == "gguf" else checkpoint.path.resolve().name,
+        name=model_name(checkpoint.path),
         config=checkpoint.config,
         vocab=vocab,
         context=context_of(checkpoint.config, options.context),

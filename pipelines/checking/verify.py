@@ -11,6 +11,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
+from castiron.vmfb.bundle import Bundle
 
 DEFAULT_PROMPTS = "verify_prompts.jsonl"
 # Above this margin between its two largest logits, HF chooses the same token whether it reads a text at once or token by
@@ -124,30 +125,36 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
     return text.encode_chat([{"role": "user", "content": prompt.text}])
 
 
-def source_of(bundle) -> Path:
-    """The checkpoint that the bundle was made from; PipelineError if it is gone or is another by now."""
+def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
+    """The checkpoint that the bundle was made from: where `given` says it is, else where it was then.
+
+    PipelineError if it is gone or is another by now, by the hash in the manifest. With `any_format` one of another format
+    (a GGUF file of a model that was compiled from a directory) is taken at its word.
+    """
+    from castiron.pipelines.checkpoints import find_checkpoint
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
+    from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 
     source = bundle.manifest.source
-    path = Path(source.get("path", ""))
-    if not path.exists() and source.get("model") in CATALOGUE:
+    recorded = source.get("path")
+    if given is not None:
+        path = find_checkpoint(given)
+    elif recorded and Path(recorded).exists():
+        path = Path(recorded)
+    elif source.get("model") in CATALOGUE:
         path = fetch(source["model"])
-    if "path" not in source or not path.exists():
+    else:
+        gone = f"{recorded}, is not there any more" if recorded else "which it does not name, is not known"
+        raise PipelineError(f"the checkpoint of {bundle.path}, {gone}: say with --checkpoint where it is")
+    if any_format and path.is_file() != (source.get("format") == "gguf"):
+        return path
+    expected = source.get("sha256")
+    if expected and checkpoint_sha256(path) != expected:
         raise PipelineError(
-            f"the checkpoint of {bundle.path}, {source.get('path', 'which it does not name')}, was not found: "
-            "give it with --model"
+            f"{path} is not the checkpoint that {bundle.path} was made from (another sha256): give that one with "
+            "--checkpoint, or compile again"
         )
-    check_source(bundle, path)
     return path
-
-
-def check_source(bundle, path: Path) -> None:
-    """PipelineError if `path` is a file and not the one whose sha256 the bundle names."""
-    from castiron.vmfb.bundle import file_sha256
-
-    expected = bundle.manifest.source.get("sha256")
-    if expected and path.is_file() and file_sha256(path) != expected:
-        raise PipelineError(f"{path} is not the file that {bundle.path} was made from (sha256); compile it again")
 
 
 def load_reference(path: Path, weights: str, threads: int | None):

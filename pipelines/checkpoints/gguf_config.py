@@ -165,7 +165,7 @@ def _vocab_size(file: GgufFile) -> int:
 def _refuse_unread(metadata: Metadata) -> None:
     unread = metadata.unread()
     if unread:
-        raise metadata.fail(f"unknown metadata could change the result: {', '.join(unread)}")
+        raise metadata.fail(f"unknown metadata could change the result: {', '.join(unread)}; --ignore-key KEY leaves one out")
 
 
 def head_dim(config: dict) -> int:

@@ -1,24 +1,28 @@
 """A directory as `save_pretrained` writes it: config.json, safetensors, and what there is of a tokenizer."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.audit import IGNORABLE, refuse_impossible_sizes
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 
+CONFIG = "config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def open_hf_directory(path: Path) -> Checkpoint:
-    """The checkpoint in the directory `path`; CheckpointError (one sentence) if it cannot be used.
+def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
+    """The checkpoint in the directory `path`, its config less `ignore_keys`; CheckpointError (one sentence) if it cannot be
+    used.
 
     Without tokenizer.json the checkpoint has no tokenizer. The chat template is that of chat_template.jinja, else
     of tokenizer_config.json (the one called default, where there are several).
     """
-    config = _json_object(path / "config.json")
+    config = _json_object(path / CONFIG)
     if config is None:
         raise CheckpointError(f"{path} has no config.json: give a directory as HF's save_pretrained writes it")
+    config = without(config, ignore_keys, path / CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
     generation = _json_object(path / "generation_config.json") or {}
@@ -51,8 +55,8 @@ def _json_object(path: Path) -> dict | None:
     return content
 
 
-def _shards(path: Path) -> dict[str, list[str] | None]:
-    """File name -> the tensors that the index says are in it, or None if nobody says."""
+def shards_of(path: Path) -> dict[str, list[str] | None]:
+    """Of the directory's safetensors: file name -> the tensors that the index says are in it, or None if nobody says."""
     if (path / _SINGLE).exists():
         return {_SINGLE: None}
     index = _json_object(path / _INDEX)
@@ -71,7 +75,7 @@ def _shards(path: Path) -> dict[str, list[str] | None]:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for shard, expected in _shards(path).items():
+    for shard, expected in shards_of(path).items():
         if not (path / shard).is_file():
             raise CheckpointError(f"{path / shard} is missing, and {_INDEX} names it: fetch it")
         stored = read_safetensors(path / shard)

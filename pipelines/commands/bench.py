@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="engines to compare with: llama.cpp,hf")
     parser.add_argument("--speculation", action="store_true", help="measure --speculate ngram instead: answers that "
                         "repeat their prompt, and others")  # fmt: skip
-    parser.add_argument("--model", metavar="MODEL", help="the checkpoint for peers (default: the one the bundle names)")
+    parser.add_argument("--checkpoint", metavar="PATH", help="the checkpoint for peers, which may be another format of the "
+                        "model (default: the one that the bundle was made from)")  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="write the JSON object to a file too")
     parser.add_argument("--chart", metavar="FILE", help="draw decode and prefill to a file (.svg or .png)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -137,7 +138,7 @@ def check_chart() -> None:
 
 def contestants(args: argparse.Namespace, bundle, workload) -> tuple:
     """Who takes part, with the peers that cannot and why, and what will hold the measurements of each."""
-    from castiron.pipelines.commands.verify import checkpoint_path
+    from castiron.pipelines.checking.verify import checkpoint_of
     from castiron.pipelines.measuring.bench import Engines, Measured
     from castiron.pipelines.measuring.workload import gguf_bytes
     from castiron.reference.peers import PEERS
@@ -148,13 +149,13 @@ def contestants(args: argparse.Namespace, bundle, workload) -> tuple:
         found.notes["castiron"] = (
             "it does not say what its functions read: decode_roofline is an estimate, all weights and no cache"
         )
-    source = checkpoint_path(args, bundle) if args.against else Path()
+    source = checkpoint_of(bundle, args.checkpoint, any_format=True) if args.against else Path()
     for name in args.against:
         module, install = PEERS[name]
         if importlib.util.find_spec(module) is None:
             found.missing[name] = f"it is not installed; {install}"
         elif name == "llama.cpp" and source.is_dir():
-            found.missing[name] = f"it reads GGUF files and {source} is a directory"
+            found.missing[name] = f"it reads GGUF files and {source} is a directory; give a file with --checkpoint"
         elif name == "llama.cpp":
             found.models[name], measured[name] = str(source), Measured(name, gguf_bytes(source), 2)
         else:

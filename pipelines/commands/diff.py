@@ -7,6 +7,7 @@ Our side is the emitted graph in a NumPy interpreter, so that a difference is on
 import argparse
 import json
 
+from castiron.pipelines.commands.options import add_ignore_key
 from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
                         help="largest difference, as a share of the root mean square (default: 0.001)")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="list every module, not only those near the first difference")
+    add_ignore_key(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -38,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.checkpoints import open_checkpoint
 
     with Progress() as progress:
-        checkpoint = open_checkpoint(args.model, progress)
+        checkpoint = open_checkpoint(args.model, progress, args.ignore_keys)
         tokens = tokens_of(args, checkpoint)
         progress("compare", 0.0)
         found = compare(checkpoint, tokens, args.tolerance, args.lowering)

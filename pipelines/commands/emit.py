@@ -82,7 +82,7 @@ def _model(args: argparse.Namespace) -> Module:
         raise PipelineError("--shape, --tokens and --isa are those of a kernel: give --kernel, or leave them out")
     options = compile_options(args)
     with Progress() as progress:
-        checkpoint = open_checkpoint(args.model, progress)
+        checkpoint = open_checkpoint(args.model, progress, options.ignore_keys)
         progress("emit", 0.0)
         module = build_module(checkpoint, options)
     if args.function:

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 from castiron.pipelines.commands.options import megabytes
+from castiron.pipelines.places import is_bundle
 from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
@@ -15,7 +16,9 @@ examples:
   castiron inspect model.gguf --tensors
   castiron inspect build/smollm2-135m-instruct --json
 
---json prints one object: for a bundle its manifest, for a checkpoint its format, config, tensors and tokenizer.
+--json prints one object: for a bundle its manifest; for a checkpoint path, format, config, ignored_keys (what trainers leave
+in a config and no model reads), refused (why compile would not take the config, or null), parameters, tensors, tokenizer,
+chat_template, bos_token_id, eos_token_ids.
 """
 # Of config.json, what tells one model from another.
 SHOWN_CONFIG = (
@@ -41,14 +44,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def is_bundle(path: Path) -> bool:
-    """A directory with a manifest, or an archive, by the first bytes of a zip file."""
-    if not path.is_file():
-        return (path / "manifest.json").exists()
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\3\4"
-
-
 def catalogue() -> tuple[dict, list[str]]:
     from dataclasses import asdict
 
@@ -68,7 +63,8 @@ def bundle(path: str) -> tuple[dict, list[str]]:
     source = manifest.source
     rows = [
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
-        ("from", f"{source.get('model', 'unknown')} ({source.get('format', '?')})"),
+        ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
+        *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
         ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
         ("context", f"{manifest.context} positions"),
@@ -102,6 +98,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     sizes = {
         name: prod(tensor.shape[:-1]) * row_bytes(tensor.codec, tensor.shape[-1]) for name, tensor in found.tensors.items()
     }
+    ignored, refused = understood(found.config)
     elements = sum(prod(tensor.shape) for tensor in found.tensors.values())
     counts = Counter(tensor.codec for tensor in found.tensors.values())
     rows = [
@@ -111,6 +108,8 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         ("tensors", ", ".join(f"{count} {codec}" for codec, count in counts.most_common())),
         ("tokenizer", "yes" if found.tokenizer else "none: a bundle of it takes token ids only"),
         ("chat template", "yes" if found.chat_template else "none"),
+        *[("ignored keys", f"{', '.join(ignored)} (no part of the mathematics)")] * bool(ignored),
+        *[("not compiled", refused)] * (refused is not None),
         ("end of text", ", ".join(map(str, found.eos_token_ids)) or "unknown"),
     ]
     lines = table(rows)
@@ -120,6 +119,8 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         "path": str(found.path),
         "format": found.format,
         "config": found.config,
+        "ignored_keys": list(ignored),
+        "refused": refused,
         "parameters": elements,
         "tensors": {
             name: {"shape": list(t.shape), "codec": t.codec, "bytes": sizes[name]} for name, t in found.tensors.items()
@@ -130,6 +131,17 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         "eos_token_ids": list(found.eos_token_ids),
     }
     return facts, lines
+
+
+def understood(config: dict) -> tuple[tuple[str, ...], str | None]:
+    """Keys of the config that compiling passes over, and the sentence with which it refuses the config, if it does."""
+    from castiron.emitter.models import ignored_keys
+    from castiron.emitter.types import EmitError
+
+    try:
+        return ignored_keys(config), None
+    except EmitError as error:
+        return (), str(error)
 
 
 def table(rows: list[tuple[str, str]]) -> list[str]:

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from castiron.pipelines.places import model_name
+
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     """What `castiron.pipelines.casting.compile.Options` takes; read back with `compile_options`."""
@@ -23,6 +25,14 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         "castiron serve can decode at once (default: 4,8; none turns it off)")  # fmt: skip
     parser.add_argument("--speculate", type=_sizes, default=(4, 8), metavar="T[,T]", help="how many proposed tokens "
                         "run --speculate can check at once (default: 4,8; none turns it off)")  # fmt: skip
+    add_ignore_key(parser)
+
+
+def add_ignore_key(parser: argparse.ArgumentParser) -> None:
+    """--ignore-key, once for each key."""
+    parser.add_argument("--ignore-key", action="append", default=[], dest="ignore_keys", metavar="KEY",
+                        help="leave a key out of the checkpoint's config or GGUF metadata that castiron refuses; verify then "
+                        "tells whether it mattered")  # fmt: skip
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -36,13 +46,16 @@ def compile_options(args: argparse.Namespace):
     from castiron.pipelines.casting.compile import Options
 
     names = ("context", "weights", "numerics", "lowering", "target", "batch", "speculate", "threads")
-    return Options(**{name: getattr(args, name) for name in names}, tuned=not getattr(args, "no_tuned", False))
+    return Options(
+        **{name: getattr(args, name) for name in names},
+        tuned=not getattr(args, "no_tuned", False),
+        ignore_keys=tuple(args.ignore_keys),
+    )
 
 
 def default_bundle(model: str) -> Path:
     """build/NAME, where NAME is the model's name or the last part of its path without .gguf."""
-    name = Path(model).name or Path(model).resolve().name
-    return Path("build") / name.removesuffix(".gguf")
+    return Path("build") / model_name(Path(model))
 
 
 def megabytes(size: float) -> str:

@@ -1,7 +1,8 @@
-"""Writes a bundle as one file, which run, chat and serve take as they take the directory.
+"""Writes a bundle as one file, which every command takes as it takes the directory.
 
 The file is a zip archive whose parts are stored as they are, on pages of their own: the weights are mapped where they
-lie, and unzip gives the directory back. What is packed is checked against the manifest's sha256.
+lie, and unzip gives the directory back. What is packed is checked against the manifest's sha256. Of a file explain copies
+program and weights into the cache, once, because IREE's own tools want paths.
 """
 
 import argparse
@@ -15,6 +16,7 @@ EXAMPLES = """\
 examples:
   castiron pack build/smollm2-135m-instruct -o smollm2.castiron
   castiron run smollm2.castiron -p "Why is the sky blue?"
+  castiron verify smollm2.castiron
   unzip smollm2.castiron -d bundle
 
 --json prints one object: file, bytes.

@@ -23,10 +23,10 @@ examples:
   castiron tune smollm2-135m-instruct --functions decode_step --threads 1
   castiron tune model.gguf --again --json
 
-Nothing else should run meanwhile. --json prints one object: model, cpu, threads, store, products (name, function,
-default_us, gain, tiles or null, known), decode (tokens/s with the shipped tiles and with those found, and their ratio,
-null where nothing was found), refused (rounds that did not compile), changed_tokens (products whose faster tiles
-changed a token, and were dropped), seconds.
+Nothing else should run meanwhile. --json prints one object: model, cpu, threads, store (the file, null if it cannot be
+written), products (name, function, default_us, gain, tiles or null, known), decode (tokens/s with the shipped tiles and with
+those found, and their ratio, null where nothing was found), refused (rounds that did not compile), changed_tokens (products
+whose faster tiles changed a token, and were dropped), seconds.
 """
 TURNS, STEPS = 6, 48
 
@@ -65,13 +65,13 @@ def main(args: argparse.Namespace) -> int:
             )
             for name, trial in trials.items()
         ]
-        store.keep(findings)
+        kept_in = str(store.store_path()) if store.keep(findings) else None
         rows = [
             {"name": name, "function": trial.function, **report(name, trials.get(name), kept, known.get(name))}
             for name, trial in bench.products().items()
         ]
     result = {
-        "model": args.model, "cpu": key.cpu, "threads": key.threads, "store": str(store.store_path()), "products": rows,
+        "model": args.model, "cpu": key.cpu, "threads": key.threads, "store": kept_in, "products": rows,
         "decode": decode, "refused": refused, "changed_tokens": sorted(set(found) - set(kept)),
         "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
@@ -132,6 +132,6 @@ def table(result: dict) -> list[str]:
     lines += ["", f"{better} of {len(rows)} products have better tiles on {result['threads']} threads of {result['cpu']}"]
     if decode := result["decode"]:
         lines[-1] += f"; decode {decode['default_tok_s']} -> {decode['tuned_tok_s']} tok/s"
-    if better:
+    if better and result["store"]:
         lines.append(f"castiron compile uses them from now on: {result['store']}")
     return lines

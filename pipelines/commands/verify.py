@@ -1,12 +1,12 @@
 """Compares a bundle's greedy tokens with those of HF transformers in f32, which reads the same checkpoint by itself.
 
-Each prompt is continued by N tokens on both sides, past the end-of-text token. The exit status is 1 if any token
+The bundle names its checkpoint and the checkpoint's hash: one that was moved is given with --checkpoint, and another one is
+refused. Each prompt is continued by N tokens on both sides, past the end-of-text token. The exit status is 1 if any token
 differs. Prompts that need more positions than the bundle has are left out and named.
 """
 
 import argparse
 import json
-from pathlib import Path
 
 from castiron.pipelines.commands.run import token_ids
 from castiron.pipelines.errors import PipelineError
@@ -16,7 +16,7 @@ EXAMPLES = """\
 examples:
   castiron verify build/model
   castiron verify build/model --prompts mine.txt -n 128
-  castiron verify build/model --tokens 1,2,3 --model ~/models/Llama-3.2-1B
+  castiron verify build/model --tokens 1,2,3 --checkpoint ~/models/Llama-3.2-1B
 
 A prompts file has one prompt a line; a line that starts with { is JSON: {"name": ..., "prompt": TEXT, "raw": true} (raw
 leaves the chat template out) or {"name": ..., "tokens": [1, 2, 3]}.
@@ -33,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompts", metavar="FILE", help="the prompts (default: 32 of many kinds that come with castiron)")
     prompts.add_argument("--tokens", type=token_ids, metavar="IDS", help="one prompt of token ids: 1,2,3")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default: 64)")
-    parser.add_argument("--model", metavar="MODEL", help="the checkpoint for HF (default: the one that the bundle names)")
+    parser.add_argument("--checkpoint", metavar="PATH", help="where the checkpoint is that the bundle was made from "
+                        "(default: where it was then)")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads, for both sides")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.checking.verify import compare, load_reference
+    from castiron.pipelines.checking.verify import checkpoint_of, compare, load_reference
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
@@ -47,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
     bundle = open_bundle(args.bundle)
     prompts, skipped = fitting(gather(args, bundle), bundle.manifest.context, args.max_tokens)
-    source = checkpoint_path(args, bundle)
+    source = checkpoint_of(bundle, args.checkpoint)
     session = Session(bundle, threads=args.threads)
     found = []
     with Progress() as progress:
@@ -94,19 +95,6 @@ def fitting(prompts: list, context: int, n: int) -> tuple[list, list[str]]:
         raise PipelineError(f"no prompt has room for {n} tokens after it in the bundle's context of {context}; lower -n")
     chosen = {id(prompt) for prompt, _ in fits}
     return fits, [prompt.name for prompt, _ in prompts if id(prompt) not in chosen]
-
-
-def checkpoint_path(args: argparse.Namespace, bundle) -> Path:
-    from castiron.pipelines.checking.verify import check_source, source_of
-    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
-
-    if args.model is None:
-        return source_of(bundle)
-    path = fetch(args.model) if args.model in CATALOGUE else Path(args.model)
-    if not path.exists():
-        raise PipelineError(f"{path} is neither a file nor a directory")
-    check_source(bundle, path)
-    return path
 
 
 def line(comparison) -> str:

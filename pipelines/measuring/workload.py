@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
 from castiron.vmfb.manifest import WEIGHTS, Manifest
@@ -31,7 +32,7 @@ class Workload:
 
     @classmethod
     def of(cls, bundle: Bundle) -> Workload:
-        return cls(bundle.manifest, sum(parameter_sizes(bundle.file(WEIGHTS)).values()))
+        return cls(bundle.manifest, sum(parameter_sizes(bundle.part(WEIGHTS)).values()))
 
     @property
     def known(self) -> bool:
@@ -94,12 +95,12 @@ def amount(kernel: Mapping, unit: str, position: int) -> int:
     return min(start + step * position, max(start, end))
 
 
-def parameter_sizes(path: Path) -> dict[str, int]:
-    """Bytes by name of the parameters in an irpa file."""
+def parameter_sizes(file: Part) -> dict[str, int]:
+    """Bytes by name of the parameters in an irpa file, or in the part of an archive that is one."""
     import iree.runtime as rt
 
-    index = rt.ParameterIndex()
-    index.load(str(path), format="irpa")
+    index, mapped = rt.ParameterIndex(), file.map()
+    index.load_from_file_handle(rt.FileHandle.wrap_memory(mapped), "irpa")
     return {name: entry.length for name, entry in index.items()}
 
 

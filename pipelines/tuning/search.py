@@ -56,7 +56,7 @@ class Bench:
         self.target, self.threads = self.bundle.manifest.target, options.threads_or_cores
         self.isa = ISAS[self.target.isa]
         self.functions = [f for f in self.bundle.manifest.functions if f.name in functions or not functions]
-        self._layers = build_model(open_checkpoint(model), options)
+        self._layers = build_model(open_checkpoint(model, ignore_keys=options.ignore_keys), options)
         for function in self.bundle.manifest.functions:
             if function not in self.functions:
                 del self._layers.functions[function.name]

@@ -13,7 +13,7 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.cache import cache_root, write_atomically
+from castiron.vmfb import cache
 from castiron.vmfb.compiler import compiler_version
 from castiron.vmfb.cpu import host_cpu
 from castiron.vmfb.record import RecordError, from_json, to_json
@@ -64,7 +64,7 @@ class _Store:
 
 def store_path() -> Path:
     """Where the findings stand; the file need not exist."""
-    return cache_root() / "tuned.json"
+    return cache.cache_place("tuned")
 
 
 def key_of(target: Target, threads: int) -> Key:
@@ -73,14 +73,14 @@ def key_of(target: Target, threads: int) -> Key:
 
 
 def read() -> tuple[Finding, ...]:
-    """All findings; none where there is no file. StoreError for a file that `keep` cannot have written."""
+    """All findings; none where there is no file to be read. StoreError for a file that `keep` cannot have written."""
     path = store_path()
     try:
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
             raise RecordError(f"it has no schema {SCHEMA}")
         return from_json(_Store, value).findings
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()
     except (OSError, ValueError, RecursionError, RecordError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -97,11 +97,12 @@ def tiles_of(key: Key) -> FieldsByProduct:
     return {name: finding.tiles for name, finding in findings_of(key).items() if finding.tiles is not None}
 
 
-def keep(findings: Iterable[Finding]) -> None:
-    """Adds the findings to the file, over what it had for the same products and keys; whole or not at all."""
+def keep(findings: Iterable[Finding]) -> bool:
+    """Adds the findings to the file, over what it had for the same products and keys; False, and a word on stderr, if it cannot
+    be written."""
     found = {(finding.key, finding.product): finding for finding in (*read(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
-    write_atomically(store_path(), text.encode() + b"\n")
+    return cache.keep(store_path(), text.encode() + b"\n")
 
 
 def choose(product: Product, chosen: FieldsByProduct, isa: Isa, threads: int) -> Tiles | None:

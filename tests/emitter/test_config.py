@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-from castiron.emitter.models import FAMILIES, build, family
-from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.models import FAMILIES, build, family, hf_keys, ignored_keys
+from castiron.emitter.models.config import HARMLESS, ConfigReader
+from castiron.emitter.models.hf_keys import DEFINED
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.types import EmitError
+from castiron.reference import config_keys
 from castiron.reference.tiny import COMMON
 from castiron.reference.tiny import FAMILIES as TINY
 
@@ -223,10 +226,60 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_key_that_nobody_understands_is_refused(model_type):
+def test_a_key_that_hf_reads_and_nobody_understands_is_refused(model_type, monkeypatch):
     config = {**unlike_the_defaults(model_type), "sink_multiplier": 2.0}
-    with pytest.raises(EmitError, match=f"the {model_type} config has 'sink_multiplier', which castiron does not"):
+    monkeypatch.setitem(DEFINED, model_type, DEFINED[model_type] | {"sink_multiplier"})
+    with pytest.raises(EmitError, match=f"the {model_type} config has 'sink_multiplier', which castiron does not") as error:
         read(config)
+    assert "--ignore-key" in str(error.value) and len(str(error.value)) < 300
+
+
+# As trainers and older transformers leave them.
+LEFTOVERS = {
+    "unsloth_version": "2025.1.8", "unsloth_fixed": True, "max_length": 8192, "_flash_attn_2_enabled": True,
+    "neftune_noise_alpha": 5, "temperature": 0.7, "do_sample": True, "quantization": "none", "use_flash_attn": True,
+    "attention_chunk_size": None, "quantization_config": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_hf_never_reads_changes_nothing_and_is_named(model_type):
+    config = unlike_the_defaults(model_type)
+    assert read({**config, **LEFTOVERS}) == read(config)
+    assert set(ignored_keys({**config, **LEFTOVERS})) - set(ignored_keys(config)) == set(LEFTOVERS)
+
+
+@pytest.mark.parametrize("key", ["attention_chunk_size", "quantization_config", "is_causal"])
+def test_what_hf_looks_for_in_every_config_is_refused(key):
+    with pytest.raises(EmitError, match=f"the llama config has '{key}'"):
+        read({**PUBLISHED["SmolLM2"], key: {"bits": 4} if key.endswith("config") else 8})
+
+
+def test_many_keys_that_are_not_understood_make_one_short_sentence(monkeypatch):
+    keys = {f"sink_multiplier_{n}": n for n in range(40)}
+    monkeypatch.setitem(DEFINED, "llama", DEFINED["llama"] | set(keys))
+    with pytest.raises(EmitError, match="'sink_multiplier_0', .* and 37 more, which") as error:
+        read({**PUBLISHED["SmolLM2"], **keys})
+    assert len(str(error.value)) < 300
+
+
+def test_of_a_family_that_hf_does_not_know_trainers_keys_alone_are_passed_over():
+    for key, refused in (("unsloth_version", False), ("neftune_noise_alpha", False), ("use_flash_attn", True)):
+        reader = ConfigReader({"model_type": "decaying_sum", key: 1})
+        if refused:
+            with pytest.raises(EmitError, match=key):
+                reader.finish()
+        else:
+            reader.finish()
+
+
+def test_the_keys_that_hf_reads_are_those_of_the_installed_transformers():
+    """`python -m castiron.reference.config_keys` makes it so again."""
+    assert Path(hf_keys.__file__).read_text() == config_keys.source()
+
+
+def test_what_every_config_class_of_hf_has_is_bookkeeping():
+    assert {field.name for field in fields(PreTrainedConfig)} <= HARMLESS
 
 
 @pytest.mark.parametrize(

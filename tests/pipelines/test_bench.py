@@ -69,6 +69,15 @@ def test_the_object_has_what_the_readers_of_it_expect(bundle, fixed_machine, tmp
     assert result["peers"] == {} and result["ratios"] == {}
 
 
+def test_a_packed_bundle_is_measured_where_it_lies(bundle, fixed_machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    assert cli.main(["pack", bundle, "-o", str(tmp_path / "one.castiron")]) == 0
+    capsys.readouterr()
+    options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1"]
+    assert run(capsys, str(tmp_path / "one.castiron"), *options)["castiron"]["decode_tok_s"] > 0
+    assert not (tmp_path / "cache" / "unpacked").exists()
+
+
 def test_engines_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
     log = []
 
@@ -139,7 +148,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "llama_cpp" else find(name, *a))
     options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1", "--against", "llama.cpp"]
-    assert cli.main(["bench", bundle, *options, "--model", str(checkpoint), "--json"]) == 0
+    assert cli.main(["bench", bundle, *options, "--checkpoint", str(checkpoint), "--json"]) == 0
     out, err = capsys.readouterr()
     assert "pip install llama-cpp-python" in read_json(out)["missing"]["llama.cpp"] and "llama.cpp" in err
     assert "llama.cpp" not in read_json(out)["peers"]
@@ -200,7 +209,7 @@ def fake_llama_cpp(tmp_path, monkeypatch):
         for key, value in (("STAGE", stage), ("SIGNAL", name), ("CRASHES", when)):
             monkeypatch.setenv(key, value)
         options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1", "--against", "llama.cpp"]
-        return [*options, "--model", str(write_llama(tmp_path / "tiny.gguf"))]
+        return [*options, "--checkpoint", str(write_llama(tmp_path / "tiny.gguf"))]
 
     return crash
 

@@ -12,6 +12,7 @@ import pytest
 
 from castiron.pipelines.checkpoints import CheckpointError, catalogue
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Part, fetch
+from castiron.vmfb import cache
 
 CONTENT = (b"first half, ", b"second half")
 WHOLE = b"".join(CONTENT)
@@ -115,9 +116,24 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
         fetch("gemma-3-270m", tmp_path)
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path))
-    assert catalogue.default_cache_dir() == tmp_path
-    monkeypatch.delenv("CASTIRON_CACHE")
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert catalogue.default_cache_dir() == Path("/somewhere/.cache/castiron")
+def test_the_cache_is_the_one_of_all_of_castiron(index, monkeypatch, tmp_path):
+    monkeypatch.delenv("CASTIRON_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fetch("toy") == tmp_path / "castiron" / "models" / "toy.gguf"
+
+
+def test_a_cache_that_can_only_be_read_gives_its_model_and_one_that_cannot_be_written_fails_nothing(
+    index, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    put_there = fetch("toy")
+    (put_there.parent / "toy.gguf.verified").unlink()
+
+    def read_only(path, data):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache, "write_atomically", read_only)
+    assert fetch("toy") == put_there and len(index) == 2
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "file"))
+    assert fetch("toy").read_bytes() == WHOLE and len(index) == 4

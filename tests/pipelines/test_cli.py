@@ -139,7 +139,7 @@ def test_seeds(bundle, capsys):
         (["run", "BARE", "-p", "x"], "--tokens"),
         (["verify", "BUNDLE", "-n", "0"], "at least 1"),
         (["verify", "BUNDLE", "--prompts", "/no/such"], "/no/such: No such file"),
-        (["verify", "BUNDLE", "-n", "3"], "--model"),
+        (["verify", "BUNDLE", "-n", "3"], "--checkpoint"),
         (["bench", "BUNDLE", "--depth", "20", "--prompt", "4", "--gen", "8"], "--depth"),
         (["bench", "BUNDLE", "--rounds", "0"], "--rounds"),
         (["compile", "/no/such/model.gguf"], "/no/such/model.gguf"),

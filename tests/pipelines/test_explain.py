@@ -8,7 +8,7 @@ import pytest
 
 from castiron.pipelines import cli
 from castiron.pipelines.casting.compile import Options, compile_model
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.session import Session
 from tests.pipelines.test_bench import FixedMachine
 from tests.pipelines.tiny_gguf import HIDDEN, write_llama
@@ -36,6 +36,17 @@ def test_kernels_have_their_work_and_python_its_share(bundle, monkeypatch, capsy
     # Of two layers, four operations for each of eight positions and every element of the heads.
     assert attention["calls"] == 2 and attention["flops"] == 2 * 4 * 8 * HIDDEN
     assert explained(capsys, bundle, "--function", "prefill_8")["python_us"] is None
+
+
+def test_a_packed_bundle_is_explained_as_its_directory(bundle, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    pack_bundle(open_bundle(bundle), tmp_path / "one.castiron")
+    work = [
+        sorted((row["kernel"], row["calls"], row["bytes"]) for row in explained(capsys, place)["dispatches"])
+        for place in (bundle, tmp_path / "one.castiron")
+    ]
+    assert work[0] == work[1]
 
 
 def test_a_session_counts_the_runtimes_share_of_its_steps_when_asked_to(bundle):

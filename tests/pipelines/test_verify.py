@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from castiron.pipelines import cli
+from castiron.pipelines.casting.compile import Options, compile_model
 from castiron.pipelines.checking import verify
 from castiron.pipelines.checking.verify import Prompt, drawn_prompts, read_prompts
+from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.bundle import open_bundle, pack_bundle
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import CONTEXT, read_json
 
@@ -86,6 +89,15 @@ def test_equal_tokens_are_exit_status_0(bundle, prompts, oracle, capsys):
     assert all(prompt["smallest_hf_margin"] == MARGIN for prompt in result["prompts"])
 
 
+def test_a_packed_bundle_is_compared_as_its_directory(bundle, prompts, oracle, tmp_path, capsys):
+    pack_bundle(open_bundle(bundle), tmp_path / "one.castiron")
+    found = []
+    for place in (bundle, str(tmp_path / "one.castiron")):
+        assert cli.main(["verify", place, "--prompts", prompts, "-n", "6", "--json"]) == 0
+        found.append(read_json(capsys.readouterr().out))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("place", [0, 3, 5])
 def test_one_different_token_is_found_reported_and_exit_status_1(bundle, prompts, oracle, capsys, place):
     oracle[(2, 3)] = place
@@ -154,17 +166,64 @@ def test_drawn_prompts_are_the_same_each_time_and_of_many_lengths():
 def test_another_checkpoint_than_the_bundles_own_is_refused(bundle, oracle, tmp_path, capsys):
     other = tmp_path / "other.gguf"
     other.write_bytes(b"another checkpoint")
-    assert cli.main(["verify", bundle, "--model", str(other), "-n", "3"]) == 1
+    assert cli.main(["verify", bundle, "--checkpoint", str(other), "-n", "3"]) == 1
     assert "sha256" in capsys.readouterr().err
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(b"a checkpoint")
-    assert cli.main(["verify", bundle, "--model", str(copy), "--tokens", "1", "-n", "3", "--json"]) == 0
+    assert cli.main(["verify", bundle, "--checkpoint", str(copy), "--tokens", "1", "-n", "3", "--json"]) == 0
 
 
-def test_a_checkpoint_that_is_gone_is_asked_for(bundle, tmp_path):
-    manifest = SimpleNamespace(source={"model": "/gone/x.gguf", "path": "/gone/x.gguf"})
-    with pytest.raises(PipelineError, match="/gone/x.gguf.*--model"):
-        verify.source_of(SimpleNamespace(path=tmp_path, manifest=manifest))
+def test_a_checkpoint_that_is_gone_is_asked_for(tmp_path):
+    for source in ({"model": "/gone/x.gguf", "path": "/gone/x.gguf"}, {}):
+        with pytest.raises(PipelineError, match=f"{source.get('path', 'does not name')}.*--checkpoint"):
+            verify.checkpoint_of(made_from(source, tmp_path))
+
+
+def made_from(source: dict, place="a bundle") -> SimpleNamespace:
+    return SimpleNamespace(path=place, manifest=SimpleNamespace(source=source))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    from castiron.reference import tiny
+
+    return tiny.tiny_model("llama", tmp_path / "llama")
+
+
+def test_a_directory_is_known_again_wherever_it_lies_and_by_what_decides_its_logits(directory, tmp_path):
+    source = {"path": str(directory), "format": "hf", "sha256": checkpoint_sha256(directory)}
+    moved = directory.rename(tmp_path / "moved")
+    with pytest.raises(PipelineError, match="is not there any more: say with --checkpoint"):
+        verify.checkpoint_of(made_from(source))
+    (moved / "README.md").write_text("words")
+    assert verify.checkpoint_of(made_from(source), str(moved)) == moved
+    for name in ("config.json", "model.safetensors"):
+        data = bytearray((moved / name).read_bytes())
+        data[-2] ^= 1
+        (moved / name).write_bytes(data)
+        with pytest.raises(PipelineError, match="moved is not the checkpoint that a bundle was made from") as error:
+            verify.checkpoint_of(made_from(source), str(moved))
+        assert "\n" not in str(error.value)
+        data[-2] ^= 1
+        (moved / name).write_bytes(data)
+
+
+def test_another_format_of_the_model_is_for_peers_alone(directory, checkpoint):
+    source = {"path": str(directory), "format": "hf", "sha256": checkpoint_sha256(directory)}
+    assert verify.checkpoint_of(made_from(source), str(checkpoint), any_format=True) == checkpoint
+    with pytest.raises(PipelineError, match="is not the checkpoint"):
+        verify.checkpoint_of(made_from(source), str(checkpoint))
+
+
+def test_a_compiled_bundle_finds_its_checkpoint_from_another_folder(directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(directory.parent)
+    options = Options(context=8, batch=(), speculate=(), lowering="portable")
+    bundle = compile_model(directory.name, tmp_path / "out", options).bundle
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    opened = open_bundle(bundle)
+    assert opened.manifest.source["sha256"] == checkpoint_sha256(directory)
+    assert verify.checkpoint_of(opened).samefile(directory)
 
 
 def test_a_file_that_transformers_cannot_read_is_one_sentence(checkpoint):

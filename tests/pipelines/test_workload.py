@@ -100,7 +100,7 @@ def test_a_window_ends_what_a_token_reads_of_the_cache():
 def test_a_bundle_that_names_no_work_is_known_by_its_parameters_alone(tmp_path):
     bundle = open_bundle(toy_text.write(tmp_path / "toy"))
     found = Workload.of(bundle)
-    assert not found.known and found.weight_bytes == sum(parameter_sizes(bundle.file(WEIGHTS)).values()) > 0
+    assert not found.known and found.weight_bytes == sum(parameter_sizes(bundle.part(WEIGHTS)).values()) > 0
     assert found.cache_bytes(3, 5, 4) == 0 and found.elements is None and found.prefill_flops(8) is None
 
 

@@ -16,7 +16,9 @@ import pytest
 
 from castiron.vmfb.archive import ALIGNMENT, parts_of, write_archive
 from castiron.vmfb.bundle import open_bundle, pack_bundle
+from castiron.vmfb.cache import cache_root
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
+from castiron.vmfb.profile import profile
 from castiron.vmfb.session import Session
 from castiron.vmfb.weights import write_irpa
 
@@ -113,9 +115,45 @@ def test_a_spoilt_bundle_is_not_packed_and_nothing_is_left(toy_dir, tmp_path):
         pack_bundle(open_bundle(toy_dir), tmp_path / "out")
 
 
-def test_tools_that_take_a_directory_say_what_to_do(packed):
-    with pytest.raises(BundleError, match="unzip"):
-        open_bundle(packed).file(MODEL)
+def test_tools_that_take_paths_get_copies_that_are_made_once(toy_dir, packed):
+    copies = {name: open_bundle(packed).file(name) for name in (MODEL, WEIGHTS)}
+    for name, copy in copies.items():
+        assert copy.is_relative_to(cache_root() / "unpacked") and copy.name == name
+        assert copy.read_bytes() == (toy_dir / name).read_bytes()
+    before = copies[WEIGHTS].stat()
+    again = open_bundle(packed).file(WEIGHTS)
+    assert again == copies[WEIGHTS] and again.stat().st_ino == before.st_ino
+    assert open_bundle(packed).file("tokenizer.json") is None
+    # One that is not whole is made again.
+    again.write_bytes(b"half")
+    assert open_bundle(packed).file(WEIGHTS).read_bytes() == (toy_dir / WEIGHTS).read_bytes()
+
+
+def test_copies_unused_for_long_make_room(packed):
+    old = cache_root() / "unpacked" / "0123" / MODEL
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"old")
+    os.utime(old, (1, 1))
+    open_bundle(packed).file(MODEL)
+    assert not old.parent.exists()
+
+
+def test_a_part_that_changed_is_not_unpacked(packed):
+    opened = open_bundle(packed)
+    with open(packed, "r+b") as file:
+        file.seek(opened.part(WEIGHTS).offset + 1)
+        file.write(b"\xff")
+    with pytest.raises(BundleError, match="sha256"):
+        opened.file(WEIGHTS)
+    assert not [path for path in (cache_root() / "unpacked").rglob("*") if path.is_file()]
+
+
+def test_a_packed_bundle_is_profiled_as_its_directory(toy_dir, packed):
+    found = []
+    for place in (toy_dir, packed):
+        bundle = open_bundle(place)
+        found.append(profile(bundle, bundle.manifest.function("decode"), position=3, threads=1, repeats=2))
+    assert [{(d.name, d.calls) for d in one.dispatches} for one in found][0] == {(d.name, d.calls) for d in found[1].dispatches}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

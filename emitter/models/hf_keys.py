@@ -1,0 +1,113 @@
+"""Keys of a config.json that HF's classes define or read, by model type: written by `castiron.reference.config_keys`.
+
+A key that is in neither table is one that HF's model never sees. Of transformers 5.23.0.
+"""
+
+# Read of every family's config, where it has them.
+SHARED = frozenset(
+    """
+    allow_is_causal_skip attention_chunk_size head_dim hidden_size is_causal kv_sharing_modes layer_types
+    max_position_embeddings num_attention_heads num_hidden_layers number_of_conv_states partial_rotary_factor
+    per_layer_config quantization_config rope_parameters rope_scaling rope_theta sliding_window
+    """.split()
+)
+
+# Of each model type, what its config class defines and its model reads besides.
+DEFINED = {
+    "gemma2": frozenset(
+        """
+        attention_bias attention_dropout attn_logit_softcapping bos_token_id eos_token_id final_logit_softcapping
+        hidden_activation initializer_range intermediate_size num_key_value_heads pad_token_id query_pre_attn_scalar
+        rms_norm_eps tie_word_embeddings use_bidirectional_attention use_cache vocab_size
+        """.split()
+    ),
+    "gemma3_text": frozenset(
+        """
+        attention_bias attention_dropout attn_logit_softcapping bos_token_id eos_token_id final_logit_softcapping
+        hidden_activation image_size image_token_id initializer_range intermediate_size layer_norm_eps
+        mm_tokens_per_image num_key_value_heads pad_token_id patch_size query_pre_attn_scalar rms_norm_eps
+        rope_local_base_freq sliding_window_pattern text_config tie_word_embeddings token_type_ids
+        use_bidirectional_attention use_cache vision_config vocab_size
+        """.split()
+    ),
+    "granite": frozenset(
+        """
+        attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier eos_token_id hidden_act
+        initializer_range intermediate_size logits_scaling mlp_bias num_key_value_heads pad_token_id residual_multiplier
+        rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "llama": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        mlp_bias num_key_value_heads pad_token_id pretraining_tp rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "mistral": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_key_value_heads
+        pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "mixtral": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_experts
+        num_experts_per_tok num_key_value_heads num_local_experts output_router_logits pad_token_id rms_norm_eps
+        router_aux_loss_coef router_jitter_noise tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "olmo2": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "phi3": frozenset(
+        """
+        attention_dropout bos_token_id embd_pdrop eos_token_id hidden_act initializer_range intermediate_size
+        num_key_value_heads original_max_position_embeddings pad_token_id resid_pdrop rms_norm_eps tie_word_embeddings
+        use_cache vocab_size
+        """.split()
+    ),
+    "qwen2": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size max_window_layers
+        num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache use_sliding_window vocab_size
+        """.split()
+    ),
+    "qwen3": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        max_window_layers num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache use_sliding_window
+        vocab_size
+        """.split()
+    ),
+    "qwen3_moe": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id decoder_sparse_step eos_token_id hidden_act initializer_range
+        intermediate_size mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
+        num_key_value_heads output_router_logits pad_token_id rms_norm_eps router_aux_loss_coef tie_word_embeddings
+        use_cache use_sliding_window vocab_size
+        """.split()
+    ),
+    "smollm3": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        mlp_bias no_rope_layer_interval no_rope_layers num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings
+        use_cache use_sliding_window vocab_size
+        """.split()
+    ),
+    "stablelm": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act hidden_dropout initializer_range intermediate_size
+        layer_norm_eps num_key_value_heads pad_token_id qk_layernorm tie_word_embeddings use_cache use_parallel_residual
+        use_qkv_bias vocab_size
+        """.split()
+    ),
+    "starcoder2": frozenset(
+        """
+        attention_dropout bos_token_id embedding_dropout eos_token_id hidden_act initializer_range intermediate_size
+        norm_epsilon num_key_value_heads pad_token_id residual_dropout tie_word_embeddings use_bias use_cache vocab_size
+        """.split()
+    ),
+}

@@ -1,0 +1,130 @@
+"""What lies at a path that a user gives: a bundle, a checkpoint, or something that is neither and often taken for one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from castiron.pipelines.errors import PipelineError
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+ADAPTER, HUB = "adapter_config.json", "models--"
+PARTS = (".safetensors", ".json", ".bin", ".pt", ".pth")
+SHOWN = 5
+
+
+class PlaceError(PipelineError):
+    """A path that holds something else than was asked for; the text is one sentence with what to give instead."""
+
+
+def is_bundle(path: Path) -> bool:
+    """A directory with a bundle's manifest, or an archive, by the first bytes of a zip file."""
+    if path.is_file():
+        return _head(path) == b"PK\3\4"
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return (path / "model.vmfb").exists()
+    return isinstance(manifest, dict) and "schema" in manifest
+
+
+def checkpoint_path(path: Path) -> Path:
+    """Where the checkpoint lies that `path` means: itself, or of a folder of the hub's cache the snapshot in use.
+
+    PlaceError for what is known not to be a checkpoint; a file of another kind and a directory without config.json pass.
+    """
+    for holds, answer in _KINDS:
+        if holds(path):
+            return answer(path)
+    return path
+
+
+def model_name(path: Path) -> str:
+    """What to call the model at `path`: the last part without .gguf, in the hub's cache the name of the repository."""
+    path = Path(os.path.abspath(path))
+    repository = next((part for part in (path, *path.parents[:2]) if part.name.startswith(HUB)), None)
+    if repository is None:
+        return path.name.removesuffix(".gguf")
+    owner, _, name = repository.name.removeprefix(HUB).partition("--")
+    return name or owner
+
+
+def _head(path: Path) -> bytes:
+    """The first four bytes; none of a file that cannot be read, which its reader then says."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4)
+    except OSError:
+        return b""
+
+
+def _has_no_config(path: Path) -> bool:
+    return path.is_dir() and not (path / "config.json").exists()
+
+
+def _is_adapter(path: Path) -> bool:
+    return (path / ADAPTER).is_file() and not any((path / name).exists() for name in WEIGHTS)
+
+
+def _refuse_adapter(path: Path) -> Path:
+    try:
+        base = json.loads((path / ADAPTER).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        base = None
+    of = f" of {base[:60]}" if isinstance(base, str) and base else ""
+    raise PlaceError(
+        f"{path} is an adapter{of}, not a model: merge it (merge_and_unload and save_pretrained in peft) and give the "
+        "directory that this writes"
+    )
+
+
+def _refuse_bundle(path: Path) -> Path:
+    raise PlaceError(f"{path} is a bundle, and this needs the checkpoint that it was made from")
+
+
+def _refuse_part(path: Path) -> Path:
+    raise PlaceError(f"{path} is one file of a checkpoint: give its directory, {path.absolute().parent}")
+
+
+def _snapshot(path: Path) -> Path:
+    """Of `models--org--name` what refs/main names, else the one snapshot there is."""
+    path = path.parent if path.name == "snapshots" else path
+    try:
+        found = path / "snapshots" / (path / "refs" / "main").read_text().strip()
+        if found.is_dir():
+            return found
+    except OSError:
+        pass
+    snapshots = sorted(entry for entry in path.glob("snapshots/*") if entry.is_dir())
+    if len(snapshots) == 1:
+        return snapshots[0]
+    if not snapshots:
+        raise PlaceError(f"{path} is a folder of the hub's cache without a snapshot: fetch the model again")
+    raise PlaceError(f"{path} has several snapshots: give one of {_names(snapshots)}")
+
+
+def _refuse_hub(path: Path) -> Path:
+    raise PlaceError(f"{path} is the hub's cache: give a model's folder in it: {_names(sorted(path.glob(HUB + '*')))}")
+
+
+def _refuse_gguf_folder(path: Path) -> Path:
+    raise PlaceError(f"{path} has no config.json and holds GGUF files: give one of {_names(sorted(path.glob('*.gguf')))}")
+
+
+def _names(paths: list[Path]) -> str:
+    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return ", ".join(path.name for path in paths[:SHOWN]) + more
+
+
+# What tells a kind, and where the checkpoint is then, or why there is none; the first that holds counts.
+_KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Path]], ...] = (
+    (lambda path: path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF", _refuse_part),
+    (is_bundle, _refuse_bundle),
+    (_is_adapter, _refuse_adapter),
+    (lambda path: path.name.startswith(HUB) and path.is_dir(), _snapshot),
+    (lambda path: path.name == "snapshots" and path.parent.name.startswith(HUB), _snapshot),
+    (lambda path: _has_no_config(path) and any(path.glob(HUB + "*")), _refuse_hub),
+    (lambda path: _has_no_config(path) and any(path.glob("*.gguf")), _refuse_gguf_folder),
+)
