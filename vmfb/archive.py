@@ -139,12 +139,12 @@ def write_archive(
     done, total = 0, sum(part.size for part in parts.values())
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
+        with open(partial, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for name, part in parts.items():
                 digest = hashlib.sha256()
                 end = done + part.size
                 # Always ZIP64: the size of the header is then known before.
-                with archive.open(_entry(name, archive.fp.tell(), part.size), "w", force_zip64=True) as entry:
+                with archive.open(_entry(name, file.tell(), part.size), "w", force_zip64=True) as entry:
                     for data in part.chunks():
                         digest.update(data)
                         entry.write(data)

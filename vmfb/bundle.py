@@ -28,29 +28,25 @@ class Bundle:
     manifest: Manifest
     packed: Mapping[str, Part] | None = None
 
-    def part(self, name: str) -> Part | None:
-        """Where the file `name` of `manifest.FILES` lies; None if this bundle has none."""
-        if name not in self.manifest.files:
-            return None
+    def part(self, name: str) -> Part:
+        """Where the file `name` of the manifest's lies; KeyError if this bundle has none."""
         return self.packed[name] if self.packed else Part(self.path / name, 0, self.manifest.files[name].size)
 
-    def file(self, name: str) -> Path | None:
+    def file(self, name: str) -> Path:
         """The same as a path, for tools that take one; out of an archive it is copied into the cache, once."""
-        if name not in self.manifest.files:
-            return None
         return unpacked(self.packed[name], name, self.manifest.files[name]) if self.packed else self.path / name
 
     @property
     def tokenizer(self) -> Path | Part | None:
         """The tokenizer.json, with `read_bytes`; None in a bundle that takes token ids only."""
-        part = self.part(TOKENIZER)
-        return part if self.packed or part is None else part.path
+        if TOKENIZER not in self.manifest.files:
+            return None
+        return self.part(TOKENIZER) if self.packed else self.part(TOKENIZER).path
 
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template, if the model has one."""
-        part = self.part(TEMPLATE)
-        return part.read_bytes().decode() if part else None
+        return self.part(TEMPLATE).read_bytes().decode() if TEMPLATE in self.manifest.files else None
 
 
 def open_bundle(place: Path | str, *, full_check: bool = False, run: bool = True) -> Bundle:

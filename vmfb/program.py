@@ -46,9 +46,7 @@ class Program:
             instance = rt.VmInstance()
             parameters = rt.ParameterIndex()
             # Mapped here, since VmModule.mmap asks for permission to write; kept, since the runtime takes memory as it is.
-            weights, model = bundle.part(WEIGHTS), bundle.part(MODEL)
-            assert weights and model, "no bundle is opened without them"
-            self._mapped = weights.map(), model.map()
+            self._mapped = bundle.part(WEIGHTS).map(), bundle.part(MODEL).map()
             parameters.load_from_file_handle(rt.FileHandle.wrap_memory(self._mapped[0]), "irpa")
             self._module = rt.VmModule.wrap_buffer(instance, self._mapped[1])
             # Loads every weight global: here a missing or short parameter shows.

@@ -123,7 +123,7 @@ def test_tools_that_take_paths_get_copies_that_are_made_once(toy_dir, packed):
     before = copies[WEIGHTS].stat()
     again = open_bundle(packed).file(WEIGHTS)
     assert again == copies[WEIGHTS] and again.stat().st_ino == before.st_ino
-    assert open_bundle(packed).file("tokenizer.json") is None
+    assert open_bundle(packed).tokenizer is None
     # One that is not whole is made again.
     again.write_bytes(b"half")
     assert open_bundle(packed).file(WEIGHTS).read_bytes() == (toy_dir / WEIGHTS).read_bytes()
