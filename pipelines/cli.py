@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk with a bundle",
     "serve": "serve a bundle over HTTP with OpenAI's API",
     "pack": "write a bundle as one file",
+    "repack": "put a module compiled by hand into a bundle",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "bench": "measure a bundle, against the machine's limits and against peers",
     "explain": "show where the time of a call goes, kernel by kernel",

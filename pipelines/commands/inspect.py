@@ -76,6 +76,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("functions", ", ".join(function.name for function in manifest.functions)),
         ("target", f"{manifest.target.name} ({manifest.target.arch}, {manifest.target.isa or 'no kernels'})"),
         ("tuned", tuned(manifest.compile)),
+        *(("module", f"not castiron's: {made['module']} ({made['sha256'][:16]}…)") for made in repacked(manifest.compile)),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
         *((name, json.dumps(value)) for name in ("accuracy", "speed") if (value := getattr(manifest, name))),
@@ -90,6 +91,11 @@ def tuned(facts: dict) -> str:
     if not found:
         return "no"
     return f"{len(found)} of {len(products)} matrix products, for {facts['threads']} thread{'s' * (facts['threads'] != 1)}"
+
+
+def repacked(facts: dict) -> list[dict]:
+    """What castiron repack says of the module that it put into a bundle, if it did."""
+    return [facts["repacked"]] if "repacked" in facts else []
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:

@@ -36,7 +36,11 @@ def compile_options(args: argparse.Namespace):
     from castiron.pipelines.casting.compile import Options
 
     names = ("context", "weights", "numerics", "lowering", "target", "batch", "speculate", "threads")
-    return Options(**{name: getattr(args, name) for name in names}, tuned=not getattr(args, "no_tuned", False))
+    return Options(
+        **{name: getattr(args, name) for name in names},
+        tuned=not getattr(args, "no_tuned", False),
+        iree_flags=tuple(getattr(args, "iree_flag", ())),
+    )
 
 
 def default_bundle(model: str) -> Path:
