@@ -9,7 +9,6 @@ from pathlib import Path
 from castiron.emitter.printer import print_layers
 from castiron.emitter.step import ModelModule
 
-
 # The name by which castiron compiles, and which stands in the module.
 LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
 

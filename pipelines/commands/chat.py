@@ -36,6 +36,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.generation.chat import Chat
     from castiron.pipelines.generation.text import load_text
+    from castiron.pipelines.measuring.memory import warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
@@ -43,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if args.max_tokens is not None and args.max_tokens < 1:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
     bundle = open_bundle(args.bundle)
+    warn_of_shortage(bundle.manifest)
     text = load_text(bundle)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")

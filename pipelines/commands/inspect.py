@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from castiron.pipelines.commands.options import megabytes
-from castiron.pipelines.progress import Progress
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
@@ -59,11 +59,14 @@ def catalogue() -> tuple[dict, list[str]]:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
+    from castiron.pipelines.measuring.memory import needed, shortage
     from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.manifest import STATE_ITEM_BYTES, dump
+    from castiron.vmfb.manifest import dump
 
     manifest = open_bundle(path, run=False).manifest
-    size = sum(state.elements * STATE_ITEM_BYTES[state.dtype] for state in manifest.states)
+    slots = max(manifest.widths("batch"), default=1)
+    if short := shortage(manifest):
+        say(short)
     states = ", ".join(f"{state.name} {state.type()} {state.kind}" for state in manifest.states)
     source = manifest.source
     rows = [
@@ -72,7 +75,8 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
         ("context", f"{manifest.context} positions"),
-        ("states", f"{states}; {megabytes(size)} when full"),
+        ("states", states),
+        ("memory", f"{needed(manifest)}, in castiron serve {needed(manifest, slots)}" if slots > 1 else str(needed(manifest))),
         ("functions", ", ".join(function.name for function in manifest.functions)),
         ("target", f"{manifest.target.name} ({manifest.target.arch}, {manifest.target.isa or 'no kernels'})"),
         ("tuned", tuned(manifest.compile)),

@@ -17,7 +17,7 @@ from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.streaming import pieces
 from castiron.pipelines.generation.text import load_text
-from castiron.pipelines.measuring.memory import peak_rss_mb
+from castiron.pipelines.measuring.memory import peak_rss_mb, warn_of_shortage
 from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
@@ -103,6 +103,7 @@ def main(args: argparse.Namespace) -> int:
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw go with a text prompt, not with --tokens")
     bundle = open_bundle(args.bundle)
+    warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)
     if args.stop and bundle.tokenizer is None:
         raise PipelineError("--stop needs a tokenizer, and this bundle has none")

@@ -97,6 +97,7 @@ def load(args: argparse.Namespace):
     """The bundle at `args.bundle` behind an API, and its metrics."""
     from castiron.pipelines.generation.scheduler import Scheduler
     from castiron.pipelines.generation.text import load_text
+    from castiron.pipelines.measuring.memory import say_memory
     from castiron.pipelines.serve.api import Api, Limits
     from castiron.pipelines.serve.engine import Engine
     from castiron.vmfb.batch import Batch
@@ -105,6 +106,7 @@ def load(args: argparse.Namespace):
     bundle = open_bundle(args.bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
+    say_memory(bundle.manifest, max(bundle.manifest.widths("batch"), default=1))
     text = load_text(bundle)
     scheduler = Scheduler(Batch(bundle, args.threads))
     engine = Engine(scheduler, args.queue)

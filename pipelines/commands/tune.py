@@ -34,7 +34,7 @@ TURNS, STEPS = 6, 48
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
     add_compile_arguments(parser)
-    parser.add_argument("--functions", type=lambda names: [name for name in names.split(",") if name], default=[], metavar="NAME[,NAME]",
+    parser.add_argument("--functions", type=lambda names: names.split(","), default=[], metavar="NAME[,NAME]",
                         help="tune these alone: decode_step, prefill_8, prefill_32, prefill_128 and what --speculate and "
                         "--batch make, verify_4, verify_8, decode_batch_4, decode_batch_8 (default: all)")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="search again for products that were tuned before")
