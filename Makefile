@@ -60,7 +60,7 @@ bench: $(BENCH_INSTALLED)
 		--output build/bench.json --chart build/bench.svg
 
 docs: $(DOCS_INSTALLED)
-	@$(BIN)/python -m mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
 	@echo 'build/site/index.html'
 
 $(INSTALLED): | $(BIN)/python
