@@ -104,7 +104,7 @@ def clock(told: Callable[[float], None], expected: Callable[[], float]) -> Itera
         while not over.wait(INTERVAL):
             told(share_of((time.monotonic() - start) / seconds))
 
-    thread = threading.Thread(target=tick, daemon=True)
+    thread = threading.Thread(target=tick, name="clock", daemon=True)
     thread.start()
     try:
         yield
