@@ -53,6 +53,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
         print(f"{out}: {size} ({stages})")
+    if args.keep:
+        print(f"{args.keep}: its MLIR, and the commands that make it")
     if not tokenizer:
         print("the checkpoint has no tokenizer: this bundle takes token ids only (castiron run DIR --tokens 1,2,3)")
     return 0
