@@ -2,9 +2,11 @@
 # make test          run the test suite
 # make lint          ruff and mypy, as CI runs them
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart
+# make docs          the pages of docs as a site with search, in build/site
 # make clean         remove what was built; make distclean removes .venv too
 #
-# The first target that is made sets up .venv with the exact versions of requirements.lock.
+# The first target that is made sets up .venv with exact versions: those of requirements.lock for compile-llm (640 MB on
+# disk), and of requirements-test.lock on top for the tests (1.7 GB more, torch above all).
 
 # A name from the catalogue, a GGUF file, or a directory of safetensors.
 MODEL ?= smollm2-135m-instruct
@@ -20,10 +22,13 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-KEY := $(shell cat requirements.lock pyproject.toml | cksum | cut -d ' ' -f 1)
-BENCH_KEY := $(shell cat requirements.lock requirements-bench.lock pyproject.toml | cksum | cut -d ' ' -f 1)
-INSTALLED := .venv/installed-$(KEY)
-BENCH_INSTALLED := .venv/installed-bench-$(BENCH_KEY)
+key = $(shell cat $(1) pyproject.toml | cksum | cut -d ' ' -f 1)
+LOCK := requirements.lock
+TEST_LOCK := requirements-test.lock
+INSTALLED := .venv/installed-$(call key,$(LOCK))
+TEST_INSTALLED := .venv/installed-test-$(call key,$(LOCK) $(TEST_LOCK))
+BENCH_INSTALLED := .venv/installed-bench-$(call key,$(LOCK) $(TEST_LOCK) requirements-bench.lock)
+DOCS_INSTALLED := .venv/installed-docs-$(call key,requirements-docs.lock)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # The shell sees user text through the environment, so that quotes in it need no care.
@@ -31,7 +36,7 @@ export MODEL CONTEXT WEIGHTS PROMPT TOKENS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test lint bench clean distclean
+.PHONY: compile-llm test lint bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -40,33 +45,46 @@ compile-llm: $(INSTALLED)
 	if [ -n "$$TOKENS" ]; then $(BIN)/castiron run "$$out" --tokens "$$TOKENS" -n 32; \
 	else printf '\n> %s\n\n' "$$PROMPT"; $(BIN)/castiron run "$$out" -p "$$PROMPT"; fi
 
-test: $(INSTALLED)
+test: $(TEST_INSTALLED)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(INSTALLED)
+lint: $(TEST_INSTALLED)
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check --quiet
 	@$(BIN)/python -m mypy
 
-bench: $(INSTALLED) $(BENCH_INSTALLED)
+bench: $(BENCH_INSTALLED)
 	@$(OUT); set -e; \
 	$(BIN)/castiron compile "$$MODEL" -o "$$out" --weights "$$WEIGHTS" $${CONTEXT:+--context "$$CONTEXT"}; \
 	$(BIN)/castiron bench "$$out" --threads $(THREADS) --against llama.cpp,hf \
 		--output build/bench.json --chart build/bench.svg
 
+docs: $(DOCS_INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
+	@echo 'build/site/index.html'
+
 $(INSTALLED): | $(BIN)/python
-	@echo 'castiron: installing the locked packages into .venv, once' >&2
-	@echo 'castiron:   torch (the reference that verify compares with)' >&2
-	@$(PIP) install "$$(grep '^torch==' requirements.lock)"
-	@echo 'castiron:   everything else' >&2
-	@$(PIP) install -r requirements.lock
+	@echo 'castiron: installing what compiles, runs and serves into .venv, once: 135 MB to fetch, 640 MB on disk' >&2
+	@$(PIP) install -r $(LOCK)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@rm -f .venv/installed-*
 	@touch $@
 
-$(BENCH_INSTALLED): $(INSTALLED)
+$(TEST_INSTALLED): $(INSTALLED)
+	@echo 'castiron: installing what the tests need too, once: 1.7 GB on disk; torch, which verify compares with' >&2
+	@$(PIP) install "$$(grep '^torch==' $(TEST_LOCK))"
+	@echo 'castiron:   everything else' >&2
+	@$(PIP) install -r $(TEST_LOCK)
+	@touch $@
+
+$(BENCH_INSTALLED): $(TEST_INSTALLED)
 	@echo 'castiron: building llama.cpp for the bench, about five minutes, once' >&2
 	@$(PIP) install -r requirements-bench.lock
+	@touch $@
+
+$(DOCS_INSTALLED): | $(BIN)/python
+	@echo 'castiron: installing mkdocs-material into .venv, once: 130 MB on disk' >&2
+	@$(PIP) install -r requirements-docs.lock
 	@touch $@
 
 $(BIN)/python:

@@ -1,19 +1,22 @@
 """The graph as MLIR text: one table of operations; equal graphs print equal bytes on every machine.
 
 Two dialects of the surroundings, one of the operations. `weights="arguments"` is pure StableHLO: parameters are
-trailing function arguments, and any StableHLO compiler takes it. `weights="parameters"` is for IREE: parameters are
-globals read from the parameter scope "model", outputs with storage carry `iree.abi.output`, kernels are dispatched.
+trailing function arguments of their own names, and any StableHLO compiler takes it. `weights="parameters"` is for IREE:
+parameters are globals read from the parameter scope "model", outputs with storage carry `iree.abi.output`, kernels are
+dispatched. A graph that is not lowered yet prints too (`print_layers`), for people to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
 from castiron.emitter.ir import Function, Module, Op
 from castiron.emitter.ops import ARITHMETIC, BITWISE, FLOAT_UNARY
+from castiron.emitter.step import Weight
 from castiron.emitter.types import F32, I32, DType, EmitError, TensorType, to_f32
 
 SCOPE = "model"
@@ -32,6 +35,15 @@ def print_module(module: Module, weights: str = "parameters") -> str:
     for function in module.functions.values():
         lines += _function(module, function, weights)
     return "\n".join([*lines, "}", ""])
+
+
+def print_layers(module: Module) -> str:
+    """A module of layer operations as text: those are `"castiron.linear"(...) {...}`, MLIR's generic form of an operation.
+
+    No compiler knows them; MLIR's own tools read them with --allow-unregistered-dialect.
+    """
+    lines = [line for f in module.functions.values() for line in _function(module, f, "parameters", _layer)]
+    return "\n".join([f"module @{module.name} {{", *lines, "}", ""])
 
 
 def argument_params(module: Module, function: Function) -> list[str]:
@@ -66,8 +78,13 @@ class _Names(dict):
         return f"{name}:{len(op.results)}" if many else name
 
 
-def _function(module: Module, function: Function, weights: str) -> list[str]:
-    names = _Names(function)
+def _refuse(op: Op, _args: list[str]) -> str:
+    raise EmitError(f"{op.kind} in {op.path or 'the module'} is no StableHLO operation; lower the module first")
+
+
+def _function(module: Module, function: Function, weights: str, other: Callable[[Op, list[str]], str] = _refuse) -> list[str]:
+    """The lines of a function; `other` prints operations that the table does not have."""
+    names, taken = _Names(function), {value.name for value in function.inputs}
     arguments = []
     for value in function.inputs:
         tied = [i for i, v in function.storage.items() if v is value and weights == "parameters"]
@@ -77,16 +94,29 @@ def _function(module: Module, function: Function, weights: str) -> list[str]:
     body = [f"    %index_{i} = arith.constant {i} : index" for i in indices]
     for op in function.ops:
         if op.kind == "parameter" and weights == "arguments":
-            names[op.results[0]] = f"%arg_{len(arguments)}"
-            arguments.append(f"%arg_{len(arguments)}: {op.results[0].type}")
+            name = argument_name(op.attrs["name"], taken)
+            taken.add(name)
+            names[op.results[0]] = f"%{name}"
+            arguments.append(f"%{name}: {op.results[0].type}")
             continue
-        if op.kind not in _PRINT:
-            raise EmitError(f"{op.kind} in {op.path or 'the module'} is no StableHLO operation; lower the module first")
-        text = _PRINT[op.kind](op, [names[v] for v in op.operands])
+        text = _PRINT.get(op.kind, other)(op, [names[v] for v in op.operands])
         body.append(f'    {names.define(op)} = {text} loc("{op.path or function.name}")')
     types = ", ".join(str(v.type) for v in function.outputs)
     body.append(f"    return {', '.join(names[v] for v in function.outputs)} : {types}")
     return [f"  func.func public @{function.name}({', '.join(arguments)}) -> ({types}) {{", *body, "  }"]
+
+
+def argument_name(param: str, taken: Collection[str] = ()) -> str:
+    """The parameter's name as an SSA name (`model.layers.0.mlp.up_proj.weight` is one), unlike all of `taken`."""
+    name = re.sub(r"[^\w.$-]", "_", param, flags=re.ASCII)
+    # A name that begins with a digit would be a result's, one with an underscore a region's, index_N a kernel's.
+    if not name[:1].isalpha() or name.startswith("index_"):
+        name = f"weight.{name}"
+    unlike, count = name, 1
+    while unlike in taken:
+        count += 1
+        unlike = f"{name}-{count}"
+    return unlike
 
 
 def _quoted(name: str) -> str:
@@ -211,6 +241,25 @@ def _kernel(op: Op, args: list[str]) -> str:
     result = results[0] if len(results) == 1 else f"({', '.join(results)})"
     types = ", ".join(map(str, kernel.operands.values()))
     return f"flow.dispatch @{kernel.name}::@{kernel.name}_fn({operands}) : ({types}) -> {result}"
+
+
+def _layer(op: Op, args: list[str]) -> str:
+    attrs = {key: value for key, value in op.attrs.items() if value is not None}
+    facts = ", ".join(f"{key} = {_attribute(value)}" for key, value in attrs.items())
+    return f'"castiron.{op.kind}"({", ".join(args)}){f" {{{facts}}}" if facts else ""} : {_types(op)}'
+
+
+def _attribute(value: Any) -> str:
+    """A fact of a layer operation; of a weight its name and codec, as its type stands beside it."""
+    if isinstance(value, Weight):
+        return f"{{name = {_quoted(value.name)}, codec = {_quoted(value.codec)}}}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{number(np.float64(value), F32)} : f32"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_attribute, value))}]"
+    return str(value) if isinstance(value, int) else _quoted(str(value))
 
 
 _PRINT: dict[str, Callable[[Op, list[str]], str]] = {

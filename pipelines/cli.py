@@ -4,11 +4,15 @@ import argparse
 import contextlib
 import importlib
 import io
+import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import castiron
+from castiron.pipelines.commands.options import check_threads
+from castiron.pipelines.installing import remedy
 
 # Name, line of help. The module commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
 # is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
@@ -19,13 +23,16 @@ COMMANDS = {
     "chat": "talk with a bundle",
     "serve": "serve a bundle over HTTP with OpenAI's API",
     "pack": "write a bundle as one file",
+    "repack": "put a module compiled by hand into a bundle",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "bench": "measure a bundle, against the machine's limits and against peers",
     "explain": "show where the time of a call goes, kernel by kernel",
+    "list": "list the models of the catalogue and the bundles here",
     "inspect": "describe a checkpoint or a bundle",
     "emit": "print the MLIR of a checkpoint",
     "diff": "find the first module whose activations differ from HF transformers",
     "cache": "list what castiron keeps to make it only once, and clear it",
+    "completion": "print the completion of commands and options for a shell",
 }
 EPILOG = """\
 MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a file.
@@ -35,10 +42,22 @@ examples:
   castiron run build/smollm2-135m-instruct -p "Why is the sky blue?"
   castiron verify build/smollm2-135m-instruct -n 64
 
-castiron COMMAND --help says more. Results go to stdout, everything else to stderr. Exit status: 0 done, 1 failed (one
-sentence on stderr says why) or, for verify, a difference; 2 wrong usage; 130 interrupted.
+castiron help COMMAND says more. Results go to stdout, everything else to stderr. Exit status: 0 done, 1 failed (one
+sentence on stderr says why) or, for verify, a difference; 2 wrong usage; 130 interrupted. With --json a failure is an
+object on stdout as well, {"error": {"message": ..., "type": ...}}.
 """
 FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells wrong usage as JSON too, where the command line asks for JSON."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        if self.as_json:
+            _print_error("UsageError", message)
+        super().error(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,13 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model's text may hold any character, and not every locale has them all.
         sys.stdout.reconfigure(encoding="utf-8")
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
+    as_json = "--json" in argv
     try:
-        args = build_parser(argv).parse_args(argv)
+        args, unknown = build_parser(argv).parse_known_args(argv)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        check_threads(args)
         status = args.main(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _complain("interrupted", "Interrupted", as_json)
         return INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes stdout once more on its way out, and would complain.
@@ -63,13 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sentence = explain(error)
         if sentence is None:
             raise
-        _complain(sentence)
+        _complain(sentence, type(error).__name__, as_json)
         return FAILED
 
 
-def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of all commands, of which only the one that `argv` names knows its arguments."""
-    parser = argparse.ArgumentParser(
+def build_parser(argv: Sequence[str], *, whole: bool = False) -> Parser:
+    """The parser of all commands, of which only the one that `argv` names knows its arguments; with `whole` all do."""
+    parser = Parser(
         prog="castiron",
         description="Language models cast ahead of time: a checkpoint goes in, a bundle for the IREE runtime comes out.",
         epilog=EPILOG,
@@ -77,9 +102,10 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"castiron {castiron.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.as_json = "--json" in argv
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"castiron.pipelines.commands.{name}") if name == chosen else None
+        module = importlib.import_module(f"castiron.pipelines.commands.{name}") if whole or name == chosen else None
         command = commands.add_parser(
             name,
             help=summary,
@@ -89,7 +115,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         )
         if module:
             module.add_arguments(command)
-            command.set_defaults(main=module.main)
+            command.set_defaults(main=module.main, parser=command)
+            command.as_json = parser.as_json
     return parser
 
 
@@ -104,24 +131,21 @@ def explain(error: Exception) -> str | None:
         return f"{place}{error.strerror}"
     if isinstance(error, MemoryError):
         return "out of memory; close other programs or take a smaller model or --context"
-    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(error.name)):
-        return f"this needs {error.name}, which is not installed: pip install 'castiron[{extra}]'"
+    if isinstance(error, ModuleNotFoundError) and (command := remedy(error.name)):
+        return f"this needs {error.name}, which is not installed: {command}"
     return None
 
 
-def _extra_with(module: str | None) -> str | None:
-    """The extra of castiron that brings a third-party module."""
-    extras = {
-        "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile",
-        "torch": "verify", "transformers": "verify", "sentencepiece": "verify",
-        "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
-    }  # fmt: skip
-    return extras.get(module or "")
-
-
-def _complain(sentence: str) -> None:
+def _complain(sentence: str, kind: str, as_json: bool) -> None:
+    """One sentence on stderr, and where JSON was asked for an object on stdout."""
     with contextlib.suppress(BrokenPipeError):
         print(f"castiron: {sentence}", file=sys.stderr)
+        if as_json:
+            _print_error(kind, sentence)
+
+
+def _print_error(kind: str, message: str) -> None:
+    print(json.dumps({"error": {"message": message, "type": kind}}, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """Progress of long work, on stderr: a bar at a terminal, nothing elsewhere."""
 
+import contextlib
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 # Work that is over before this many seconds is never drawn.
 PATIENCE = 0.4
 # Seconds between two drawings: often enough for a second hand.
 INTERVAL = 0.2
 WIDTH = 24
+# Seconds before what is left is told: at first every guess is bad.
+LEFT_AFTER = 2.0
 
 
 class Progress:
@@ -19,7 +23,7 @@ class Progress:
             compile_model(..., progress=progress)
 
     A stage ends when it reaches 1 or when the next one begins; its bar is wiped away. One that says nothing about how
-    far it is shows its seconds alone.
+    far it is shows its seconds alone, others about how many are left.
     """
 
     def __init__(self, quiet: bool = False):
@@ -70,7 +74,9 @@ class Progress:
     def _draw(self) -> None:
         full = round(self.done * WIDTH)
         bar = f"  [{'#' * full}{'.' * (WIDTH - full)}] {self.done:4.0%}" if self.done else ""
-        line = f"{self.stage}{bar}  {time.monotonic() - self.started:.0f} s"
+        seconds = time.monotonic() - self.started
+        left = f", about {seconds / self.done - seconds:.0f} s left" if self.done and seconds >= LEFT_AFTER else ""
+        line = f"{self.stage}{bar}  {seconds:.0f} s{left}"
         # A line that wraps cannot be wiped.
         self._write(f"\r\x1b[K{line[: _columns() - 1]}")
         self._drawn = True
@@ -83,6 +89,33 @@ class Progress:
     def _write(self, text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def clock(told: Callable[[float], None], expected: Callable[[], float]) -> Iterator[None]:
+    """While the block runs, tells the share done of work that cannot tell it itself, by the seconds it is expected to take.
+
+    What takes longer than expected slows down before the end and never gets there: 90 % at the expected time.
+    """
+    over = threading.Event()
+
+    def tick() -> None:
+        start, seconds = time.monotonic(), max(expected(), 1e-3)
+        while not over.wait(INTERVAL):
+            told(share_of((time.monotonic() - start) / seconds))
+
+    thread = threading.Thread(target=tick, name="clock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def share_of(time_share: float) -> float:
+    """The share to show when `time_share` of the expected time is over: as much up to 90 %, then ever slower."""
+    return time_share * 0.9 if time_share <= 1 else 1 - 0.1 / time_share
 
 
 def say(line: str) -> None:

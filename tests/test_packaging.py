@@ -22,8 +22,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("emitter", "pipelines", "vmfb", "reference")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# What make test and make compile-llm install; llama.cpp takes minutes to build and is bench's alone.
-LOCKED_EXTRAS = ("compile", "serve", "verify", "test")
+# What each lock holds, with those before it: what make compile-llm, make test and make bench install, and make docs alone.
+BASE, TEST, BENCH, DOCS = (f"requirements{name}.lock" for name in ("", "-test", "-bench", "-docs"))
+LOCKS = {
+    "base": ((BASE,), ("compile", "serve")),
+    "tests": ((BASE, TEST), ("compile", "serve", "verify", "test")),
+    "bench": ((BASE, TEST, BENCH), ("compile", "serve", "verify", "test", "bench")),
+    "docs": ((DOCS,), ("docs",)),
+}
 
 
 def lock(name: str) -> dict[str, str]:
@@ -68,39 +74,70 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-@pytest.mark.parametrize("extras", [LOCKED_EXTRAS, (*LOCKED_EXTRAS, "bench")], ids=["tests", "bench"])
-def test_the_lock_holds_what_the_project_asks_for_and_all_that_this_needs(extras):
-    locked = lock("requirements.lock") | (lock("requirements-bench.lock") if "bench" in extras else {})
-    waiting, seen = requirements(*extras), set()
+def locked(*names: str) -> dict[str, str]:
+    return {name: version for file in names for name, version in lock(file).items()}
+
+
+def needed(which: str) -> dict[str, Requirement]:
+    """By name all that the extras of a lock ask for, and what that asks for; fails where the lock has it not, or another."""
+    names, extras = LOCKS[which]
+    versions = locked(*names)
+    waiting = requirements(*extras) if which != "docs" else [Requirement(line) for line in EXTRAS["docs"]]
+    seen, found = set(), {}
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        assert name in locked, f"{name} is in no lock"
-        assert requirement.specifier.contains(locked[name], prereleases=True), f"{requirement} but {locked[name]} is locked"
+        assert name in versions, f"{name} is in no lock"
+        assert requirement.specifier.contains(versions[name], prereleases=True), f"{requirement} but {versions[name]} is locked"
         key = (name, frozenset(requirement.extras))
         if key in seen:
             continue
         seen.add(key)
+        found[name] = requirement
         try:
-            needed = importlib.metadata.requires(name) or []
+            children = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            assert "bench" in extras, f"{name} is not installed"
+            assert which in ("bench", "docs"), f"{name} is not installed"
             continue
-        for child in map(Requirement, needed):
+        for child in map(Requirement, children):
             environments = [{**default_environment(), "extra": extra} for extra in (*requirement.extras, "")]
             # What torch adds for graphics cards is not part of its CPU build.
             wanted = child.marker is None or any(child.marker.evaluate(environment) for environment in environments)
             if wanted and not canonicalize_name(child.name).startswith(("nvidia-", "cuda-", "triton")):
                 waiting.append(child)
+    return found
+
+
+@pytest.mark.parametrize("which", LOCKS)
+def test_the_lock_holds_what_the_project_asks_for_and_all_that_this_needs(which):
+    assert needed(which)
+
+
+def test_what_compiles_and_runs_is_installed_without_what_only_tests_need():
+    """The first lock has nothing that compile and serve do not ask for; setuptools installs castiron itself."""
+    assert set(lock(BASE)) == {*needed("base"), "setuptools"}
+    assert not set(lock(BASE)) & set(lock(TEST)) and {"torch", "jaxlib", "scipy", "matplotlib"} <= set(lock(TEST))
+
+
+def test_what_compiles_runs_and_serves_imports_what_the_first_lock_has():
+    """At import time or later; tests, reference and the commands that measure or compare have the second lock."""
+    others = ("verify.py", "bench.py", "bench_worker.py", "diff.py", "chart.py")
+    modules = {"iree", "numpy", "tokenizers", "jinja2", "gguf", "safetensors", "starlette", "uvicorn", "pydantic"}
+    allowed = set(sys.stdlib_module_names) | modules | {"castiron", "emitter", "vmfb", "pipelines"}
+    for path in (path for package in ("emitter", "vmfb", "pipelines") for path in sources(package)):
+        if path.name not in others:
+            assert {name for name, _ in imports(path)} <= allowed, path
 
 
 def test_exact_versions_in_the_project_and_in_the_lock_are_the_same():
-    locked = lock("requirements.lock") | lock("requirements-bench.lock")
+    versions = locked(BASE, TEST, BENCH, DOCS)
     for requirement in requirements(*EXTRAS):
         exact = [s.version for s in requirement.specifier if s.operator == "=="]
-        if exact and canonicalize_name(requirement.name) in locked:
-            assert exact == [locked[canonicalize_name(requirement.name)]]
-    assert locked["iree-base-compiler"] == locked["iree-base-runtime"]
+        if exact and canonicalize_name(requirement.name) in versions:
+            assert exact == [versions[canonicalize_name(requirement.name)]]
+    assert versions["iree-base-compiler"] == versions["iree-base-runtime"]
+    # All may be installed into one environment.
+    assert all(version == versions[name] for file in (BASE, TEST, BENCH, DOCS) for name, version in lock(file).items())
 
 
 def import_graph(root: Path, packages: tuple[str, ...]) -> dict[str, set[str]]:
@@ -190,7 +227,18 @@ def test_generation_knows_no_http():
 def test_a_runtime_environment_is_enough_to_run():
     """Of third-party packages, what runs a bundle imports those that the project depends on without extras."""
     allowed = set(sys.stdlib_module_names) | {"numpy", "iree", "tokenizers", "jinja2", "vmfb", "pipelines", "castiron"}
-    names = ("cli", "progress", "errors", "measuring/memory", "commands/run", "commands/chat", "commands/console")
+    names = (
+        "cli",
+        "progress",
+        "errors",
+        "installing",
+        "sizes",
+        "measuring/memory",
+        "commands/options",
+        "commands/run",
+        "commands/chat",
+        "commands/console",
+    )
     files = [*sources("vmfb"), *sources("pipelines/generation"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
     for path in files:
         assert {name for name, _ in imports(path)} <= allowed, path
@@ -256,7 +304,7 @@ def make(*argv: str, directory: Path) -> subprocess.CompletedProcess:
 @pytest.fixture
 def installed_tree(tmp_path):
     """The Makefile and its locks, with programs in .venv that write down how they are called."""
-    for name in ("Makefile", "pyproject.toml", "requirements.lock", "requirements-bench.lock"):
+    for name in ("Makefile", "pyproject.toml", BASE, TEST, BENCH, DOCS):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     for name in ("python", "castiron"):
@@ -272,20 +320,37 @@ def calls(directory: Path) -> list[list[str]]:
     return [line.split("|")[:-1] for line in text.splitlines()]
 
 
+def installs(found: list[list[str]]) -> list[str]:
+    """The last words of what pip was told."""
+    return [call[-1] for call in found if call[0] == "python" and "install" in call]
+
+
+def test_make_compile_llm_installs_the_first_lock_and_says_how_much_that_is(installed_tree):
+    done = make("compile-llm", directory=installed_tree)
+    assert done.returncode == 0, done.stderr
+    assert installs(calls(installed_tree)) == [BASE, "."]
+    assert re.search(r"\d+ MB to fetch, \d+ MB on disk", done.stderr)
+    done = make("test", directory=installed_tree)
+    first, *rest = installs(calls(installed_tree))
+    assert first.startswith("torch==") and rest == [TEST] and re.search(r"\d GB on disk", done.stderr)
+    make("compile-llm", directory=installed_tree)
+    assert installs(calls(installed_tree)) == []
+
+
 def test_make_installs_the_lock_once_and_again_when_it_changes(installed_tree):
     assert make("test", directory=installed_tree).returncode == 0
     first = calls(installed_tree)
-    assert first[1][-2:] == ["-r", "requirements.lock"] and first[0][-1].startswith("torch==")
+    assert installs(first)[:2] == [BASE, "."] and installs(first)[-1] == TEST
     assert first[-1] == ["python", "-m", "pytest"]
     assert make("test", directory=installed_tree).returncode == 0
     assert calls(installed_tree) == [["python", "-m", "pytest"]]
-    with open(installed_tree / "requirements.lock", "a") as file:
+    with open(installed_tree / BASE, "a") as file:
         file.write("# changed\n")
     for _ in range(2):
         make("test", directory=installed_tree)
     assert len(calls(installed_tree)) == len(first) + 1
     # Back to the first lock: what is installed is the second's.
-    shutil.copy(ROOT / "requirements.lock", installed_tree)
+    shutil.copy(ROOT / BASE, installed_tree)
     make("test", directory=installed_tree)
     assert len(calls(installed_tree)) == len(first)
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import tempfile
 import threading
@@ -25,6 +26,11 @@ from castiron.vmfb.targets import Target
 QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-on-diagnostic=false")
 SHOWN_ERRORS, SHOWN_WIDTH = 3, 300
 KEPT_BYTES, KEPT_FAILURES = 512 * 2**20, 20
+# Of earlier compilations here, how many the next one's time is told from; and where there is none, a guess: 20 s a megabyte
+# of text is what two cores take.
+REMEMBERED, SECONDS_A_BYTE = 8, 20e-6
+# Below this text the compiler's own start is most of the time, and says nothing about larger ones.
+LEAST_BYTES = 50_000
 
 
 class CompileError(Exception):
@@ -78,7 +84,7 @@ def compile_mlir(
     `cache_root()/compile`), and a hit copies them. An interrupted compilation leaves nothing behind. CompileError
     names the first errors and a log that outlives `out`'s directory.
     """
-    flags = (*target.flags, *QUIET_FLAGS, *extra_flags)
+    flags = compile_flags(target, extra_flags)
     store = Path(cache_dir) if cache_dir else cache_root() / "compile"
     out = Path(out)
     log = out.parent / "compile.log"
@@ -96,6 +102,19 @@ def compile_mlir(
     with contextlib.suppress(OSError):
         os.utime(kept)
     return CompileResult(record["seconds"], known is not None, flags, log)
+
+
+def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str, ...]:
+    """All flags that `compile_mlir` gives iree-compile, in order; of two that contradict each other the later one holds."""
+    return (*target.flags, *QUIET_FLAGS, *extra_flags)
+
+
+def expected_seconds(text: str, cache_dir: Path | None = None) -> float:
+    """About how long iree-compile will take for `text`, by what the last compilations on this machine took a byte."""
+    store = Path(cache_dir) if cache_dir else cache_root() / "compile"
+    records = (_recall(path) or {} for path in _newest_first(store.glob("*.json"))[:REMEMBERED])
+    rates = [r["seconds"] / r["bytes"] for r in records if r.get("bytes", 0) >= LEAST_BYTES]
+    return len(text) * (statistics.median(rates) if rates else SECONDS_A_BYTE)
 
 
 def _key(text: str, flags: Sequence[str], target: Target) -> str:
@@ -128,7 +147,7 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> dict:
         if status or not product.is_file():
             raise _failure(status, output, log, source, store / "failed" / key[:16])
         os.replace(product, store / f"{key}.vmfb")
-        record = {"seconds": seconds, "log": log}
+        record = {"seconds": seconds, "log": log, "bytes": len(text)}
         # Written last: a kept result without its facts counts as absent.
         write_atomically(store / f"{key}.json", json.dumps(record).encode())
     finally:
@@ -185,6 +204,8 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
     else:
         errors = [line.strip() for line in output.splitlines() if "error:" in line]
         shown = [line if len(line) <= SHOWN_WIDTH else line[:SHOWN_WIDTH] + " …" for line in errors[:SHOWN_ERRORS]]
+        # A flag that it does not know is told without the word.
+        shown = shown or [line.strip() for line in output.splitlines() if line.strip()][:1]
         shown = shown or [f"exit status {status} and no error line"]
         reason = "failed: " + "\n  ".join(shown if len(shown) == 1 else ["", *shown])
     return CompileError(f"iree-compile {reason}\nlog and module: {folder}", folder / "compile.log")

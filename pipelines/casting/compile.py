@@ -26,13 +26,15 @@ from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
+from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.places import model_name
+from castiron.pipelines.progress import clock
 from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
-from castiron.vmfb.compiler import compile_mlir, compiler_version
+from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.manifest import BundleError, EntryPoint, Manifest, Tokens, Versions
 from castiron.vmfb.states import State
@@ -58,7 +60,7 @@ class Options:
     sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. threads: how many
     will run the bundle, by which kernels share out their work; None takes one a physical core. tuned: what
     `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of the checkpoint's config, or of
-    its GGUF metadata, that are left out.
+    its GGUF metadata, that are left out. iree_flags: flags for iree-compile after castiron's own, each one word.
     """
 
     context: int | None = None
@@ -71,6 +73,7 @@ class Options:
     threads: int | None = None
     tuned: bool = True
     ignore_keys: tuple[str, ...] = ()
+    iree_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
@@ -82,6 +85,8 @@ class Options:
                 raise EmitError(f"{field} takes distinct sizes from {least} to 64, not {', '.join(map(str, sizes))}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
+        if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
+            raise EmitError(f"{bad[0]!r} is not a flag of iree-compile; give it whole, as --iree-flag=--iree-opt-level=O2")
 
     @property
     def threads_or_cores(self) -> int:
@@ -170,11 +175,13 @@ def compile_model(
     options: Options = Options(),
     progress: Progress | None = None,
     tiles: store.FieldsByProduct | None = None,
+    keep: Path | None = None,
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
 
     A bundle that the same inputs made is left as it is. `progress(stage, done)` gets the share done of each stage.
-    `tiles` are used instead of `tuned_tiles`. Raises CheckpointError, EmitError, CompileError, BundleError or
+    `tiles` are used instead of `tuned_tiles`. `keep` is a folder for the MLIR and the commands (`kept.write_kept`), which
+    are written for a bundle that is up to date too. Raises CheckpointError, EmitError, CompileError, BundleError or
     StoreError, each one sentence; then nothing is written.
     """
     told = progress or (lambda stage, done: None)
@@ -184,7 +191,8 @@ def compile_model(
     tiles = tuned_tiles(options, target) if tiles is None else tiles
     key = _key(checkpoint, options, target)
     existing = _existing(out)
-    if existing and existing.manifest.compile.get("key") == key and _has_tiles(existing, tiles):
+    up_to_date = existing and existing.manifest.compile.get("key") == key and _has_tiles(existing, tiles)
+    if up_to_date and keep is None:
         return CompileReport(existing.path, True, {}, _sizes(existing))
 
     class Stage:
@@ -202,9 +210,13 @@ def compile_model(
     with Stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
+    if keep is not None:
+        write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
+    if up_to_date:
+        return CompileReport(existing.path, True, {}, _sizes(existing))
     with BundleWriter(out) as writer:
-        with Stage("compile"):
-            result = compile_mlir(text, target, writer.path("model.vmfb"))
+        with Stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
+            result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
         with Stage("pack"):
             entries = [
                 (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))

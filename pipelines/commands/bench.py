@@ -193,6 +193,7 @@ def publish(result: dict, args: argparse.Namespace) -> None:
 def table(result: dict) -> str:
     """The result for a person."""
     from castiron.pipelines.measuring.bench import count
+    from castiron.pipelines.measuring.chart import text_chart
 
     settings, machine = result["settings"], result["machine"]
     lines = [
@@ -211,7 +212,7 @@ def table(result: dict) -> str:
     for name, ratio in result["ratios"].items():
         lines.append(f"against {name}: decode {ratio['decode']:.2f}x, prefill {ratio['prefill']:.2f}x, first token "
                      f"{ratio['ttft']:.2f}x, memory {ratio['rss']:.2f}x")  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, *text_chart(result)])
 
 
 def percent(share: float | None) -> str:

@@ -35,11 +35,13 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.generation.chat import Chat
     from castiron.pipelines.generation.text import load_text
+    from castiron.pipelines.measuring.memory import warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
     sampling, (asked, usual) = sampling_of(args), length_of(args)
     bundle = open_bundle(args.bundle)
+    warn_of_shortage(bundle.manifest)
     text = load_text(bundle)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")

@@ -6,6 +6,7 @@ MODEL is a GGUF file, an HF directory (config.json, safetensors, tokenizer.json)
 
 import argparse
 import json
+from pathlib import Path
 
 from castiron.pipelines.commands.options import add_compile_arguments, compile_options, default_bundle, megabytes
 from castiron.pipelines.progress import Progress
@@ -15,6 +16,7 @@ examples:
   castiron compile smollm2-135m-instruct
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
   castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
+  castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
 
 --json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), tokenizer (false if the bundle
 takes token ids only).
@@ -26,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="DIR", help="where to write the bundle (default: build/NAME)")
     add_compile_arguments(parser)
     parser.add_argument("--no-tuned", action="store_true", help="ignore what castiron tune found on this machine")
+    parser.add_argument("--iree-flag", action="append", default=[], metavar="FLAG", help="a flag for iree-compile, after "
+                        "castiron's own: --iree-flag=--iree-opt-level=O2; may be repeated")  # fmt: skip
+    parser.add_argument("--keep", metavar="DIR", help="keep all MLIR, before lowering and after, and the commands that "
+                        "make the module and put it into the bundle")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object about what was done")
 
 
@@ -34,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
 
     out = args.output or default_bundle(args.model)
     with Progress() as progress:
-        report = compile_model(args.model, out, compile_options(args), progress)
+        report = compile_model(args.model, out, compile_options(args), progress, keep=args.keep and Path(args.keep))
     tokenizer = "tokenizer.json" in report.files
     if args.json:
         facts = {"bundle": str(report.bundle), "up_to_date": report.up_to_date, "seconds": report.seconds,
@@ -47,6 +53,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
         print(f"{out}: {size} ({stages})")
+    if args.keep:
+        print(f"{args.keep}: its MLIR, and the commands that make it")
     if not tokenizer:
         print("the checkpoint has no tokenizer: this bundle takes token ids only (castiron run DIR --tokens 1,2,3)")
     return 0

@@ -4,16 +4,21 @@ import argparse
 import json
 import statistics
 import time
+from pathlib import Path
 
 EXAMPLES = """\
 examples:
   castiron explain build/smollm2-135m-instruct
   castiron explain build/smollm2-135m-instruct --position 4096 --threads 1
-  castiron explain build/smollm2-135m-instruct --function prefill_128 --json
+  castiron explain build/smollm2-135m-instruct --function prefill_128 --html prefill.html --json
 
-The limit of a dispatch is the longer of its bytes over the read bandwidth and its FLOP over the f32 peak, both measured
-in the same run; the last column is how near the dispatch comes to it. Times are those of IREE's profiler, which slows
-short dispatches down a little; the whole call is timed without it.
+The limit of a kernel is the longer of its bytes over the read bandwidth and its FLOP over the f32 peak, both measured in
+the same run; "of limit" is how near the kernel comes to it, and "in cache" where it reads faster than memory does, because
+what it reads stays in the CPU's caches. Times are those of IREE's profiler, which slows short kernels down a little; the
+whole call is timed without it, and what the kernels do not account for is the row "no kernel".
+
+--json prints one object: function, position, threads, machine (read_gb_s, peak_gflop_s), call_ms, python_us, rest_ms and
+dispatches (kernel, paths, calls, ms, bytes, flops, bound: memory, compute or cache, and limit_share, null in cache).
 """
 
 
@@ -24,11 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--function", default="decode_step", metavar="NAME", help="decode_step (default), prefill_128, verify_8, ..."
     )
     parser.add_argument("--threads", type=int, metavar="N", help="default: one per physical core")
+    parser.add_argument("--html", metavar="FILE", help="write one page as well: the time by module, the graph by layer")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.errors import PipelineError
+    from castiron.pipelines.measuring.kernel_page import page
+    from castiron.pipelines.measuring.kernel_times import kernel_row, rest_ms, table
     from castiron.pipelines.measuring.machine import Machine
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.profile import profile
@@ -42,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     if not 0 <= args.position <= most:
         raise PipelineError(f"--position is {args.position}; in a context of {bundle.manifest.context} it can be 0 to {most}")
     measured = profile(bundle, function, position=args.position, threads=args.threads)
-    machine = Machine(measured.threads)
+    machine, work = Machine(measured.threads), bundle.manifest.compile.get("work", {}).get(function.name, {})
     limits = {"read_gb_s": machine.read_gb_s(), "peak_gflop_s": machine.peak_gflop_s()}
     result = {
         "function": measured.function,
@@ -51,34 +59,13 @@ def main(args: argparse.Namespace) -> int:
         "machine": limits,
         "call_ms": measured.seconds * 1e3,
         "python_us": python_microseconds(bundle, measured.threads) if function.role == "decode" else None,
-        "dispatches": [row(d, bundle.manifest.compile.get("work", {}), measured, limits) for d in measured.dispatches],
+        "dispatches": [kernel_row(dispatch, work, measured, limits) for dispatch in measured.dispatches],
     }
+    result["rest_ms"] = rest_ms(result)
+    if args.html:
+        Path(args.html).write_text(page(result, bundle.manifest.name, list(work)), encoding="utf-8")
     print(json.dumps(result) if args.json else "\n".join(table(result)))
     return 0
-
-
-def row(dispatch, work: dict, measured, limits: dict) -> dict:
-    """One kernel: where it stands in the model, its time, and its work over all calls of it."""
-    from castiron.pipelines.measuring.workload import amount
-
-    kernel = work.get(measured.function, {}).get(dispatch.name.removesuffix("_fn"), {})
-
-    nbytes, flops = (
-        amount(kernel, unit, measured.position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops")
-    )
-    found = {
-        "kernel": dispatch.name,
-        "paths": kernel.get("paths", []),
-        "calls": dispatch.calls,
-        "ms": dispatch.seconds * 1e3,
-        "bytes": nbytes,
-        "flops": flops,
-        "limit_share": None,
-    }
-    if nbytes is not None:
-        limit = max(nbytes / limits["read_gb_s"], flops / limits["peak_gflop_s"]) / 1e9
-        found["limit_share"] = limit / dispatch.seconds if dispatch.seconds else None
-    return found
 
 
 def python_microseconds(bundle, threads: int, steps: int = 200) -> float:
@@ -93,24 +80,3 @@ def python_microseconds(bundle, threads: int, steps: int = 200) -> float:
         token = session.step(token)
         outside.append(time.perf_counter() - start - (inside() - before))
     return statistics.median(outside) * 1e6
-
-
-def table(result: dict) -> list[str]:
-    """The result for a person."""
-    total = sum(d["ms"] for d in result["dispatches"])
-    machine, python = result["machine"], result["python_us"]
-    lines = [
-        f"{result['function']} at position {result['position']} on {result['threads']} threads: {result['call_ms']:.2f} ms"
-        + (f", of which Python {python:.0f} us" if python is not None else ""),
-        f"this machine reads {machine['read_gb_s']:.1f} GB/s and computes {machine['peak_gflop_s']:.0f} GFLOP/s (f32)",
-        "",
-        f"{'ms':>8} {'share':>6} {'calls':>5} {'us/call':>8} {'MB':>8} {'MFLOP':>8} {'of limit':>8}  where, kernel",
-    ]
-    for d in result["dispatches"]:
-        known = d["bytes"] is not None
-        work = f"{d['bytes'] / 1e6:8.1f} {d['flops'] / 1e6:8.1f}" if known else f"{'?':>8} {'?':>8}"
-        share = f"{d['limit_share']:8.0%}" if d["limit_share"] is not None else f"{'?':>8}"
-        paths = " ".join(d["paths"]) or "(made by IREE)"
-        each = d["ms"] * 1e3 / d["calls"]
-        lines.append(f"{d['ms']:8.3f} {d['ms'] / total:6.1%} {d['calls']:5} {each:8.1f} {work} {share}  {paths}  {d['kernel']}")
-    return lines

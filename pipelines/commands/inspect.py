@@ -8,7 +8,7 @@ from pathlib import Path
 
 from castiron.pipelines.commands.options import megabytes
 from castiron.pipelines.places import is_bundle
-from castiron.pipelines.progress import Progress
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
@@ -54,11 +54,14 @@ def catalogue() -> tuple[dict, list[str]]:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
+    from castiron.pipelines.measuring.memory import needed, shortage
     from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.manifest import STATE_ITEM_BYTES, dump
+    from castiron.vmfb.manifest import dump
 
     manifest = open_bundle(path, run=False).manifest
-    size = sum(state.elements * STATE_ITEM_BYTES[state.dtype] for state in manifest.states)
+    slots = max(manifest.widths("batch"), default=1)
+    if short := shortage(manifest):
+        say(short)
     states = ", ".join(f"{state.name} {state.type()} {state.kind}" for state in manifest.states)
     source = manifest.source
     rows = [
@@ -68,10 +71,12 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
         ("context", f"{manifest.context} positions"),
-        ("states", f"{states}; {megabytes(size)} when full"),
+        ("states", states),
+        ("memory", f"{needed(manifest)}, in castiron serve {needed(manifest, slots)}" if slots > 1 else str(needed(manifest))),
         ("functions", ", ".join(function.name for function in manifest.functions)),
         ("target", f"{manifest.target.name} ({manifest.target.arch}, {manifest.target.isa or 'no kernels'})"),
         ("tuned", tuned(manifest.compile)),
+        *(("module", f"not castiron's: {made['module']} ({made['sha256'][:16]}…)") for made in repacked(manifest.compile)),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
         *((name, json.dumps(value)) for name in ("accuracy", "speed") if (value := getattr(manifest, name))),
@@ -86,6 +91,11 @@ def tuned(facts: dict) -> str:
     if not found:
         return "no"
     return f"{len(found)} of {len(products)} matrix products, for {facts['threads']} thread{'s' * (facts['threads'] != 1)}"
+
+
+def repacked(facts: dict) -> list[dict]:
+    """What castiron repack says of the module that it put into a bundle, if it did."""
+    return [facts["repacked"]] if "repacked" in facts else []
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:

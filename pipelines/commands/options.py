@@ -1,9 +1,12 @@
 """Arguments that several commands share."""
 
 import argparse
+import os
 from pathlib import Path
 
+from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
+from castiron.pipelines.sizes import megabytes as megabytes
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,14 +53,21 @@ def compile_options(args: argparse.Namespace):
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),
         ignore_keys=tuple(args.ignore_keys),
+        iree_flags=tuple(getattr(args, "iree_flag", ())),
     )
+
+
+def check_threads(args: argparse.Namespace) -> None:
+    """PipelineError for more --threads than this machine has CPUs, in a command whose threads would run here."""
+    threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
+    here = args.command != "emit" and getattr(args, "target", "host") == "host"
+    if here and threads is not None and threads > cpus:
+        raise PipelineError(
+            f"--threads is {threads} and this machine has {cpus} CPU{'s' * (cpus != 1)}; give at most {cpus}, or leave it "
+            "out for one a physical core"
+        )
 
 
 def default_bundle(model: str) -> Path:
     """build/NAME, where NAME is the model's name or the last part of its path without .gguf."""
     return Path("build") / model_name(Path(model))
-
-
-def megabytes(size: float) -> str:
-    """A size in bytes as people read it."""
-    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"

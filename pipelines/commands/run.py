@@ -16,7 +16,7 @@ from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Text, load_text
-from castiron.pipelines.measuring.memory import peak_rss_mb
+from castiron.pipelines.measuring.memory import peak_rss_mb, warn_of_shortage
 from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
@@ -116,6 +116,7 @@ def main(args: argparse.Namespace) -> int:
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
     bundle = open_bundle(args.bundle)
+    warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)
     session = Session(bundle, threads=args.threads)
     load_seconds = time.perf_counter() - start

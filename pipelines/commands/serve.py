@@ -53,16 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from castiron.pipelines.measuring.memory import say_memory
+
     # Before the model is loaded, which takes longer than to say that a package is missing.
     from castiron.pipelines.serve.api import Limits
     from castiron.pipelines.serve.app import open_app
     from castiron.pipelines.serve.server import listen, serve, url
+    from castiron.vmfb.bundle import open_bundle
 
     check(args)
     keys, limits = api_keys(args), Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
     with listen(args.host, args.port) as listening:
+        bundle = open_bundle(args.bundle)
+        say_memory(bundle.manifest, max(bundle.manifest.widths("batch"), default=1))
         app = open_app(
-            args.bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
+            bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
             quiet=args.quiet,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots

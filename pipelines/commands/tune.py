@@ -35,12 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
     add_compile_arguments(parser)
     parser.add_argument("--functions", type=lambda names: names.split(","), default=[], metavar="NAME[,NAME]",
-                        help="tune these alone: decode_step, prefill_128, verify_4, ... (default: all)")  # fmt: skip
+                        help="tune these alone: decode_step, prefill_8, prefill_32, prefill_128 and what --speculate and "
+                        "--batch make, verify_4, verify_8, decode_batch_4, decode_batch_8 (default: all)")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="search again for products that were tuned before")
     parser.add_argument("--json", action="store_true", help="print one JSON object about what was found")
 
 
 def main(args: argparse.Namespace) -> int:
+    from castiron.pipelines.casting.compile import build_model
+    from castiron.pipelines.checkpoints import open_checkpoint
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.tuning import store
     from castiron.pipelines.tuning.search import Bench, search
@@ -49,10 +52,11 @@ def main(args: argparse.Namespace) -> int:
     if options.target != "host" or options.lowering != "kernels":
         raise PipelineError("tuning measures this machine's kernels; drop --target and --lowering")
     with tempfile.TemporaryDirectory(prefix="castiron-tune-") as directory, Progress() as progress:
-        bench = Bench(args.model, options, args.functions, Path(directory), progress)
-        names = [function.name for function in bench.bundle.manifest.functions]
+        # Compiling takes half a minute, and a wrong name is seen before it.
+        names = list(build_model(open_checkpoint(args.model, progress, options.ignore_keys), options).functions)
         if unknown := sorted(set(args.functions) - set(names)):
-            raise PipelineError(f"the model has no function {unknown[0]}: use {', '.join(names)}")
+            raise PipelineError(f"the model has no function {unknown[0]!r}; --functions takes {', '.join(names)}")
+        bench = Bench(args.model, options, args.functions, Path(directory), progress)
         key = store.key_of(bench.target, bench.threads)
         known = {} if args.again else store.findings_of(key)
         trials = {name: trial for name, trial in bench.products().items() if name not in known}

@@ -1,11 +1,26 @@
-"""The chart of a bench result."""
+"""The chart of a bench result, as a picture and as text."""
 
 from pathlib import Path
 
 from castiron.pipelines.measuring.bench import count
+from castiron.pipelines.measuring.kernel_times import bar
 
 COLOURS = {"castiron": "#c2410c", "llama.cpp": "#64748b", "hf": "#cbd5e1"}
 PANELS = (("decode_tok_s", "decode"), ("prefill_tok_s", "prefill"))
+
+TEXT_WIDTH = 60
+
+
+def text_chart(result: dict) -> list[str]:
+    """The same bars for a terminal, the longest of a panel TEXT_WIDTH columns long."""
+    engines = {"castiron": result["castiron"], **result["peers"]}
+    width = max(map(len, engines))
+    lines = []
+    for key, title in PANELS:
+        most = max(engine[key] for engine in engines.values())
+        lines += ["", f"{title}, tok/s"]
+        lines += [f"  {name:<{width}} {bar(e[key] / most, TEXT_WIDTH)} {e[key]:.0f}" for name, e in engines.items()]
+    return lines
 
 
 def draw(result: dict, path: str | Path) -> None:

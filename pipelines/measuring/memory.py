@@ -1,8 +1,76 @@
-"""How much memory this process has used."""
+"""How much memory this process has used, how much a bundle will, and how much there is."""
 
+from __future__ import annotations
+
+import os
 import resource
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from castiron.pipelines.progress import say
+from castiron.pipelines.sizes import megabytes
+from castiron.vmfb.manifest import STATE_ITEM_BYTES, WEIGHTS, Manifest
+
+# Where control groups, version 2 and 1, say what this process may use at most.
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes: `weights` are the mapped file, once however many read it; `state` those of one sequence when its context is
+    full, of which pages exist as they are written; `slots` sequences at once."""
+
+    weights: int
+    state: int
+    slots: int = 1
+
+    def __str__(self) -> str:
+        states = f"{self.slots} x {megabytes(self.state)}" if self.slots > 1 else megabytes(self.state)
+        return f"weights {megabytes(self.weights)}, states {states} when full"
+
+
+def needed(manifest: Manifest, slots: int = 1) -> Needed:
+    """What a bundle needs for so many sequences at once."""
+    state = sum(state.elements * STATE_ITEM_BYTES[state.dtype] for state in manifest.states)
+    return Needed(manifest.files[WEIGHTS].size, state, slots)
+
+
+def shortage(manifest: Manifest) -> str | None:
+    """A sentence for a bundle whose weights are more than the memory of this machine or container; None for others."""
+    weights, there = manifest.files[WEIGHTS].size, total_bytes()
+    if weights <= there:
+        return None
+    return (
+        f"the weights take {megabytes(weights)} and there are {megabytes(there)} of memory: every token will read them from "
+        "disk; take a smaller model, or one with fewer bits"
+    )
+
+
+def warn_of_shortage(manifest: Manifest) -> None:
+    """Says on stderr what `shortage` finds."""
+    if short := shortage(manifest):
+        say(short)
+
+
+def say_memory(manifest: Manifest, slots: int) -> None:
+    """Says on stderr, before it is taken, what so many sequences at once will need, and whether that is there."""
+    need, there = needed(manifest, slots), total_bytes()
+    most = need.weights + need.state * slots
+    say(f"memory: {need}; {megabytes(most)} at most, of {megabytes(there)}")
+    warn_of_shortage(manifest)
+
+
+def total_bytes() -> int:
+    """The machine's memory, or the part of it that this process's container may use."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for place in LIMITS:
+        try:
+            found.append(int(place.read_text()))
+        # Absent, or "max".
+        except (OSError, ValueError):
+            continue
+    return min(found)
 
 
 def peak_rss_mb() -> float:

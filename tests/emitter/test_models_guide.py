@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,20 +27,82 @@ SHAPES = ast.literal_eval(BLOCKS["tests/emitter/test_models.py"])["gemma"]
 DIFF_COMMAND = re.search(r"castiron diff DIR (.*)", GUIDE)[1].split()
 DIFF_OUTPUT = re.search(r"<!-- diff -->\n```\n(.*?)```", GUIDE, re.DOTALL)[1]
 
+# What the guide's `fused_heads` is part of: HF's `GPTNeoXForCausalLM` with its parallel residual.
+GPT_NEOX = """
+from dataclasses import dataclass
+from castiron.emitter.ir import Value, scope
+from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, rope, rotary_tables, split_heads, wanted_rows
+from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.ops import add, slice_
+from castiron.emitter.rotary import Rotary
+from castiron.emitter.step import Step
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    tied: bool
+    rotary: Rotary
+
+    @classmethod
+    def read(cls, config):
+        c = ConfigReader(config)
+        c.require("hidden_act", "gelu")
+        c.require("use_parallel_residual", True)
+        c.require("attention_bias", True)
+        c.unused("classifier_dropout", "num_key_value_heads")
+        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
+        rotary = c.rotary(hidden // heads, c.take("max_position_embeddings"), partial=0.25)
+        read = cls(
+            vocab=c.take("vocab_size"), hidden=hidden, intermediate=c.take("intermediate_size"),
+            layers=c.take("num_hidden_layers"), heads=heads, kv_heads=heads, head_dim=hidden // heads,
+            max_positions=rotary.positions, eps=c.number("layer_norm_eps", 1e-5),
+            tied=c.flag("tie_word_embeddings", False), rotary=rotary,
+        )
+        c.finish()
+        return read
+
+def forward(step, c):
+    tables = rotary_tables(step, c.rotary)
+    with scope("gpt_neox"):
+        x = embedding(step, "embed_in", c.vocab, c.hidden)
+        for layer in range(c.layers):
+            with scope(f"layers.{layer}"):
+                h = layer_norm(step, x, "input_layernorm", c.eps)
+                with scope("attention"):
+                    q, k, v = fused_heads(step, c, h)
+                    q, k = rope(step, q, tables), rope(step, k, tables)
+                    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
+                    attended = linear(step, out, "dense", c.hidden, True)
+                h = layer_norm(step, x, "post_attention_layernorm", c.eps)
+                with scope("mlp"):
+                    h = activation(linear(step, h, "dense_h_to_4h", c.intermediate, True), "gelu")
+                    x = add(x, add(attended, linear(step, h, "dense_4h_to_h", c.hidden, True)))
+        x = layer_norm(step, wanted_rows(step, x), "final_layer_norm", c.eps)
+    return linear(step, x, "embed_out", c.vocab)
+"""
+
+
+def put(monkeypatch, name: str, source: str, tiny_row: dict) -> None:
+    """Makes `source` the family `name`."""
+    module = ModuleType(f"castiron.emitter.models.{name}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, "docs/porting.md", "exec"), module.__dict__)
+    monkeypatch.setattr(models, "FAMILIES", (*models.FAMILIES, name))
+    monkeypatch.setitem(tiny.FAMILIES, name, tiny_row)
+
 
 @pytest.fixture
 def followed(monkeypatch):
     """`followed(source)` puts the guide's family, or a variant of it, in its place."""
-
-    def put(source: str = FAMILY) -> None:
-        module = ModuleType("castiron.emitter.models.gemma")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile(source, "docs/porting.md", "exec"), module.__dict__)
-        monkeypatch.setattr(models, "FAMILIES", (*models.FAMILIES, "gemma"))
-        for kind, row in ast.literal_eval(BLOCKS["reference/tiny.py"]).items():
-            monkeypatch.setitem(tiny.FAMILIES, kind, row)
-
-    return put
+    return lambda source=FAMILY: put(monkeypatch, "gemma", source, ast.literal_eval(BLOCKS["reference/tiny.py"])["gemma"])
 
 
 def test_the_guide_ports_a_family_that_is_not_there():
@@ -46,10 +110,43 @@ def test_the_guide_ports_a_family_that_is_not_there():
     assert len(FAMILY.splitlines()) < 300
 
 
+def test_the_guide_is_read_in_a_sitting():
+    assert len(GUIDE.split()) < 1434
+
+
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_the_family_of_the_guide_is_exact(followed, shape, tmp_path):
     followed()
-    both = pair("gemma", tmp_path, seed=shape, **SHAPES[shape])
+    check_exact(pair("gemma", tmp_path, seed=shape, **SHAPES[shape]))
+
+
+@pytest.fixture
+def gpt_neox(monkeypatch):
+    put(monkeypatch, "gpt_neox", GPT_NEOX + BLOCKS["emitter/models/gpt_neox.py"], {"layer_norm_eps": 0.1})
+
+
+def test_the_fused_projection_of_the_guide_is_exact(gpt_neox, tmp_path):
+    check_exact(pair("gpt_neox", tmp_path))
+
+
+def test_the_count_of_the_guide_shows_what_its_cuts_cost(gpt_neox, tmp_path, capsys):
+    """The two halves of the guide's own command."""
+    (command,) = re.findall(r"^    castiron (emit DIR .*?) \| python -c \"(.*)\"$", GUIDE, re.MULTILINE)
+    directory = tiny.tiny_model("gpt_neox", tmp_path)
+    assert main([str(directory) if word == "DIR" else word for word in command[0].split()]) == 0
+    printed = capsys.readouterr().out
+    counts = subprocess.run([sys.executable, "-c", command[1]], input=printed, capture_output=True, text=True, check=True)
+    kinds = ast.literal_eval(counts.stdout)["decode_step"]
+    assert kinds["slice"] == 9 * 3 and "slice" not in kinds_of(tiny.tiny_model("llama", tmp_path / "llama"), capsys)
+
+
+def kinds_of(directory: Path, capsys) -> dict[str, int]:
+    assert main(["emit", str(directory), "--function", "decode_step", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["functions"]["decode_step"]
+
+
+def check_exact(both) -> None:
+    """Logits of both lowerings are HF's, in a chunk and after single tokens."""
     tokens = prompt(both.checkpoint.config["vocab_size"], 30)
     expected = hf.logits(both.oracle, tokens)
     for lowering in ("portable", "kernels"):

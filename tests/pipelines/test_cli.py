@@ -196,8 +196,8 @@ def test_help_names_every_option_and_shows_examples(command, capsys):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0 and f"  castiron {command} " in text
-    # chat and serve talk, the others have a result.
-    assert "--json" in text or command in ("chat", "serve")
+    # chat and serve talk, completion is a script, the others have a result.
+    assert "--json" in text or command in ("chat", "serve", "completion")
 
 
 def test_run_loads_neither_compiler_nor_torch_nor_jinja(bundle):

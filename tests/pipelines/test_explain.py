@@ -59,3 +59,15 @@ def test_a_session_counts_the_runtimes_share_of_its_steps_when_asked_to(bundle):
     assert 0 < seconds() < time.perf_counter() - start
     other = Session(open_bundle(bundle), 1)
     assert [other.step(1) for _ in range(4)][1:] == tokens
+
+
+def test_the_page_is_written_beside_the_table(bundle, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
+    out = tmp_path / "page.html"
+    found = explained(capsys, bundle, "--html", str(out))
+    text = out.read_text()
+    assert all(row["kernel"] in text for row in found["dispatches"]) and "2 layers, each" in text
+    assert found["rest_ms"] >= 0
+    assert cli.main(["explain", str(bundle), "--threads", "1", "--position", "7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100 and lines[-1].endswith("no kernel")

@@ -196,7 +196,7 @@ def test_answers_cover_every_function(checkpoint, tmp_path):
     [
         (["--target", "x86-64-v3"], "drop --target and --lowering"),
         (["--lowering", "portable"], "drop --target and --lowering"),
-        (["--functions", "decode_step,verify_9"], "no function verify_9: use decode_step, prefill_8"),
+        (["--functions", "decode_step,verify_9"], "no function 'verify_9'; --functions takes decode_step, prefill_8"),
         (["--context", "16"], "a context of 16 leaves no room"),
     ],
 )

@@ -42,7 +42,7 @@ def compiled(monkeypatch):
     """The texts that would have been compiled; iree-compile itself is left out."""
     texts = []
 
-    def compile_mlir(text, target, out):
+    def compile_mlir(text, target, out, extra_flags=()):
         texts.append(text)
         out.write_bytes(b"code")
         return CompileResult(0.0, False, (), out)
@@ -107,7 +107,8 @@ def test_the_tiles_decide_whether_a_bundle_is_up_to_date(checkpoint, tmp_path, c
     assert not up_to_date(threads=4)
 
 
-def test_manifest_and_inspect_tell_what_was_tuned(checkpoint, tmp_path, compiled, capsys):
+def test_manifest_and_inspect_tell_what_was_tuned(checkpoint, tmp_path, compiled, monkeypatch, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     known = products(checkpoint)
     chosen = list(known.values())[2]
     store.keep([finding(chosen)])

@@ -1,0 +1,81 @@
+"""Completion is what the parsers know: bash is asked, the texts for zsh and fish are read."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from castiron.pipelines import cli
+from castiron.pipelines.commands.completion import SHELLS, commands
+
+
+@pytest.fixture(scope="module")
+def found():
+    return list(commands())
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory, found):
+    """`complete(words)`: what bash offers for the last of them, in a folder with `model.gguf`."""
+    folder = tmp_path_factory.mktemp("shell")
+    (folder / "model.gguf").touch()
+    (folder / "script").write_text(SHELLS["bash"](found))
+
+    def ask(line: str) -> list[str]:
+        words = [*shlex.split(line), *([""] if line.endswith(" ") else [])]
+        program = (
+            f". ./script; COMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}; _castiron; "
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(["bash", "-u", "-c", program], cwd=folder, capture_output=True, text=True)
+        assert not done.stderr, done.stderr
+        return done.stdout.split()
+
+    return ask
+
+
+def test_commands(complete):
+    assert set(complete("castiron ")) == {*cli.COMMANDS, "help"}
+    assert complete("castiron comp") == ["compile", "completion"]
+    assert set(complete("castiron help ")) == set(cli.COMMANDS)
+
+
+def test_options_are_all_that_the_parser_has(complete):
+    parser = cli.build_parser(["compile"])._subparsers._group_actions[0].choices["compile"]
+    options = {word for action in parser._actions for word in action.option_strings}
+    assert set(complete("castiron compile -")) == options
+    assert complete("castiron run build/x --spec") == ["--speculate"]
+
+
+def test_values_are_the_choices(complete):
+    assert complete("castiron compile x --weights ") == ["native", "f32", "bf16", "f16"]
+    assert complete("castiron compile x --target x86-64-v") == ["x86-64-v3", "x86-64-v4"]
+    assert complete("castiron completion ") == list(SHELLS)
+
+
+def test_a_model_is_a_file_or_a_name(complete):
+    assert set(complete("castiron compile ")) >= {"model.gguf", "smollm2-135m-instruct"}
+    assert complete("castiron compile smol") == ["smollm2-135m-instruct"]
+    # Left to the shell, which knows files best.
+    assert complete("castiron pack ") == [] == complete("castiron compile x -o ")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_gets_every_option(shell, found, capsys):
+    assert cli.main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert text == SHELLS[shell](found)
+    for command in found:
+        assert command.name in text
+        for word in (word for option in command.options for word in option.words if word.startswith("--")):
+            assert (f"-l {word[2:]}" if shell == "fish" else word) in text, word
+
+
+def test_the_script_is_one_that_bash_reads(tmp_path: Path, found):
+    for shell in ("bash", "zsh"):
+        (tmp_path / shell).write_text(SHELLS[shell](found))
+    assert subprocess.run(["bash", "-n", str(tmp_path / "bash")], env=os.environ).returncode == 0

@@ -1,0 +1,142 @@
+"""How a command fails: as JSON where JSON was asked for, with its own usage, and with a remedy that works where the user is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from castiron.pipelines import cli, installing
+from tests.pipelines import toy_text
+from tests.pipelines.toy_text import read_json
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "says"),
+    [
+        (["inspect", "/no/such.gguf"], "CheckpointError", "/no/such.gguf"),
+        (["run", "/no/such", "-p", "x"], "BundleError", "/no/such"),
+        (["compile", "/no/such.gguf"], "CheckpointError", "/no/such.gguf"),
+        (["emit"], "PipelineError", "give a MODEL"),
+        (["list", "/no/such"], "PipelineError", "/no/such is not there"),
+    ],
+)
+def test_a_failure_is_one_json_object_with_the_sentence(argv, kind, says, capsys):
+    assert cli.main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and says in err
+    assert cli.main([*argv, "--json"]) == 1
+    out, again = capsys.readouterr()
+    assert read_json(out) == {"error": {"message": err.removeprefix("castiron: ").strip(), "type": kind}} and again == err
+
+
+@pytest.mark.parametrize("argv", [["run", "--json"], ["run", "x", "--bogus", "--json"], ["nonsense", "--json"]])
+def test_wrong_usage_is_json_too(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    out, err = capsys.readouterr()
+    error = read_json(out)["error"]
+    assert stop.value.code == 2 and error["type"] == "UsageError" and error["message"] in err
+
+
+def test_an_interrupt_is_json_too(bundle, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("castiron.vmfb.bundle.open_bundle", interrupted)
+    assert cli.main(["inspect", bundle, "--json"]) == 130
+    assert read_json(capsys.readouterr().out) == {"error": {"message": "interrupted", "type": "Interrupted"}}
+
+
+def test_an_unknown_option_is_answered_with_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["pack", "x", "--bogus"])
+    assert capsys.readouterr().err.startswith("usage: castiron pack ")
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "bench", "compile"])
+def test_more_threads_than_cpus_are_refused(bundle, command, monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert cli.main([command, bundle, "--threads", "7"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("castiron: --threads is 7 and this machine has 6 CPUs; give at most 6") and out == ""
+
+
+def test_threads_of_another_machine_are_its_own(monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert cli.main(["compile", "/no/such.gguf", "--target", "aarch64", "--threads", "64"]) == 1
+    assert "/no/such.gguf" in capsys.readouterr().err
+
+
+def missing(module: str) -> str:
+    return cli.explain(ModuleNotFoundError(f"No module named {module!r}", name=module))
+
+
+def test_in_a_clone_the_remedy_is_the_makefiles_or_pips():
+    for module, extra in installing.EXTRAS.items():
+        said = missing(module)
+        target = installing.TARGETS[extra]
+        assert f"make {target} in {ROOT}, or " in said and f"-m pip install -e {ROOT}[{extra}]" in said.replace("'", "")
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_beside_a_wheel_the_remedy_names_published_packages(monkeypatch):
+    monkeypatch.setattr(installing, "clone", lambda: None)
+    said = missing("transformers")
+    assert "pip install torch==" in said and "transformers==" in said and "castiron[" not in said
+    assert "iree-base-compiler==" in missing("iree.compiler")
+
+
+def test_every_extra_that_is_imported_lazily_has_packages():
+    for extra in set(installing.EXTRAS.values()):
+        assert installing.requirements(extra), extra
+
+
+def test_a_module_that_nobody_knows_is_a_bug():
+    assert missing("nonsense") is None
+
+
+def test_help_of_a_command_is_its_own_help(capsys):
+    texts = []
+    for argv in (["help", "pack"], ["pack", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("usage: castiron pack ")
+    with pytest.raises(SystemExit):
+        cli.main(["help"])
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_list_shows_catalogue_and_bundles(bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["list"]) == 0
+    assert "no bundles in build" in capsys.readouterr().out
+    Path("build").mkdir()
+    os.symlink(bundle, "build/toy")
+    (tmp_path / "other/broken").mkdir(parents=True)
+    (tmp_path / "other/broken/manifest.json").write_text("{}")
+    assert cli.main(["pack", bundle, "-o", "other/toy.castiron"]) == 0
+    capsys.readouterr()
+    assert cli.main(["list", "other", "--json"]) == 0
+    found = read_json(capsys.readouterr().out)
+    assert {m["name"]: m["fetched"] for m in found["catalogue"]}["smollm2-135m-instruct"] is False
+    rows = {row["path"]: row for row in found["bundles"]}
+    assert list(rows) == ["build/toy", "other/broken", "other/toy.castiron"]
+    assert rows["build/toy"]["context"] == toy_text.CONTEXT and not rows["build/toy"]["packed"]
+    assert rows["other/toy.castiron"]["packed"] and "schema" in rows["other/broken"]["error"]
+    assert cli.main(["list", "other"]) == 0
+    text = capsys.readouterr().out
+    assert all(path in text for path in rows) and json.dumps(toy_text.CONTEXT) in text

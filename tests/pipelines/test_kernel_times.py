@@ -1,0 +1,134 @@
+"""What castiron explain prints and draws: columns that fit, shares that can be, and all of a call's time."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from castiron.pipelines.measuring.chart import TEXT_WIDTH, text_chart
+from castiron.pipelines.measuring.kernel_page import flame, page
+from castiron.pipelines.measuring.kernel_times import BAR, REST, WIDTH, bar, kernel_row, of_limit, rest_ms, table
+from castiron.vmfb.profile import Dispatch, Profile
+
+LIMITS = {"read_gb_s": 10.0, "peak_gflop_s": 100.0}
+LONG = "gemv_q4_1_1536x576_rms9p99999975em06_silu_avx512_w2b2c4a16u4_and_much_more_that_makes_it_longer_than_a_line_is"
+
+
+def row(seconds: float, nbytes: int, flops: int, name: str = "k", calls: int = 2, paths=("model.layers.*.mlp",)) -> dict:
+    """A kernel whose calls together take `seconds` and do that work at position 0."""
+    work = {"paths": list(paths), "calls": calls, "bytes": [nbytes // calls, 0, 0], "flops": [flops // calls, 0, 0]}
+    return kernel_row(Dispatch(f"{name}_fn", calls, seconds, 1), {name: work}, Profile("decode_step", 0, 2, 1.0, ()), LIMITS)
+
+
+def result(*rows: dict, call_ms: float) -> dict:
+    return {"function": "decode_step", "position": 7, "threads": 2, "machine": LIMITS, "call_ms": call_ms, "python_us": 12.0,
+            "dispatches": list(rows)}  # fmt: skip
+
+
+ROWS = (
+    row(4e-3, 30_000_000, 60_000_000, LONG),
+    row(2e-3, 20_000, 180_000_000, "attention", paths=("model.layers.*.self_attn",)),
+    row(1e-3, 21_800_000, 1_000_000, "norm", calls=4, paths=("model.layers.*.a_norm", "model.layers.*.b_norm" + "m" * 40)),
+    row(5e-4, 1_000, 1_000, "argmax", calls=1, paths=("output",)),
+    kernel_row(Dispatch("decode_step_dispatch_1", 1, 1e-4, 1), {}, Profile("decode_step", 0, 2, 1.0, ()), LIMITS),
+)
+CALL = result(*ROWS, call_ms=10.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nbytes", "flops", "bound", "share", "words"),
+    [
+        (4e-3, 30_000_000, 60_000_000, "memory", 0.75, "75%"),
+        (2e-3, 20_000, 100_000_000, "compute", 0.5, "50%"),
+        # Memory would take 2.18 ms for what was read in one.
+        (1e-3, 21_800_000, 1_000_000, "cache", None, "in cache"),
+        # The clock was faster than when the peak was measured.
+        (1e-3, 1_000, 120_000_000, "compute", 1.0, "100%"),
+    ],
+)
+def test_a_share_is_of_what_holds_the_kernel_back_and_never_above_one(seconds, nbytes, flops, bound, share, words):
+    found = row(seconds, nbytes, flops)
+    assert found["bound"] == bound and found["limit_share"] == (share if share is None else pytest.approx(share))
+    assert of_limit(found) == words
+
+
+def test_a_kernel_that_nobody_describes_has_no_share():
+    assert ROWS[-1]["bound"] is None and of_limit(ROWS[-1]) == "?"
+
+
+def test_the_table_fits_and_has_all_of_the_time():
+    lines = table(CALL)
+    assert max(map(len, lines)) <= WIDTH == 100
+    shares = [float(found[1]) for line in lines if (found := re.match(r" *\d+\.\d{3} +(\d+\.\d)%", line))]
+    assert len(shares) == len(ROWS) + 1 and sum(shares) == pytest.approx(100, abs=0.5)
+    assert lines[-1].endswith(REST) and re.match(r" +2\.400 +24\.0% █", lines[-1])
+    bars = [re.search("[█▏▎▍▌▋▊▉]+", line) for line in lines if re.match(r" *\d+\.\d{3} ", line)]
+    assert len(bars[0][0]) > len(bars[1][0]) and all(found is None or len(found[0]) <= BAR for found in bars)
+
+
+def test_kernels_that_add_up_to_more_than_the_call_leave_nothing():
+    more = result(*ROWS, call_ms=5.0)
+    assert rest_ms(more) == 0 and re.match(r" +0\.000 +0\.0% ", table(more)[-1])
+
+
+@pytest.mark.parametrize(("share", "text"), [(0, ""), (1, "████████"), (0.5, "████"), (1 / 64, "▏"), (2, "████████")])
+def test_a_bar_is_as_long_as_its_share(share, text):
+    assert bar(share, 8) == text
+
+
+def test_the_flame_holds_each_millisecond_once():
+    root = flame(CALL)
+    assert root.ms == pytest.approx(10.0)
+
+    def check(frame):
+        if frame.below:
+            assert sum(child.ms for child in frame.below.values()) == pytest.approx(frame.ms)
+        for child in frame.below.values():
+            check(child)
+
+    check(root)
+    layers = root.below["layers.*"]
+    assert layers.ms == pytest.approx(7.0) and layers.below["a_norm"].ms == pytest.approx(0.5)
+    assert root.below[REST].ms == pytest.approx(2.4)
+
+
+class Tags(HTMLParser):
+    """The tags that are open at the end, and every address."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.widths = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta",):
+            self.open.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+        self.widths += [float(v) for name, value in attrs if name == "style" for v in re.findall(r"width:([\d.]+)%", value)]
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_else():
+    order = ["norm", "attention", LONG, "argmax"]
+    text = page(CALL, "a <model>", order)
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == [] and tags.addresses == [] and "url(" not in text and "<model>" not in text
+    assert max(tags.widths) <= 100
+    # The kernels of the layers in one box, in the order in which they run.
+    graph = text[text.index("The graph by layer") : text.index("<h2>Kernels")]
+    assert [name for name in re.findall(r"<code>(\w+)_fn", graph)] == order
+    box = graph[graph.index('class="block"') :]
+    assert "2 layers, each" in box and "argmax" in box[box.index(LONG) :]
+
+
+def test_the_bench_draws_its_bars_as_text():
+    engine = lambda decode, prefill: {"decode_tok_s": decode, "prefill_tok_s": prefill}
+    lines = text_chart({"castiron": engine(200.0, 400.0), "peers": {"llama.cpp": engine(100.0, 800.0)}})
+    drawn = {line.split()[0]: line.count("█") for line in lines[1:4] if "█" in line}
+    assert drawn == {"castiron": TEXT_WIDTH, "llama.cpp": TEXT_WIDTH // 2}
+    assert max(map(len, lines)) <= WIDTH and lines[-1].endswith(" 800")

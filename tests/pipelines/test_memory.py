@@ -1,0 +1,63 @@
+"""The memory that a bundle needs is said before it is taken, and a machine that is too small is warned of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from castiron.pipelines import cli
+from castiron.pipelines.measuring import memory
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.manifest import WEIGHTS, EntryPoint
+from tests.pipelines import toy_text
+from tests.vmfb import toy
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"))
+
+
+def test_states_count_once_a_sequence_and_weights_once(bundle):
+    manifest = open_bundle(bundle).manifest
+    one, eight = memory.needed(manifest), memory.needed(manifest, 8)
+    state = 2 * toy.LAYERS * toy_text.CONTEXT * toy.HEAD_DIM * 4
+    assert (one.weights, one.state) == (manifest.files[WEIGHTS].size, state) == (eight.weights, eight.state)
+    assert f"8 x {memory.megabytes(state)} when full" in str(eight) and " x " not in str(one)
+
+
+@pytest.mark.parametrize("command", [["run", "BUNDLE", "--tokens", "1", "-n", "1"], ["inspect", "BUNDLE"]])
+def test_weights_larger_than_the_memory_are_warned_of(bundle, command, monkeypatch, capsys):
+    argv = [bundle if word == "BUNDLE" else word for word in command]
+    assert cli.main(argv) == 0
+    assert "every token will read them from disk" not in capsys.readouterr().err
+    monkeypatch.setattr(memory, "total_bytes", lambda: 100)
+    assert cli.main(argv) == 0
+    assert "every token will read them from disk" in capsys.readouterr().err
+
+
+def test_serving_says_what_all_its_slots_need(bundle, monkeypatch, capsys):
+    """Those of the widest batch function; the toy has none, so its manifest gets one here."""
+    from castiron.pipelines.commands import serve
+
+    manifest = open_bundle(bundle).manifest
+    wide = replace(manifest, functions=(*manifest.functions, EntryPoint("batch", "decode_batch_8", 8, (), ())))
+    monkeypatch.setattr("castiron.vmfb.bundle.open_bundle", lambda _: replace(open_bundle(bundle), manifest=wide))
+    monkeypatch.setattr("castiron.pipelines.generation.text.load_text", lambda _: pytest.exit)
+    monkeypatch.setattr("castiron.vmfb.batch.Batch", lambda *_: (_ for _ in ()).throw(MemoryError))
+    args = cli.build_parser(["serve"]).parse_args(["serve", bundle])
+    with pytest.raises(MemoryError):
+        serve.load(args)
+    need = memory.needed(manifest, 8)
+    most = memory.megabytes(need.weights + 8 * need.state)
+    assert f"memory: {need}; {most} at most" in capsys.readouterr().err
+
+
+def test_a_container_has_less_memory_than_its_machine(tmp_path, monkeypatch):
+    (tmp_path / "limit").write_text("123456\n")
+    (tmp_path / "none").write_text("max\n")
+    monkeypatch.setattr(memory, "LIMITS", (tmp_path / "none", tmp_path / "absent"))
+    machine = memory.total_bytes()
+    monkeypatch.setattr(memory, "LIMITS", (tmp_path / "none", tmp_path / "limit"))
+    assert memory.total_bytes() == 123456 < machine
