@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.program import Buffer, Call, Program
-from castiron.vmfb.session import Row, Session, SessionError
+from castiron.vmfb.program import Buffer, Call, Program, SessionError, alone
+from castiron.vmfb.session import Row, Session
 
 
 class Batch:
@@ -52,6 +52,10 @@ class Batch:
         size = min((s for s in self._calls if s > max(tokens, default=0)), default=None)
         if size is None or len(tokens) == 1:
             return {slot: self.slots[slot].step(token) for slot, token in tokens.items()}
+        return self._step_together(size, tokens)
+
+    @alone
+    def _step_together(self, size: int, tokens: Mapping[int, int]) -> dict[int, int]:
         call, words, positions = self._calls[size]
         self._keep(call, tokens)
         for slot in range(size):
