@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.program import Buffer, Call, Program, SessionError, alone
@@ -17,7 +18,7 @@ class Batch:
     negative.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None):
+    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
         """`threads` defaults to the physical cores. A bundle without batch functions has one slot."""
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}, and a batch needs at least 1")

@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import prod
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import iree.runtime as rt
 import numpy as np
 
-from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.device import default_threads, device, give_way
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 
@@ -45,8 +46,10 @@ class Program:
     Calls of one program may not overlap in time: what makes them is `alone`.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None):
-        """`threads` None means one per physical core; BundleError if the runtime refuses the bundle."""
+    def __init__(self, source: Bundle | Path | str, threads: int | None = None):
+        """`source`: a bundle, or where one is. `threads` None means one per physical core. BundleError if the runtime refuses
+        the bundle."""
+        bundle = open_bundle(source)
         self.manifest = bundle.manifest
         # Of the thread that runs it; what it calls may take it again.
         owned = threading.RLock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -26,8 +27,11 @@ class Session:
     the states are pages that the system supplies when first written.
     """
 
-    def __init__(self, source: Bundle | Program, threads: int | None = None, states: Sequence[Buffer] | None = None):
-        """`source`: a bundle, which `threads` threads run (default: the physical cores), or a program that runs already.
+    def __init__(
+        self, source: Bundle | Path | str | Program, threads: int | None = None, states: Sequence[Buffer] | None = None
+    ):
+        """`source`: a bundle or its path, which `threads` threads run (default: the physical cores), or a program that runs
+        already.
 
         `states`: buffers of one sequence to use, zero so far, instead of buffers of its own. SessionError for threads less
         than one.
