@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from castiron.pipelines.casting.cast import compile as compile
     from castiron.pipelines.errors import PipelineError as PipelineError
     from castiron.pipelines.generation.chat import Chat as Chat
     from castiron.pipelines.generation.generate import Generation as Generation
-    from castiron.pipelines.generation.generate import Generation as generate  # noqa: F401
     from castiron.pipelines.generation.many import Result as Result
     from castiron.pipelines.generation.many import generate_many as generate_many
     from castiron.pipelines.generation.sampling import Sampling as Sampling
@@ -27,12 +27,18 @@ if TYPE_CHECKING:
     from castiron.pipelines.generation.text import Detokeniser as Detokeniser
     from castiron.pipelines.generation.text import Text as Text
     from castiron.pipelines.generation.text import load_text as load_text
+    from castiron.pipelines.model import Model as Model
+    from castiron.pipelines.model import Stream as Stream
+    from castiron.pipelines.model import load as load
     from castiron.pipelines.serve.app import open_app as open_app
     from castiron.vmfb.bundle import Bundle as Bundle
-    from castiron.vmfb.bundle import open_bundle as open  # noqa: F401
+    from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.manifest import BundleError as BundleError
+    from castiron.vmfb.program import SessionError as SessionError
     from castiron.vmfb.session import Session as Session
-    from castiron.vmfb.session import SessionError as SessionError
+
+    # Under another name it is exported by being assigned.
+    generate, open = Generation, open_bundle
 
 # The full name of each. The runtime takes a quarter of a second to load, and the command line imports this module too.
 _FULL_NAMES = {
@@ -44,16 +50,20 @@ _FULL_NAMES = {
     "Failed": "castiron.pipelines.generation.sequence.Failed",
     "Finished": "castiron.pipelines.generation.sequence.Finished",
     "Generation": "castiron.pipelines.generation.generate.Generation",
+    "Model": "castiron.pipelines.model.Model",
     "PipelineError": "castiron.pipelines.errors.PipelineError",
     "Result": "castiron.pipelines.generation.many.Result",
     "Sampling": "castiron.pipelines.generation.sampling.Sampling",
     "Scheduler": "castiron.pipelines.generation.scheduler.Scheduler",
     "Sequence": "castiron.pipelines.generation.sequence.Sequence",
     "Session": "castiron.vmfb.session.Session",
-    "SessionError": "castiron.vmfb.session.SessionError",
+    "SessionError": "castiron.vmfb.program.SessionError",
+    "Stream": "castiron.pipelines.model.Stream",
     "Text": "castiron.pipelines.generation.text.Text",
+    "compile": "castiron.pipelines.casting.cast.compile",
     "generate": "castiron.pipelines.generation.generate.Generation",
     "generate_many": "castiron.pipelines.generation.many.generate_many",
+    "load": "castiron.pipelines.model.load",
     "load_text": "castiron.pipelines.generation.text.load_text",
     "open": "castiron.vmfb.bundle.open_bundle",
     "open_app": "castiron.pipelines.serve.app.open_app",

@@ -17,7 +17,7 @@ USER_ERRORS = (
     ("castiron.vmfb.targets", "TargetError"),
     ("castiron.vmfb.manifest", "BundleError"),
     ("castiron.vmfb.weights", "WeightsError"),
-    ("castiron.vmfb.session", "SessionError"),
+    ("castiron.vmfb.program", "SessionError"),
 )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.program import Buffer, Call, Program
-from castiron.vmfb.session import Row, Session, SessionError
+from castiron.vmfb.program import Buffer, Call, Program, SessionError, alone
+from castiron.vmfb.session import Row, Session
 
 
 class Batch:
@@ -17,7 +18,7 @@ class Batch:
     negative.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None):
+    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
         """`threads` defaults to the physical cores. A bundle without batch functions has one slot."""
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}, and a batch needs at least 1")
@@ -52,6 +53,10 @@ class Batch:
         size = min((s for s in self._calls if s > max(tokens, default=0)), default=None)
         if size is None or len(tokens) == 1:
             return {slot: self.slots[slot].step(token) for slot, token in tokens.items()}
+        return self._step_together(size, tokens)
+
+    @alone
+    def _step_together(self, size: int, tokens: Mapping[int, int]) -> dict[int, int]:
         call, words, positions = self._calls[size]
         self._keep(call, tokens)
         for slot in range(size):

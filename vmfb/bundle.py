@@ -49,14 +49,17 @@ class Bundle:
         return self.part(TEMPLATE).read_bytes().decode() if TEMPLATE in self.manifest.files else None
 
 
-def open_bundle(place: Path | str, *, full_check: bool = False, run: bool = True) -> Bundle:
+def open_bundle(place: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
     """Opens the bundle at `place`, a directory or an archive; BundleError, one sentence, for anything that does not hold.
+    A Bundle is taken as it is.
 
     Every file is hashed when a bundle is first opened. Then a stamp under `cache_root()/verified` remembers each
     file's size, modification time and inode for this manifest, and later openings compare those alone; `full_check`
     hashes again. The bundle itself may be read-only. With `run` False the CPU's features and the runtime's version
     are not asked for: enough to inspect a bundle made for another machine.
     """
+    if isinstance(place, Bundle):
+        return place
     path, packed = Path(place), None
     if path.is_file():
         packed = parts_of(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 
@@ -58,6 +59,20 @@ def device(threads: int) -> rt.HalDevice:
                 if changed:
                     _change_policy("SCHED_OTHER", "SCHED_BATCH")
         return _devices[threads]
+
+
+def _forked() -> None:
+    """In a forked child, which has none of its parent's workers: devices are made anew. Those of the parent are never let
+    go of, since that would wait for their workers."""
+    global _lock
+    _lock = threading.Lock()
+    for inherited in _devices.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+    _devices.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _create(threads: int) -> rt.HalDevice:

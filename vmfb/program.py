@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import atexit
 import mmap
+import os
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
 
 import iree.runtime as rt
 import numpy as np
 
-from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.device import default_threads, device, give_way
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 
@@ -31,15 +36,24 @@ _USAGE = int(rt.BufferUsage.DEFAULT) | int(rt.BufferUsage.MAPPING)
 _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
+class SessionError(Exception):
+    """A request that a session refuses before doing any of it; one sentence."""
+
+
 class Program:
     """The functions of a bundle on a device; its weights are the bundle's file, mapped, not read.
 
-    Calls of one program may not overlap in time.
+    Calls of one program may not overlap in time: what makes them is `alone`.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None):
-        """`threads` None means one per physical core; BundleError if the runtime refuses the bundle."""
+    def __init__(self, source: Bundle | Path | str, threads: int | None = None):
+        """`source`: a bundle, or where one is. `threads` None means one per physical core. BundleError if the runtime refuses
+        the bundle."""
+        bundle = open_bundle(source)
         self.manifest = bundle.manifest
+        # Of the thread that runs it; what it calls may take it again.
+        owned = threading.RLock()
+        self.take, self.leave = owned.acquire, owned.release
         self.threads = threads or default_threads()
         self.device = device(self.threads)
         try:
@@ -72,6 +86,28 @@ class Program:
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
         """A buffer of zeros that Python and the program share; no page of it exists until it is written."""
         return Buffer(self, tuple(shape), dtype)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def alone(method: Method) -> Method:
+    """Makes a method of what runs `self.program` raise a SessionError while another thread is in such a method."""
+
+    @wraps(method)
+    def guarded(self: Any, *args: Any, **options: Any) -> Any:
+        program = self.program
+        if not program.take(False):
+            raise SessionError(
+                "another thread is running this session or a fork of it; wait for that thread, or open a session of its own "
+                "for each"
+            )
+        try:
+            return method(self, *args, **options)
+        finally:
+            program.leave()
+
+    return cast(Method, guarded)
 
 
 class Buffer:
@@ -159,6 +195,24 @@ class Call:
 
 
 _calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+
+def _refuse_fork(*_: Any) -> NoReturn:
+    raise SessionError(
+        "this session was made before the process was forked, and its worker threads are the parent's; make one in the child, "
+        "or start the child with multiprocessing's spawn"
+    )
+
+
+def _forked() -> None:
+    """In a forked child: its parent's workers are not here, and a call would wait for them for ever."""
+    for call in _calls:
+        if call._workers:
+            call._run = _refuse_fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @atexit.register

@@ -5,32 +5,33 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
-from castiron.vmfb.program import Buffer, Call, Program
+from castiron.vmfb.program import Buffer, Call, Program, SessionError, alone
 from castiron.vmfb.states import KINDS, Snapshot
 
 # Positions that a session can come back to where its states do not remember them by themselves.
 KEPT = 4
 
 
-class SessionError(Exception):
-    """A request that a session refuses before doing any of it; one sentence."""
-
-
 class Session:
     """The states of one conversation at `position`, over a program that forks share.
 
-    Sessions of one program may not run at the same time in several threads. A large context costs memory only as it is
-    filled: the states are pages that the system supplies when first written.
+    Sessions of one program run one at a time: a call while another thread is in one is a SessionError, and so is one in a
+    forked child of the process that made a session of several threads. A large context costs memory only as it is filled:
+    the states are pages that the system supplies when first written.
     """
 
-    def __init__(self, source: Bundle | Program, threads: int | None = None, states: Sequence[Buffer] | None = None):
-        """`source`: a bundle, which `threads` threads run (default: the physical cores), or a program that runs already.
+    def __init__(
+        self, source: Bundle | Path | str | Program, threads: int | None = None, states: Sequence[Buffer] | None = None
+    ):
+        """`source`: a bundle or its path, which `threads` threads run (default: the physical cores), or a program that runs
+        already.
 
         `states`: buffers of one sequence to use, zero so far, instead of buffers of its own. SessionError for threads less
         than one.
@@ -64,6 +65,7 @@ class Session:
         """How many tokens the states have taken in; the next one goes here."""
         return self._position
 
+    @alone
     def step(self, token: int) -> int:
         """Appends one token and returns the most probable next one (the lowest id of equals)."""
         position = self._position
@@ -83,6 +85,7 @@ class Session:
         call.count_seconds()
         return lambda: call.seconds
 
+    @alone
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
         """Appends `tokens` from `position` on, in chunks, and returns the most probable token after them.
 
@@ -114,6 +117,7 @@ class Session:
         self._last = call
         return call.argmax()
 
+    @alone
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Appends `tokens`, as many as a verify function takes, and returns the most probable token after each.
 
@@ -133,6 +137,7 @@ class Session:
         self._last = Row(call, len(tokens) - 1)
         return call.argmaxes(len(tokens))
 
+    @alone
     def margins(self) -> list[float]:
         """Of each token of the last `verify`: how far its most probable successor is ahead of the second, as a share of
         the largest logit. SessionError if another call, or none, came last."""
@@ -149,6 +154,7 @@ class Session:
             return position
         return max((kept.position for kept in self._kept if kept.position <= position), default=0)
 
+    @alone
     def rewind(self, position: int) -> None:
         """Forgets every token from `position` on; SessionError for a position that is not `reachable`."""
         found = self.reachable(position)
@@ -163,12 +169,14 @@ class Session:
         else:
             self.restore(self._kept_at(position))
 
+    @alone
     def snapshot(self) -> Snapshot:
         """What `restore` needs to come back to this position, however far the session goes on from here."""
         taken = Snapshot(self._position, tuple(state.save() for state in self._states))
         self._snapshots.add(taken)
         return taken
 
+    @alone
     def restore(self, snapshot: Snapshot) -> None:
         """Stands where the snapshot was taken; SessionError if the session has been before that place since."""
         if snapshot not in self._snapshots or snapshot.stale:
@@ -177,12 +185,14 @@ class Session:
             state.restore(saved)
         self._stand_at(snapshot.position)
 
+    @alone
     def keep(self) -> None:
         """Remembers this position, so that `rewind` can come back to it whatever the states are; the last `KEPT` count."""
         everywhere = all(state.returns(self.context, self._position) for state in self._states)
         if not everywhere and all(kept.position != self._position for kept in self._kept):
             self._kept.append(self.snapshot())
 
+    @alone
     def copy_from(self, other: Session, position: int) -> None:
         """Takes over what a session of the same program was at `position`, which it must be able to reach."""
         if other.program is not self.program or other.reachable(position) != position:
@@ -204,12 +214,14 @@ class Session:
             snapshot.stale |= snapshot.position > position
         self._kept = deque((kept for kept in self._kept if not kept.stale), KEPT)
 
+    @alone
     def logits(self) -> np.ndarray:
         """The logits after the last token, f32 `[vocab]`, a copy; SessionError before a token or after a rewind."""
         if self._last is None:
             raise SessionError("there are no logits yet: prefill or step first")
         return self._last.logits()
 
+    @alone
     def fork(self) -> Session:
         """A session of its own that goes on from here, with a copy of the states."""
         other = Session(self.program)

@@ -218,7 +218,7 @@ def compare(
         if progress:
             progress(done, len(prompts))
         session.rewind(0)
-        ours = list(Generation(session, tokens, max_tokens=n))
+        ours = list(Generation(session, tokens, max_tokens=n, stop_tokens=()))
         theirs = expect(model, tokens, ours)
         yield Comparison(prompt, len(tokens), ours, theirs.tokens, theirs.margins)
     if progress:

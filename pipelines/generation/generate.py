@@ -14,17 +14,17 @@ from castiron.pipelines.generation.text import Text
 class Generation:
     """An iterator over the tokens that follow `prompt`, which starts at the session's position.
 
-        for token in Generation(session, prompt, max_tokens=64, stop_tokens=eos):
+        for token in Generation(session, prompt, max_tokens=64):
             ...
 
-    max_tokens None goes on until a stop token or the end of the context. A stop token is not part of the result. The
-    last token is never fed, so the session stands before it. `stream` gives text instead, where `text` is given, up to
-    the first of `stop_strings`. `sampling` is greedy unless it says otherwise; a `sampler` goes on with the random
-    numbers of an earlier generation. `progress` gets (tokens done, tokens in all) of the prompt. `speculate` checks
-    several proposed tokens at once where the text repeats itself: the same tokens, sooner. `history`: the tokens that
-    stand in the session already, for the repeat penalty and for proposals. PipelineError at once if the prompt is empty,
-    if prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy; nothing has run
-    then.
+    max_tokens None goes on until a stop token or the end of the context. stop_tokens None are the model's own, () are none; a
+    stop token is not part of the result. The last token is never fed, so the session stands before it. `stream` gives text
+    instead, where `text` is given, up to the first of `stop_strings`. `sampling` is greedy unless it says otherwise; a
+    `sampler` goes on with the random numbers of an earlier generation. `progress` gets (tokens done, tokens in all) of the
+    prompt. `speculate` checks several proposed tokens at once where the text repeats itself: the same tokens, sooner.
+    `history`: the tokens that stand in the session already, for the repeat penalty and for proposals. PipelineError at once if
+    the prompt is empty, if prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy;
+    nothing has run then. PipelineError, too, once something else has moved the session meanwhile.
 
     While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token or string), "length"
     (max_tokens) or "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent on the
@@ -39,8 +39,8 @@ class Generation:
         max_tokens: int | None = None,
         sampling: Sampling = Sampling(),
         sampler: Sampler | None = None,
-        stop_tokens: Collection[int] = (),
-        stop_strings: Iterable[str] = (),
+        stop_tokens: Collection[int] | None = None,
+        stop_strings: str | Iterable[str] = (),
         text: Text | None = None,
         progress: Callable[[int, int], None] | None = None,
         speculate: bool = False,
@@ -50,7 +50,8 @@ class Generation:
         self.prompt = list(prompt)
         self.sequence = Sequence(
             self.prompt, session.context, position=session.position, max_tokens=max_tokens, text=text,
-            sampler=sampler or Sampler(sampling), stop_tokens=stop_tokens, stop_strings=stop_strings, history=history,
+            sampler=sampler or Sampler(sampling), stop_strings=stop_strings, history=history,
+            stop_tokens=session.manifest.tokens.eos if stop_tokens is None else stop_tokens,
         )  # fmt: skip
         self.speculator = self._speculator([*history, *self.prompt]) if speculate else None
         self.progress = progress
@@ -59,6 +60,8 @@ class Generation:
         self.steps = 0
         # Tokens that are known and not yet asked for; the session stands before the last of them.
         self._ahead: deque[int] = deque()
+        # Where this generation has put the session.
+        self._position = session.position
 
     @property
     def prompt_tokens(self) -> int:
@@ -89,17 +92,24 @@ class Generation:
     def settle(self) -> None:
         """Puts the session before the last of `tokens`, for a caller that leaves off before the end: speculation may
         have fed more than was asked for. The end of the generation does it by itself."""
-        if self._ahead:
+        if self._ahead and self.session.position == self._position:
             stand(self.session, self.session.position - len(self._ahead), [*self.prompt, *self.tokens[:-1]])
             self._ahead.clear()
+            self._position = self.session.position
 
     def _advance(self) -> list[Event]:
         """Takes the next token, from the model unless it is known; what there is to tell."""
         start = time.perf_counter()
+        if self.session.position != self._position:
+            raise PipelineError(
+                f"the session is at position {self.session.position}, where this generation had left it at {self._position}: "
+                "run one generation after the other, or each on a fork"
+            )
         if not self.tokens:
             argmax = self.session.prefill(self.prompt, progress=self.progress)
             # What is asked next begins as this prompt does, and an answer may have to be taken back.
             self.session.keep()
+            self._position = self.session.position
             events = self.sequence.advance(argmax, self.session.logits)
             self.prefill_seconds = time.perf_counter() - start
         else:
@@ -117,6 +127,7 @@ class Generation:
             self._ahead.extend(self.speculator.advance(self.tokens[-1], self.sequence.limit - len(self.tokens)))
         else:
             self._ahead.append(self.session.step(self.tokens[-1]))
+        self._position = self.session.position
         self.steps += len(self._ahead)
 
     def _speculator(self, history: list[int]):

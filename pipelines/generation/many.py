@@ -1,15 +1,18 @@
 """Many prompts over one bundle, as many at once as it has slots; results as they come."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.positions import at_most, room
-from castiron.pipelines.generation.sampling import Sampler, Sampling
+from castiron.pipelines.generation.request import Prompt, Request
+from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.sequence import Delta, Failed, Sequence
+from castiron.pipelines.generation.shared import Client
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.vmfb.bundle import Bundle
 
@@ -28,19 +31,23 @@ class Result:
     finish_reason: str
     error: PipelineError | None = None
 
+    def __str__(self) -> str:
+        return self.text if self.text is not None else " ".join(map(str, self.tokens))
+
 
 def generate_many(
-    bundle: Bundle | Scheduler,
-    prompts: Iterable[str | Collection[int]],
+    bundle: Bundle | Path | str | Scheduler,
+    prompts: Iterable[Prompt],
     *,
     max_tokens: int | None = None,
     sampling: Sampling = Sampling(),
     stop_tokens: Collection[int] | None = None,
-    stop_strings: Iterable[str] = (),
+    stop_strings: str | Iterable[str] = (),
+    template_args: Mapping[str, Any] = {},
     text: Text | None = None,
     threads: int | None = None,
 ) -> Iterator[Result]:
-    """A Result for each of `prompts`, texts or token ids, in the order in which they end.
+    """A Result for each of `prompts`, texts, token ids or lists of messages, in the order in which they end.
 
     A prompt is taken when a slot is free for it, so that `prompts` may be without end; all that is kept is what runs.
     Nothing runs but between one result and the next, and closing the iterator lets go of what has not ended. Each gets
@@ -52,39 +59,25 @@ def generate_many(
     scheduler = bundle if isinstance(bundle, Scheduler) else Scheduler(bundle, threads)
     if text is None and scheduler.bundle and scheduler.bundle.tokenizer:
         text = load_text(scheduler.bundle)
-    stop_strings = tuple(stop_strings)
-    if stop_tokens is None:
-        stop_tokens = scheduler.manifest.tokens.eos
-
-    def begin(prompt: str | Collection[int]) -> Sequence:
-        if isinstance(prompt, str) and text is not None:
-            prompt = text.encode(prompt)
-        if not isinstance(prompt, Collection) or not all(isinstance(token, Integral) for token in prompt):
-            raise PipelineError(f"this prompt is neither {'text nor ' if text else ''}a list of token ids")
-        vocab = scheduler.manifest.vocab
-        if outside := [token for token in prompt if not 0 <= token < vocab]:
-            raise PipelineError(f"token {outside[0]} is outside the vocabulary of {vocab} tokens")
-        limit = at_most(max_tokens, room(scheduler.context, 0, len(prompt)))
-        return Sequence(
-            prompt, scheduler.context, max_tokens=limit, text=text, sampler=Sampler(sampling),
-            stop_tokens=stop_tokens, stop_strings=stop_strings,
-        )  # fmt: skip
-
-    # What no prompt can be run with is refused at once.
-    begin([0])
-    return _results(scheduler, enumerate(prompts), begin)
+    request = Request(
+        scheduler.manifest, scheduler.context, text, max_tokens=max_tokens, sampling=sampling, stop_tokens=stop_tokens,
+        stop_strings=stop_strings, template_args=template_args,
+    )  # fmt: skip
+    return results(scheduler, prompts, request)
 
 
-def _results(scheduler: Scheduler, prompts: Iterator, begin: Callable[[Any], Sequence]) -> Iterator[Result]:
+def results(scheduler: Scheduler | Client, prompts: Iterable[Prompt], request: Request) -> Iterator[Result]:
+    """The same, as `request` has it, over a scheduler that runs nothing else until the end."""
+    waiting = enumerate(prompts)
     if not scheduler.idle:
         raise PipelineError("this scheduler is running other sequences; give these prompts one of their own")
     running: dict[Sequence, tuple[int, list[str]]] = {}
     try:
         while True:
-            while len(running) < scheduler.slots and (taken := next(prompts, None)):
+            while len(running) < scheduler.slots and (taken := next(waiting, None)):
                 index, prompt = taken
                 try:
-                    sequence = begin(prompt)
+                    sequence = request.sequence(prompt)
                 except PipelineError as error:
                     yield Result(index, [], None, "error", error)
                     continue

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from castiron.vmfb.session import Session
 
 
+# What an answer may have where nobody says: long enough for nearly all, and an end for a base model, which has none of its
+# own.
+USUAL_TOKENS = 1024
+
+
 def room(context: int, position: int, prompt: int) -> int:
     """How many tokens may be generated after `prompt` tokens that begin at `position`; below 1 if those do not fit.
 

@@ -2,12 +2,13 @@
 
 import time
 from collections import deque
+from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache, shared
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
-from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.bundle import Bundle, open_bundle
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
@@ -61,12 +62,13 @@ class Scheduler:
 
     def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None):
         """Over as many slots as the bundle's batch functions have rows, one without them; `threads` defaults to the
-        physical cores. `bundle` may also be a `castiron.vmfb.batch.Batch` that nothing else uses."""
+        physical cores. `bundle` may also be its path, or a `castiron.vmfb.batch.Batch` that nothing else uses."""
         self.bundle, self.batch = None, bundle
-        if isinstance(bundle, Bundle):
+        if isinstance(bundle, Bundle | Path | str):
             from castiron.vmfb.batch import Batch
 
-            self.bundle, self.batch = bundle, Batch(bundle, threads)
+            self.bundle = open_bundle(bundle)
+            self.batch = Batch(self.bundle, threads)
         self.slots, self.context = self.batch.size, self.batch.slots[0].context
         self.manifest = self.batch.slots[0].manifest
         self.observer = observer or Observer()
@@ -83,7 +85,9 @@ class Scheduler:
         return not (self.waiting or self.reading or self.decoding)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence that was made for this context."""
+        """Queues a sequence that was made for this context; it ends at the model's end token unless it has other stops."""
+        if sequence.stop_tokens is None:
+            sequence.stop_tokens = frozenset(self.manifest.tokens.eos)
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -99,7 +103,7 @@ class Scheduler:
             self._decode(events)
         return events
 
-    def give_up(self, error: Exception) -> Events:
+    def give_up(self, error: BaseException) -> Events:
         """Ends every sequence and forgets every slot."""
         events: Events = []
         self._fail([*self.reading.values(), *self.decoding.values(), *self.waiting], error, events)
@@ -186,7 +190,7 @@ class Scheduler:
             self.cache.touch(slot)
             self.observer.ended(sequence, reason)
 
-    def _fail(self, sequences: list[Sequence], error: Exception, events: Events) -> None:
+    def _fail(self, sequences: list[Sequence], error: BaseException, events: Events) -> None:
         """Ends sequences and forgets what their slots hold."""
         failure = ModelFailed(error)
         for sequence in sequences:

@@ -72,14 +72,14 @@ class Sequence:
         max_tokens: int | None = None,
         text: Text | None = None,
         sampler: Sampler | None = None,
-        stop_tokens: Collection[int] = (),
-        stop_strings: Iterable[str] = (),
+        stop_tokens: Collection[int] | None = None,
+        stop_strings: str | Iterable[str] = (),
         top_logprobs: int | None = None,
         history: Collection[int] = (),
     ):
-        """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop
-        or the end of the context. Without `text` there are tokens alone, and no stop strings. top_logprobs None tells no
-        log-probabilities, N >= 0 those of the token and of the N likeliest.
+        """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop or the
+        end of the context. stop_tokens None are those of the model that runs it. Without `text` there are tokens alone, and no
+        stop strings. top_logprobs None tells no log-probabilities, N >= 0 those of the token and of the N likeliest.
 
         PipelineError if the prompt is empty, if it and max_tokens do not fit in the context, or for stop strings that
         cannot be looked for.
@@ -88,7 +88,7 @@ class Sequence:
         self.limit, self.limit_reason = (room, "context") if max_tokens is None else (max_tokens, "length")
         self.prompt = np.asarray(prompt)
         self.sampler = sampler or Sampler()
-        self.stop_tokens = frozenset(stop_tokens)
+        self.stop_tokens = None if stop_tokens is None else frozenset(stop_tokens)
         self.top_logprobs = top_logprobs
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
@@ -102,7 +102,7 @@ class Sequence:
         self._counts: Counter[int] = Counter()
         self.text = text
         self._detokeniser = text and Detokeniser(text)
-        self._stops = StopStrings(tuple(stop_strings))
+        self._stops = StopStrings((stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings))
         if self._stops.strings and text is None:
             raise PipelineError("stop strings (--stop) need a tokenizer, and there is none")
         # Tokens whose text is not certain yet; characters that are decoded, and those that are told.
@@ -115,7 +115,7 @@ class Sequence:
         self.last = time.monotonic()
         self.first = self.first or self.last
         token = self._choose(argmax, logits)
-        if token.id in self.stop_tokens:
+        if self.stop_tokens and token.id in self.stop_tokens:
             return self._finish("stop")
         self.tokens.append(token.id)
         self._waiting.append(token)

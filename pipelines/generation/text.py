@@ -1,9 +1,11 @@
 """Between text and token ids: a bundle's tokenizer, and detokenising as the tokens come."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat_template import render
+from castiron.vmfb.bundle import Bundle, open_bundle
 
 REPLACEMENT = "\ufffd"
 
@@ -50,8 +52,9 @@ class Text:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def load_text(bundle) -> Text:
-    """The tokenizer of a bundle; PipelineError if it has none or if its file is not a tokenizer."""
+def load_text(bundle: Bundle | Path | str) -> Text:
+    """The tokenizer of a bundle, or of the one at a path; PipelineError if it has none or if its file is not a tokenizer."""
+    bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
     from tokenizers import Tokenizer

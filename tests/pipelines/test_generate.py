@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, Sampling, candidates, penalise
+from castiron.pipelines.generation.sequence import Sequence
+from castiron.pipelines.generation.text import Text
+from tests.pipelines.served import tokenizer
 
 VOCAB = 40
 CONTEXT = 30
@@ -19,8 +24,9 @@ LOGITS = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB).map(lamb
 class CountingSession:
     """Logits that depend on every token fed so far, and a record of what was fed."""
 
-    def __init__(self, context: int = CONTEXT):
+    def __init__(self, context: int = CONTEXT, eos: tuple[int, ...] = ()):
         self.context, self.fed = context, []
+        self.manifest = SimpleNamespace(tokens=SimpleNamespace(eos=eos))
 
     @property
     def position(self) -> int:
@@ -78,6 +84,9 @@ def test_a_stop_token_ends_the_text_and_is_no_part_of_it(prompt, place):
     stop = expected[place]
     generation = Generation(CountingSession(), prompt, max_tokens=16, stop_tokens=[stop])
     assert list(generation) == expected[: expected.index(stop)]
+    # The model's own end by default, and none where none is asked for.
+    assert list(Generation(CountingSession(eos=(stop,)), prompt, max_tokens=16)) == generation.tokens
+    assert list(Generation(CountingSession(eos=(stop,)), prompt, max_tokens=16, stop_tokens=())) == expected
     assert generation.finish_reason == "stop"
     assert next(generation, None) is None
 
@@ -203,3 +212,19 @@ def test_the_repeat_penalty_sees_the_last_tokens_of_prompt_and_answer():
 def test_a_value_out_of_its_range_is_one_sentence(wrong):
     with pytest.raises(PipelineError, match=next(iter(wrong)).replace("_", "-")):
         Sampling(**wrong)
+
+
+def test_two_generations_over_one_session_are_not_mixed():
+    """The second goes on from where it found the session; the first says that it cannot, and the session is the second's."""
+    session = CountingSession()
+    first = Generation(session, [1, 2], max_tokens=8)
+    begun = [next(first), next(first)]
+    second = Generation(session, [3], max_tokens=3)
+    assert next(second) == greedy([1, 2, begun[0], 3], 1)[0]
+    with pytest.raises(PipelineError, match="position 4, where this generation had left it at 3"):
+        next(first)
+    assert list(second) == greedy([1, 2, begun[0], 3], 3)[1:]
+
+
+def test_one_stop_string_need_not_be_in_a_list():
+    assert Sequence([1], 100, text=Text(tokenizer()), stop_strings="ab")._stops.strings == ("ab",)

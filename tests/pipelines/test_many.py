@@ -57,7 +57,14 @@ def test_a_prompt_that_cannot_be_run_says_why_and_the_others_go_on():
     batch = FakeBatch(2)
     batch.broken_prompt = 9
     bad = {1: [3] * (CONTEXT + 1), 2: [4, 9, 9], 3: [], 4: None, 5: [{"role": "user"}], 6: [VOCAB]}
-    says = {1: "101 tokens", 2: "the model failed", 3: "no tokens", 4: "neither text nor", 5: "neither", 6: "vocabulary"}
+    says = {
+        1: "101 tokens",
+        2: "the model failed",
+        3: "no tokens",
+        4: "neither text nor",
+        5: "no chat template",
+        6: "vocabulary",
+    }
     prompts = [bad.get(index, [3, 4, index]) for index in range(9)]
     results = {result.index: result for result in many(Scheduler(batch), prompts)}
     for index, prompt in enumerate(prompts):

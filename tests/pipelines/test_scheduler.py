@@ -43,7 +43,8 @@ class Slot:
 
     def __init__(self, batch: FakeBatch):
         self.batch, self.held, self.ready = batch, [], False
-        self.context, self.manifest = CONTEXT, SimpleNamespace(prefill_widths=WIDTHS, vocab=VOCAB)
+        tokens = SimpleNamespace(eos=(EOS,))
+        self.context, self.manifest = CONTEXT, SimpleNamespace(prefill_widths=WIDTHS, vocab=VOCAB, tokens=tokens)
 
     @property
     def position(self) -> int:
@@ -117,7 +118,6 @@ class Request:
 
     def __init__(self, prompt: list[int], max_tokens: int, **options):
         self.prompt, self.max_tokens, self.events = prompt, max_tokens, []
-        options = {"stop_tokens": [EOS], **options}
         self.sequence = Sequence(prompt, CONTEXT, text=TEXT, max_tokens=max_tokens, **options)
         REQUESTS[self.sequence] = self
 

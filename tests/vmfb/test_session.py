@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -198,3 +200,96 @@ def test_weights_are_mapped_not_copied(tmp_path, monkeypatch, compile_cache):
     assert (tmp_path / "large" / WEIGHTS).stat().st_size > 2**25
     assert resident() - before < 10 * 2**20
     np.testing.assert_array_equal(session.logits(), toy.Toy(CONTEXT).run([2**20 - 1]))
+
+
+@pytest.mark.parametrize("call", ["step", "prefill", "rewind", "logits", "snapshot", "fork", "copy"])
+def test_a_session_is_refused_to_a_second_thread_and_stays_as_it_is(session, call):
+    """While one thread is within a prompt, another cannot touch the session nor a fork of it."""
+    session.prefill(TOKENS[:4])
+    fork = session.fork()
+    calls = {
+        "step": lambda: fork.step(1), "prefill": lambda: session.prefill([1]), "rewind": lambda: session.rewind(0),
+        "logits": session.logits, "snapshot": session.snapshot, "fork": session.fork, "copy": lambda: fork.copy_from(session, 0),
+    }  # fmt: skip
+    failures = []
+
+    def intrude() -> None:
+        try:
+            calls[call]()
+        except SessionError as error:
+            failures.append(str(error))
+
+    def progress(done: int, total: int) -> None:
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+
+    session.prefill(TOKENS[4:20], progress)
+    assert len(failures) >= 2 and all("another thread is running this session" in failure for failure in failures)
+    agrees(session, TOKENS[:20])
+    agrees(fork, TOKENS[:4])
+    calls[call]()
+
+
+def test_sessions_of_their_own_run_in_threads_of_their_own(toy_dir):
+    """Over one device, with nothing of each other's."""
+    results: dict[int, list[int]] = {}
+
+    def run(number: int) -> None:
+        own = Session(open_bundle(toy_dir), 2)
+        results[number] = []
+        for _ in range(20):
+            own.rewind(0)
+            results[number].append(own.prefill(TOKENS[number:20]))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [int(np.argmax(toy.Toy(CONTEXT).run(TOKENS[n:20])))] * 20 for n in range(3)}
+
+
+FORKING = """
+import multiprocessing, os, signal, sys
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session, SessionError
+session = Session(open_bundle({place!r}), {threads})
+session.prefill({first})
+
+def child(queue):
+    signal.alarm(30)
+    try:
+        inherited = session.prefill({rest})
+    except SessionError as error:
+        inherited = str(error)
+    own = Session(open_bundle({place!r}), {threads})
+    own.prefill({first})
+    queue.put((inherited, own.prefill({rest})))
+
+forking = multiprocessing.get_context("fork")
+queue = forking.SimpleQueue()
+process = forking.Process(target=child, args=(queue,))
+process.start()
+process.join()
+assert process.exitcode == 0, process.exitcode
+print(queue.get())
+print(session.prefill({rest}))
+if not os.fork():
+    signal.alarm(30)
+    sys.exit(0)
+print(os.wait()[1])
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_child_is_told_and_can_make_a_session_of_its_own(toy_dir, threads):
+    """What needs the parent's workers is refused, where it hung before; what needs none goes on."""
+    code = FORKING.format(place=str(toy_dir), threads=threads, first=TOKENS[:9], rest=TOKENS[9:15])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    best = int(np.argmax(toy.Toy(CONTEXT).run(TOKENS[:15])))
+    told, parents, ended = done.stdout.splitlines()
+    inherited, own = ast.literal_eval(told)
+    assert own == int(parents) == best and ended == "0"
+    assert inherited == best if threads == 1 else "before the process was forked" in inherited

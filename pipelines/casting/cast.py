@@ -1,0 +1,95 @@
+"""Bundles for whoever names a model: one that is there already, or one that is compiled once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.progress import Progress
+from castiron.vmfb.archive import MANIFEST
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.cache import cache_root
+
+if TYPE_CHECKING:
+    from castiron.pipelines.casting.compile import Options
+
+Report = Callable[[str, float], None]
+
+_lock = threading.Lock()
+
+
+def cast(model: str | Path | Bundle, options: Options | None = None, progress: Report | None = None) -> Bundle:
+    """The bundle of `model`: itself, or at its path; of a GGUF file, an HF directory or a catalogue name, that which is
+    compiled below `cache_root()/bundles` with these options, unless it lies there and is up to date.
+
+    `progress(stage, done)` gets the share done of each stage; a terminal has a bar without it. PipelineError for options
+    that a bundle was not asked with; else what `open_bundle` and `compile_model` raise.
+    """
+    path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
+    if is_bundle(model):
+        if options is not None:
+            raise PipelineError(f"{path} is compiled already and takes no options; give the checkpoint that it was made of")
+        return model if isinstance(model, Bundle) else open_bundle(path)
+    from castiron.pipelines.casting.compile import Options
+
+    options = options or Options()
+    known = path if path.exists() else str(model)
+    return open_bundle(_compile(known, cached_place(known, options), options, progress))
+
+
+def compile(model: str | Path, out: str | Path, *, progress: Report | None = None, **options: Any) -> Bundle:
+    """Compiles a GGUF file, an HF directory or a catalogue name into the bundle directory `out`, as `castiron compile` does.
+
+    `options` are the fields of `castiron.pipelines.casting.compile.Options`: context, weights, numerics, lowering, target,
+    batch, speculate, threads, tuned. A bundle that is up to date is left as it is. Raises what `compile_model` raises; then
+    nothing is written.
+    """
+    place = _compile(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress)
+    # Another machine's bundle can be compiled here.
+    return open_bundle(place, run=False)
+
+
+def options_of(**options: Any) -> Options:
+    """Options, where a size may stand for a tuple of sizes and None for none."""
+    from castiron.pipelines.casting.compile import Options
+
+    for name in {"batch", "speculate"} & options.keys():
+        sizes = options[name]
+        options[name] = () if sizes is None else (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return Options(**options)
+
+
+def is_bundle(model: str | Path | Bundle) -> bool:
+    """Whether `model` is a bundle, or there is one at its path, a directory or an archive; it need not be whole."""
+    if isinstance(model, Bundle):
+        return True
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return (path / MANIFEST).exists()
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\3\4"
+
+
+def cached_place(model: str | Path, options: Options) -> Path:
+    """Where the bundle of a checkpoint and these options is kept: a checkpoint that changes replaces its own."""
+    path = Path(model)
+    identity = str(path.resolve()) if path.exists() else str(model)
+    facts = json.dumps([identity, asdict(options) | {"threads": options.threads_or_cores}], default=list)
+    name = Path(identity).name.removesuffix(".gguf")
+    return cache_root() / "bundles" / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+
+
+def _compile(model: str | Path, out: Path, options: Options, progress: Report | None) -> Path:
+    from castiron.pipelines.casting.compile import compile_model
+
+    # Two threads would write in the same place.
+    with _lock, Progress(quiet=progress is not None) as bar:
+        return compile_model(model, out, options, progress or bar).bundle

@@ -1,0 +1,75 @@
+"""How prompts are to go on: what a caller asks for, made into sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Items
+from numbers import Integral
+from typing import Any
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.positions import at_most, room
+from castiron.pipelines.generation.sampling import Sampler, Sampling
+from castiron.pipelines.generation.sequence import Sequence
+from castiron.pipelines.generation.text import Text
+from castiron.vmfb.manifest import Manifest
+
+# Text as it is, token ids, or messages ({"role", "content"} each) for the chat template.
+Prompt = str | Collection[int] | Items[Mapping[str, Any]]
+
+
+class Request:
+    """Limits, sampling and stops of prompts to a model with this manifest and context."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        context: int,
+        text: Text | None,
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling = Sampling(),
+        stop_tokens: Collection[int] | None = None,
+        stop_strings: str | Iterable[str] = (),
+        template_args: Mapping[str, Any] = {},
+    ):
+        """`template_args`: variables for the chat template. PipelineError for what no prompt can be run with."""
+        self.manifest, self.context, self.text = manifest, context, text
+        self.max_tokens, self.sampling, self.template_args = max_tokens, sampling, template_args
+        self.stop_tokens = manifest.tokens.eos if stop_tokens is None else tuple(stop_tokens)
+        self.stop_strings = stop_strings if isinstance(stop_strings, str) else tuple(stop_strings)
+        self.sequence([0])
+
+    def sequence(self, prompt: Prompt) -> Sequence:
+        """The sequence of one prompt, of at most `max_tokens` and as many as there is room for; PipelineError for a prompt
+        that cannot be run."""
+        ids = self._encode(prompt)
+        limit = at_most(self.max_tokens, room(self.context, 0, len(ids)))
+        return Sequence(
+            ids, self.context, max_tokens=limit, text=self.text, sampler=Sampler(self.sampling),
+            stop_tokens=self.stop_tokens, stop_strings=self.stop_strings,
+        )  # fmt: skip
+
+    def _encode(self, prompt: Any) -> Collection[int]:
+        if self.text and isinstance(prompt, str):
+            return self.text.encode(prompt)
+        if self.text and are_messages(prompt):
+            if self.text.chat_template is None:
+                raise PipelineError("this model has no chat template; give it text in place of messages")
+            return self.text.encode_chat(prompt, **self.template_args)
+        if not isinstance(prompt, Collection) or not all(isinstance(token, Integral) for token in prompt):
+            raise PipelineError(f"this prompt is neither {'text nor messages nor ' if self.text else ''}a list of token ids")
+        vocab = self.manifest.vocab
+        if outside := [token for token in prompt if not 0 <= token < vocab]:
+            raise PipelineError(f"token {outside[0]} is outside the vocabulary of {vocab} tokens")
+        return prompt
+
+
+def are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Items) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether `value` is one prompt, rather than several."""
+    ids = isinstance(value, Collection) and bool(len(value)) and all(isinstance(token, Integral) for token in value)
+    return isinstance(value, str) or ids or are_messages(value)

@@ -1,0 +1,206 @@
+"""A model as a Python program uses it: loaded by path or name, asked in text, messages or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypedDict, Unpack, cast, overload
+
+from castiron.pipelines.casting.cast import cast as bundle_of
+from castiron.pipelines.casting.cast import is_bundle, options_of
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.many import Result, results
+from castiron.pipelines.generation.positions import USUAL_TOKENS
+from castiron.pipelines.generation.request import Prompt, Request, is_prompt
+from castiron.pipelines.generation.sampling import Sampling
+from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.generation.sequence import Delta, Failed, Finished
+from castiron.pipelines.generation.sequence import Sequence as Generated
+from castiron.pipelines.generation.shared import Client, SharedScheduler
+from castiron.pipelines.generation.text import Text, load_text
+from castiron.vmfb.bundle import Bundle, open_bundle
+
+Message = Mapping[str, Any]
+
+
+class Asking(TypedDict, total=False):
+    """What every question to a model can say: how much, where to end, and how to choose, as `Sampling` has it."""
+
+    max_tokens: int | None
+    stop_strings: str | Iterable[str]
+    stop_tokens: Collection[int] | None
+    template_args: Mapping[str, Any]
+    sampling: Sampling
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+
+
+# The rest of Asking is how to choose.
+LIMITS = {"max_tokens", "stop_strings", "stop_tokens", "template_args"}
+
+
+class Stream(Iterator[str]):
+    """An answer's text as it comes; `tokens` and `finish_reason` are as in a Result, so far."""
+
+    def __init__(self, pieces: Iterator[str], sequence: Generated):
+        self._pieces, self._sequence = pieces, sequence
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._sequence.tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None until the end."""
+        return self._sequence.finish_reason
+
+
+class Model:
+    """A bundle that is loaded and answers.
+
+        with castiron.load("smollm2-135m-instruct") as model:
+            print(model.chat("Why is the sky blue?"))
+
+    A prompt is text, which is taken as it is; messages, {"role", "content"} each, for the chat template; or token ids.
+    Questions say `max_tokens` (1024; None is as many as the context holds), `stop_strings`, `stop_tokens` (the model's own
+    end; () is none), `template_args` for the chat template, and how to choose tokens: `sampling`, or the fields of
+    `Sampling` by name. Without these the likeliest token is taken. PipelineError, one sentence, for what cannot be run.
+
+    What prompts share is read once, and a conversation that goes on costs only what is new. Several threads may ask one
+    model: what they ask runs together in the bundle's batch, and each gets the tokens that it gets alone.
+    """
+
+    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
+        """`threads` default to the physical cores."""
+        self.bundle = open_bundle(bundle)
+        self.text: Text | None = load_text(self.bundle) if self.bundle.tokenizer else None
+        scheduler = Scheduler(self.bundle, threads)
+        self.threads: int = scheduler.batch.program.threads
+        self._shared = SharedScheduler(scheduler)
+
+    @property
+    def name(self) -> str:
+        return self.bundle.manifest.name
+
+    @property
+    def family(self) -> str:
+        return str(self.bundle.manifest.config.get("model_type", "unknown"))
+
+    @property
+    def context(self) -> int:
+        """How many tokens a prompt and its answer may have together."""
+        return self.bundle.manifest.context
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names of the functions that the bundle was compiled with."""
+        return tuple(function.name for function in self.bundle.manifest.functions)
+
+    def __repr__(self) -> str:
+        threads = "closed" if self._shared.closed else f"{self.threads} thread{'s' * (self.threads > 1)}"
+        functions = ", ".join(self.functions)
+        return f"<castiron.Model {self.name}: {self.family}, context {self.context}, {threads}, functions {functions}>"
+
+    @overload
+    def generate(self, prompts: str, **asking: Unpack[Asking]) -> Result: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompts: Sequence[int], **asking: Unpack[Asking]) -> Result: ...
+    @overload
+    def generate(self, prompts: Sequence[Message], **asking: Unpack[Asking]) -> Result: ...
+    @overload
+    def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
+    def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
+        """What follows a prompt; or, of several prompts, a list in their order, run as many at once as the batch holds.
+
+        A prompt by itself that cannot be run raises; of several, one has a result whose `error` says why.
+        """
+        if not is_prompt(prompts):
+            return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **asking), key=lambda result: result.index)
+        client, request = self._client(asking)
+        (result,) = results(client, [cast(Prompt, prompts)], request)
+        if result.error:
+            raise result.error
+        return result
+
+    def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
+        """A Result for each prompt as it is done; a prompt is taken from the iterable when there is a slot for it."""
+        client, request = self._client(asking)
+        return results(client, prompts, request)
+
+    def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:
+        """The answer to messages, or to one message of the user."""
+        return self.generate([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **asking)
+
+    def stream(self, prompt: Prompt, **asking: Unpack[Asking]) -> Stream:
+        """The text that follows a prompt, as soon as it is certain; never in the middle of a character. It can be left at
+        any time, and runs nothing until it is asked."""
+        client, request = self._client(asking)
+        if self.text is None:
+            raise PipelineError(f"{self.name} has no tokenizer, so there is no text to stream; generate gives token ids")
+        sequence = request.sequence(prompt)
+        return Stream(_pieces(client, sequence), sequence)
+
+    def embed(self, texts: str | Iterable[str]) -> NoReturn:
+        """Bundles have no function that gives hidden states."""
+        raise PipelineError(f"{self.name} cannot embed: its functions give logits and no hidden states")
+
+    def close(self) -> None:
+        """Lets go of the weights and the caches; what still runs ends with an error."""
+        self._shared.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _client(self, asking: Asking) -> tuple[Client, Request]:
+        client, known = Client(self._shared), dict[str, Any](asking)
+        limits = {"max_tokens": USUAL_TOKENS} | {name: known.pop(name) for name in LIMITS & known.keys()}
+        sampling = replace(known.pop("sampling", Sampling()), **known)
+        return client, Request(client.manifest, client.context, self.text, sampling=sampling, **limits)
+
+
+def _pieces(client: Client, sequence: Generated) -> Iterator[str]:
+    try:
+        client.submit(sequence)
+        while not client.idle:
+            for _, event in client.turn():
+                match event:
+                    case Delta() if event.text:
+                        yield event.text
+                    case Failed():
+                        raise event.error
+                    case Finished():
+                        return
+    finally:
+        client.cancel(sequence)
+
+
+def load(
+    model: str | Path | Bundle,
+    *,
+    threads: int | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    **options: Any,
+) -> Model:
+    """The model at a path or of a name: a bundle, a GGUF file, an HF directory, or a name from the catalogue.
+
+    What is no bundle yet is compiled, with `options` as `castiron.compile` takes them, into castiron's cache, and found there
+    the next time. `threads`, which default to the physical cores, run it. `progress(stage, done)` hears of a compile; a
+    terminal has a bar without it. BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
+    """
+    ready = is_bundle(model) and not options
+    return Model(bundle_of(model, None if ready else options_of(**{"threads": threads, **options}), progress), threads)
