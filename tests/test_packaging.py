@@ -190,7 +190,8 @@ def test_generation_knows_no_http():
 def test_a_runtime_environment_is_enough_to_run():
     """Of third-party packages, what runs a bundle imports those that the project depends on without extras."""
     allowed = set(sys.stdlib_module_names) | {"numpy", "iree", "tokenizers", "jinja2", "vmfb", "pipelines", "castiron"}
-    names = ("cli", "progress", "errors", "measuring/memory", "commands/run", "commands/chat", "commands/console")
+    commands = ("run", "chat", "console", "lines", "settings", "wrapping")
+    names = ("cli", "progress", "errors", "measuring/memory", *(f"commands/{name}" for name in commands))
     files = [*sources("vmfb"), *sources("pipelines/generation"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
     for path in files:
         assert {name for name, _ in imports(path)} <= allowed, path
