@@ -57,9 +57,9 @@ class Terminal:
         self.pid = 0
         assert status == 0
 
-    def prompt(self) -> str:
+    def prompt(self, pattern: str = "> ") -> str:
         """What is shown up to the next prompt, at which readline listens then."""
-        before = self.wait_for("> ")
+        before = self.wait_for(pattern)
         self.listens()
         return before
 

