@@ -69,7 +69,8 @@ def test_the_last_line_is_dimmed(terminal):
 def test_a_paste_is_one_message(terminal, tmp_path, without):
     """Where the terminal marks it, and where only its speed tells it."""
     with terminal(without=without) as chat:
-        chat.wait_for("> ") if without else chat.prompt()
+        # A terminal marks pastes for who asks it to.
+        chat.wait_for("> ") if without else chat.prompt(r"\x1b\[\?2004h> ")
         lines = ("b", " c", "/quit", "d")
         chat.type("\n".join(lines) + "\n" if without else "\x1b[200~" + "\r".join(lines) + "\x1b[201~\n")
         chat.wait_for("positions")
