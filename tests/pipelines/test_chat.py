@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from castiron.pipelines import cli
-from castiron.pipelines.commands.console import completions
-from castiron.pipelines.commands.settings import change, settings
+from castiron.pipelines.commands.console import COMMANDS, completions
+from castiron.pipelines.commands.settings import NAMES, change, settings
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.generation.generate import Generation
@@ -378,6 +378,16 @@ def test_lines_are_completed(tmp_path, monkeypatch):
     assert completions(f"/load {tmp_path}/f") == [f"/load {tmp_path}/folder/"]
     assert completions("/load ~/[") == ["/load ~/[x]"]
     assert completions("") == completions("hello /s") == completions("/set temperature ") == completions("/undo ") == []
+
+
+def test_every_command_and_setting_is_in_the_docs_and_in_help(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"`{command}" in page and command in shown
+    assert all(f"`{name}`" in page for name in NAMES)
 
 
 def test_refusals_come_before_the_first_turn(path, capsys):
