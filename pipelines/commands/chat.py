@@ -1,7 +1,8 @@
 """Talks with a bundle in the model's chat template. The cache is kept: a turn costs only its own tokens.
 
-/reset begins anew, /save FILE and /load FILE keep a conversation, /exit or Ctrl-D ends, /help lists the commands.
-Ctrl-C stops the answer. When the context is full the oldest turns are dropped, with a note; the system message stays.
+/retry answers again, /undo takes a question back, /set changes settings, /reset begins anew, /save FILE and /load FILE
+keep a conversation, /quit or Ctrl-D ends, /help lists the commands. Ctrl-C stops the answer. When the context is full the
+oldest turns are dropped, a quarter of the context at once and with a note; the system message stays.
 """
 
 import argparse
@@ -10,14 +11,16 @@ import sys
 from castiron.pipelines.commands.run import add_length_argument, add_sampling_arguments, length_of, sampling_of
 from castiron.pipelines.progress import say
 
-EXAMPLES = """\
+EXAMPLES = '''\
 examples:
   castiron chat build/model
   castiron chat model.castiron --system "Answer in one sentence." --temperature 0.7 --seed 1
   printf 'What is the capital of France?\\nAnd of Italy?\\n' | castiron chat build/model
 
-Answers go to stdout, all else to stderr. A line that ends in \\ continues in the next one.
-"""
+Answers go to stdout, all else to stderr. A paste is one message; so are the lines between two lots of """, and a line
+that ends in \\ continues in the next one. What is typed at a terminal is kept in chat/history.jsonl in castiron's cache
+folder ($CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron) for the next time.
+'''
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add_sampling_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
-    parser.add_argument("--quiet", action="store_true", help="do not print the speed after each answer")
+    parser.add_argument("--no-history", action="store_true", help="neither read nor keep what was typed in other sessions")
+    parser.add_argument("--quiet", action="store_true", help="do not print speed and context used after each answer")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -37,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.generation.text import load_text
     from castiron.pipelines.measuring.memory import warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.cache import cache_root
     from castiron.vmfb.session import Session
 
     sampling, (asked, usual) = sampling_of(args), length_of(args)
@@ -53,4 +58,5 @@ def main(args: argparse.Namespace) -> int:
         chat.load(args.load)
     if sys.stdin.isatty():
         say(f"{bundle.manifest.name}, context {chat.session.context}; /help lists the commands")
-    return Console(chat, quiet=args.quiet).run()
+    history = None if args.no_history else cache_root() / "chat" / "history.jsonl"
+    return Console(chat, quiet=args.quiet, history=history).run()

@@ -1,46 +1,70 @@
-"""The terminal of a chat: lines in, commands, answers out, Ctrl-C."""
+"""The terminal of a chat: messages in, commands, answers out, Ctrl-C."""
 
+import glob
 import os
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from castiron.pipelines.cli import explain
-from castiron.pipelines.commands.run import speed
+from castiron.pipelines.commands.lines import Lines, typed_ahead
+from castiron.pipelines.commands.run import rate
+from castiron.pipelines.commands.settings import NAMES, change, settings
+from castiron.pipelines.commands.wrapping import Wrapper, columns
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.progress import Progress, say
 
-PROMPT, MORE = "> ", ". "
-HELP = """\
-/reset       begin a new conversation, with the same system message
-/save FILE   write the conversation to a file
-/load FILE   go on with a conversation that /save wrote
-/help        list the commands
-/exit        end, as Ctrl-D does
-Ctrl-C stops an answer. A line that ends in \\ continues in the next one."""
+# Command, what it takes, what it does.
+COMMANDS = {
+    "/retry": ("", "answer the last question once more"),
+    "/undo": ("", "take the last question and its answer back"),
+    "/set": ("NAME VALUE", "change a setting, or show them all"),
+    "/reset": ("", "begin a new conversation, with the same system message"),
+    "/save": ("FILE", "write the conversation to a file"),
+    "/load": ("FILE", "go on with a conversation that /save wrote"),
+    "/help": ("", "list the commands"),
+    "/quit": ("", "end, as /exit and Ctrl-D do"),
+}
+HELP = "\n".join(f"{f'{name} {takes}':17}{does}" for name, (takes, does) in COMMANDS.items())
+HELP += '''
+Ctrl-C stops an answer. A paste is one message; so are the lines between two lots of """, and a line that ends in \\
+continues in the next one. Tab completes commands, settings and files; the arrow up brings back what was typed.'''
+ENDS = ("/quit", "/exit")
 
 
 class Console:
-    """Reads turns from stdin, with line editing at a terminal; answers go to stdout, all else to stderr."""
+    """Reads messages from stdin; answers go to stdout, all else to stderr. `history`: the file that remembers messages."""
 
-    def __init__(self, chat: Chat, quiet: bool = False):
+    def __init__(self, chat: Chat, quiet: bool = False, history: Path | None = None):
         self.chat, self.quiet = chat, quiet
-        self.terminal = sys.stdin.isatty()
+        self.lines = Lines(completions, history)
+        self.run_command: dict[str, Callable[[str], None]] = {
+            "/retry": lambda _: self.answer(self.chat.retry),
+            "/undo": self.undo,
+            "/set": self.set,
+            "/reset": self.reset,
+            "/save": self.save,
+            "/load": self.load,
+            "/help": lambda _: print(HELP, file=sys.stderr),
+        }
 
     def run(self) -> int:
-        """Until /exit or the end of the input; the exit status."""
-        if self.terminal:
-            edit_lines()
+        """Until /quit or the end of the input; the exit status."""
+        with typed_ahead():
+            return self._run()
+
+    def _run(self) -> int:
         failed = False
         while True:
             try:
-                words = self.read()
+                message = self.lines.message()
             except KeyboardInterrupt:
-                # At the prompt there is nothing to stop but the line.
-                sys.stderr.write("\n")
+                say("Ctrl-D or /quit ends the chat")
                 continue
-            if words is None or words.strip() == "/exit":
+            if message is None or message[1] and message[0].strip() in ENDS:
                 return int(failed)
             try:
-                self.turn(words)
+                self.turn(*message)
             except (KeyboardInterrupt, BrokenPipeError):
                 raise
             except Exception as error:
@@ -49,55 +73,56 @@ class Console:
                     raise
                 say(sentence)
                 # Who cannot see it learns it from the exit status.
-                failed = failed or not self.terminal
+                failed = failed or not self.lines.terminal
 
-    def read(self) -> str | None:
-        """A turn, lines joined that end in a backslash; None at the end of the input."""
-        lines: list[str] = []
-        while True:
-            line = self._line(MORE if lines else PROMPT)
-            if line is None:
-                return "\n".join(lines) if lines else None
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line])
-            lines.append(line[:-1])
-
-    def _line(self, prompt: str) -> str | None:
-        if not self.terminal:
-            data = sys.stdin.buffer.readline()
-            return data.decode("utf-8", "surrogateescape").rstrip("\r\n") if data else None
-        try:
-            return input(prompt)
-        except EOFError:
-            sys.stderr.write("\n")
-            return None
-
-    def turn(self, words: str) -> None:
+    def turn(self, words: str, may_command: bool = True) -> None:
+        """One message, or one command where it may be one."""
         command, _, rest = words.strip().partition(" ")
-        rest = os.path.expanduser(rest.strip())
         if not command:
             return
-        if command == "/help":
-            print(HELP, file=sys.stderr)
-        elif command == "/reset":
-            self.chat.reset()
-            say("a new conversation")
-        elif command in ("/save", "/load"):
-            if not rest:
-                say(f"{command} needs a file: {command} FILE")
-                return
-            (self.chat.save if command == "/save" else self.chat.load)(rest)
-            count = len(self.chat.messages)
-            say(f"{count} message{'s' * (count != 1)} {'in' if command == '/save' else 'from'} {rest}")
-        elif command.startswith("/") and command[1:].isalpha():
+        if may_command and command in self.run_command:
+            self.run_command[command](rest.strip())
+        elif may_command and command.startswith("/") and command[1:].isalpha():
             say(f"{command} is not a command; /help lists them")
         else:
-            self.answer(words)
+            self.answer(lambda progress: self.chat.answer(words, progress))
 
-    def answer(self, words: str) -> None:
-        chat = self.chat
+    def undo(self, _: str) -> None:
+        first, *more = self.chat.undo().splitlines() or [""]
+        say(f"taken back: {first}{' …' * bool(more)}")
+
+    def set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        name = name.replace("_", "-")
+        if value:
+            change(self.chat, name, value.strip())
+        for known, held in settings(self.chat, name).items():
+            print(f"{known:15}{held}", file=sys.stderr)
+
+    def reset(self, _: str) -> None:
+        self.chat.reset()
+        say("a new conversation")
+
+    def save(self, rest: str) -> None:
+        self._with_file("/save", rest, self.chat.save, "in")
+
+    def load(self, rest: str) -> None:
+        self._with_file("/load", rest, self.chat.load, "from")
+
+    def _with_file(self, command: str, rest: str, act: Callable[[str], None], where: str) -> None:
+        if not rest:
+            say(f"{command} needs a file: {command} FILE")
+            return
+        path = os.path.expanduser(rest)
+        act(path)
+        count = len(self.chat.messages)
+        say(f"{count} message{'s' * (count != 1)} {where} {path}")
+
+    def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
+        """Writes what `ask` of a progress answers."""
+        chat, wrapper = self.chat, Wrapper()
         stopped = False
-        deltas = chat.answer(words, lambda done, total: progress("reading", done / total))
+        deltas = ask(lambda done, total: progress("reading", done / total))
         if chat.dropped:
             say(f"the context of {chat.session.context} is full: the {chat.dropped} oldest messages were dropped")
         with Progress(quiet=self.quiet) as progress:
@@ -105,29 +130,64 @@ class Console:
                 first = next(deltas, "")
             except KeyboardInterrupt:
                 stopped, first = True, ""
+
+        def write(text: str) -> None:
+            sys.stdout.write(wrapper.wrap(text, columns(sys.stdout)))
+            sys.stdout.flush()
+
         try:
             if not stopped:
-                sys.stdout.write(first)
-                sys.stdout.flush()
+                write(first)
                 for text in deltas:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
+                    write(text)
         except KeyboardInterrupt:
             stopped = True
         finally:
             deltas.close()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write("\n")
         if stopped:
             say("stopped")
         if not self.quiet and chat.generation.prefill_seconds:
-            print(speed(chat.generation, chat.usual_tokens), file=sys.stderr)
+            whisper(spent(chat))
 
 
-def edit_lines() -> None:
-    """Line editing and a history for input(), where the system has readline."""
-    try:
-        import readline
-    except ImportError:
-        return
-    readline.set_history_length(1000)
+def spent(chat: Chat) -> str:
+    """The line after an answer: its speed, how full the context is, and why it is no longer."""
+    generation = chat.generation
+    speed = rate(generation.steps, generation.decode_seconds)
+    parts = [f"{chat.session.position} of {chat.session.context} positions"]
+    if speed:
+        parts.insert(0, f"{speed:.1f} tok/s")
+    if generation.finish_reason == "context":
+        parts.append("the context is full")
+    if generation.finish_reason == "length" and chat.usual_tokens:
+        parts.append(f"stopped at {len(generation.tokens)} tokens: /set max-tokens N allows more")
+    return ", ".join(parts)
+
+
+def whisper(line: str) -> None:
+    """A line on stderr, dimmed at a terminal that can."""
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        print(f"\x1b[2m{line}\x1b[0m", file=sys.stderr, flush=True)
+    else:
+        say(line)
+
+
+def completions(line: str) -> list[str]:
+    """The lines that `line`, of which a command is typed, may become."""
+    command, space, rest = line.partition(" ")
+    if not space:
+        found = [f"{name} " if takes else name for name, (takes, _) in COMMANDS.items()]
+        return [name for name in found if line and name.startswith(line)]
+    if COMMANDS.get(command, ("",))[0] == "FILE":
+        return [f"{command} {path}" for path in files(rest)]
+    if command == "/set":
+        return [f"{command} {name} " for name in NAMES if name.startswith(rest)]
+    return []
+
+
+def files(beginning: str) -> list[str]:
+    """The paths that begin so, a folder's with its slash; a home's ~ stays."""
+    place = os.path.expanduser(beginning)
+    found = sorted(glob.glob(f"{glob.escape(place)}*"))
+    return [beginning + path[len(place) :] + "/" * os.path.isdir(path) for path in found]

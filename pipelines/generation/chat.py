@@ -16,6 +16,8 @@ from castiron.vmfb.cache import write_atomically
 
 # Share of the context that is kept free for an answer without --max-tokens when turns have to go.
 ANSWER_SHARE = 4
+# Share of the context that goes at once: what stays is read again, which is then not due after every turn.
+DROPPED_SHARE = 4
 ROLES = ("system", "user", "assistant")
 
 
@@ -52,7 +54,13 @@ class Chat:
 
     def reset(self) -> None:
         """Forgets the conversation, but for the system message. Cached ids stay, for what begins as they do."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages = self._head()
+
+    def instruct(self, system: str | None) -> None:
+        """Another system message, or none, before the same conversation."""
+        kept = [message for message in self.messages if message["role"] != "system"]
+        self.system = system
+        self.messages = [*self._head(), *kept]
 
     def answer(self, words: str, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
         """Says `words` and yields the answer's text as it comes; closing it early keeps what was said so far.
@@ -60,7 +68,29 @@ class Chat:
         `dropped` then tells how many messages had to go for room, `generation` the speed. PipelineError if the words
         alone do not fit in the context; the conversation is then as it was before.
         """
-        messages = [*self.messages, {"role": "user", "content": words}]
+        return self._ask([*self.messages, {"role": "user", "content": words}], progress)
+
+    def retry(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
+        """`answer` to the last question once more, in the place of the answer that it got."""
+        return self._ask(self.messages[: self._last_question() + 1], progress)
+
+    def undo(self) -> str:
+        """Takes the last question back with its answer, and returns it; PipelineError if there is none."""
+        last = self._last_question()
+        words = self.messages[last]["content"]
+        self.messages = self.messages[:last]
+        return words
+
+    def _last_question(self) -> int:
+        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            raise PipelineError("nothing has been asked yet")
+        return asked[-1]
+
+    def _head(self) -> list[dict]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def _ask(self, messages: list[dict], progress: Callable[[int, int], None] | None) -> Iterator[str]:
         messages, prompt, self.dropped = self._fit(messages)
         _, known = self.cache.take(np.array(prompt), [0])
         self.generation = generation = Generation(
@@ -89,28 +119,29 @@ class Chat:
         return self.max_tokens or at_most(self.usual_tokens, room(self.session.context, 0, len(prompt)))
 
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
-        """The messages with their ids, without as many of the oldest turns as the context asks for, and how many."""
+        """The messages with their ids and how many were dropped: none where there is room, else as many of the oldest
+        turns as a share of the context holds, and more where the answer asks for it."""
         context = self.session.context
         least = self.max_tokens or max(1, min(self.usual_tokens or context, context // ANSWER_SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
-        dropped = 0
-        while True:
-            prompt = self.text.encode_chat(messages)
-            free = room(context, 0, len(prompt))
-            if free >= least:
-                return messages, prompt, dropped
+        prompt = self.text.encode_chat(messages)
+        goal, dropped = len(prompt), 0
+        if room(context, 0, len(prompt)) < least:
+            goal -= context // DROPPED_SHARE
+        while len(prompt) > goal or room(context, 0, len(prompt)) < least:
             turns = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
-            if turns:
-                dropped += turns[0] - head
-                messages = [*messages[:head], *messages[turns[0] :]]
-            elif self.max_tokens is None and free >= 1:
-                return messages, prompt, dropped
-            else:
-                asked = f" and {least} for the answer" if self.max_tokens else ""
-                raise PipelineError(
-                    f"this message needs {len(prompt)} tokens{asked} by itself and the context is {context}: shorten it, "
-                    "or compile with a larger --context"
-                )
+            if not turns:
+                break
+            dropped += turns[0] - head
+            messages = [*messages[:head], *messages[turns[0] :]]
+            prompt = self.text.encode_chat(messages)
+        if room(context, 0, len(prompt)) < (self.max_tokens or 1):
+            asked = f" and {least} for the answer" if self.max_tokens else ""
+            raise PipelineError(
+                f"this message needs {len(prompt)} tokens{asked} by itself and the context is {context}: shorten it, "
+                "or compile with a larger --context"
+            )
+        return messages, prompt, dropped
 
     def save(self, path: str | Path) -> None:
         """Writes the messages as JSON, {"messages": [{"role", "content"}, ...]}; PipelineError if that cannot be done."""

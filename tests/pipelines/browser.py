@@ -91,8 +91,13 @@ class Browser:
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
 
-    def open(self, url: str, *, dark: bool = False) -> None:
+    def open(self, url: str, *, dark: bool = False, again: bool = False) -> None:
+        """A page that the browser has never seen, or one seen `again` with all that it kept."""
         self.requests = []
+        if not again:
+            # What an open page would still keep on its way out.
+            self.call("Page.navigate", url="about:blank")
+            self.call("Storage.clearDataForOrigin", origin=url.rstrip("/"), storageTypes="all")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=url)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
-import signal
 import subprocess
 import sys
-import termios
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from castiron.pipelines import cli
+from castiron.pipelines.commands.console import COMMANDS, completions
+from castiron.pipelines.commands.settings import NAMES, change, settings
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.speculate import Speculator
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.vmfb.bundle import open_bundle, pack_bundle
@@ -113,6 +110,97 @@ def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_message(make
         assert [m["role"] for m in chat.messages[1:]] == ["user", "assistant"] * (len(chat.messages) // 2)
         assert chat.messages[-2]["content"] == words and chat.session.position <= CONTEXT
     assert dropped[0] == 0 and any(count and count % 2 == 0 for count in dropped)
+
+
+def test_a_full_context_makes_room_for_more_than_one_turn(make):
+    """What stays is read anew, which must not come back with every turn."""
+    chat = make(max_tokens=1)
+    dropped, fed = [], []
+    for words in "bcdefghijklmnopq":
+        before = chat.session.fed
+        say(chat, words)
+        dropped.append(chat.dropped)
+        fed.append(chat.session.fed - before)
+    again = [index for index, count in enumerate(dropped) if count]
+    assert len(again) > 2 and all(later - earlier > 1 for earlier, later in zip(again, again[1:]))
+    # The answer's token, if it had one, which was never fed, and the question between two letters of the template.
+    assert all(count <= 4 for index, count in enumerate(fed) if index and index not in again)
+
+
+def test_another_try_takes_the_place_of_the_last_answer(make):
+    chat = make(system="x")
+    with pytest.raises(PipelineError, match="nothing has been asked"):
+        chat.retry()
+    say(chat, "bc")
+    say(chat, "d")
+    before, fed = list(chat.messages), chat.session.fed
+    chat.max_tokens = 1
+    again = "".join(chat.retry())
+    assert chat.messages == [*before[:-1], {"role": "assistant", "content": again}]
+    assert before[-1]["content"].startswith(again) and chat.session.fed - fed == 1
+
+
+def test_what_is_taken_back_was_never_said(make):
+    chat, other = make(), make()
+    say(chat, "bc")
+    say(chat, "d")
+    assert chat.undo() == "d"
+    say(other, "bc")
+    assert chat.messages == other.messages and say(chat, "ef") == say(other, "ef")
+    assert chat.undo() == "ef" and chat.undo() == "bc" and chat.messages == []
+    with pytest.raises(PipelineError, match="nothing has been asked"):
+        chat.undo()
+
+
+def test_another_system_message_stands_before_the_same_conversation(make):
+    chat = make(system="x")
+    say(chat, "bc")
+    said = chat.messages[1:]
+    chat.instruct("yz")
+    assert chat.messages == [{"role": "system", "content": "yz"}, *said]
+    chat.instruct(None)
+    assert chat.messages == said
+    chat.reset()
+    assert chat.messages == []
+
+
+def test_settings_are_those_of_the_options(make):
+    chat = make(max_tokens=None, usual_tokens=1024)
+    assert settings(chat) == {
+        "temperature": "0", "top-k": "0", "top-p": "1", "min-p": "0", "repeat-penalty": "1", "seed": "none",
+        "max-tokens": "1024", "system": "none",
+    }  # fmt: skip
+    wanted = {"temperature": "0.7", "top-k": "40", "top-p": "0.9", "min-p": "0.05", "repeat-penalty": "1.1", "seed": "7",
+              "max-tokens": "3", "system": "x y"}  # fmt: skip
+    for name, value in wanted.items():
+        change(chat, name, value)
+        assert settings(chat, name) == {name: value}
+    assert settings(chat) == wanted
+    assert chat.sampler.sampling == Sampling(0.7, 40, 0.9, 0.05, 1.1, 7) and chat.max_tokens == 3
+    for name in ("seed", "system"):
+        change(chat, name, "none")
+        assert settings(chat, name) == {name: "none"}
+    change(chat, "max-tokens", "-1")
+    assert (chat.max_tokens, chat.usual_tokens) == (None, None) and settings(chat, "max-tokens") == {"max-tokens": "-1"}
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("temperature", "hot", "temperature is a number, not 'hot'"), ("top-k", "1.5", "top-k is a whole number"),
+    ("top-p", "2", "top-p is 2"), ("max-tokens", "0", "give 1 or more"), ("temprature", "1", "there are temperature, "),
+])  # fmt: skip
+def test_a_setting_that_is_none_changes_nothing(make, name, value, says):
+    chat = make()
+    before = settings(chat)
+    with pytest.raises(PipelineError, match=says):
+        change(chat, name, value)
+    assert settings(chat) == before
+
+
+def test_what_speculation_cannot_do_is_refused_where_it_is_set(make):
+    chat = make(speculate=True)
+    with pytest.raises(PipelineError, match="temperature stays as it is: --speculate needs greedy"):
+        change(chat, "temperature", "1")
+    assert settings(chat, "temperature") == {"temperature": "0"}
 
 
 def test_a_message_that_does_not_fit_alone_changes_nothing(make):
@@ -247,93 +335,62 @@ def test_lines_that_end_in_a_backslash_go_on(path, make):
     assert piped(path, "b\\\nc\n").stdout.splitlines() == [say(make(), "b\nc")]
 
 
+@pytest.mark.parametrize("typed", ['"""\nb\nc\n"""\n', '"""b\nc"""\n', '"""b\nc\n', "b\\\nc\n"])
+def test_what_stands_between_quotes_is_one_message(path, make, typed):
+    assert piped(path, typed).stdout.splitlines() == [say(make(), "b\nc")]
+
+
+def test_a_block_is_never_a_command(path, make):
+    done = piped(path, '"""/quit"""\n/quit\nbc\n')
+    assert done.stdout.splitlines() == [say(make(), "/quit")]
+
+
+def test_commands_that_change_what_was_said(path, make):
+    typed = "/retry\nbc\nd\n/undo\nef\n/set max_tokens 1\n/retry\n/set\n/set none\n/quit\nnever\n"
+    done = piped(path, typed)
+    chat = make()
+    said = [say(chat, "bc"), say(chat, "d")]
+    chat.undo()
+    said.append(say(chat, "ef"))
+    assert done.stdout.splitlines() == [*said, said[-1][:1]] and done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if "positions" not in line]
+    assert errors[:3] == ["castiron: nothing has been asked yet", "castiron: taken back: d", f"{'max-tokens':15}1"]
+    assert errors[3:-1] == [f"{name:15}{value}" for name, value in {**settings(chat), "max-tokens": "1"}.items()]
+    assert errors[-1].startswith("castiron: none is not a setting; there are temperature, ")
+
+
+def test_the_last_line_tells_speed_and_context(path, make):
+    chat = make()
+    say(chat, "bc")
+    speed, used = piped(path, "bc\n").stderr.strip().removeprefix("castiron: ").split(", ")
+    assert re.fullmatch(r"\d+\.\d tok/s", speed) and used == f"{chat.session.position} of {CONTEXT} positions"
+    assert piped(path, "bc\n", "--quiet").stderr == ""
+
+
+def test_lines_are_completed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a talk.json", "another.json", "[x]"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    assert completions("/re") == ["/retry", "/reset"] and completions("/s") == ["/set ", "/save "]
+    assert completions("/set t") == ["/set temperature ", "/set top-k ", "/set top-p "]
+    assert completions("/save ~/a") == ["/save ~/a talk.json", "/save ~/another.json"]
+    assert completions(f"/load {tmp_path}/f") == [f"/load {tmp_path}/folder/"]
+    assert completions("/load ~/[") == ["/load ~/[x]"]
+    assert completions("") == completions("hello /s") == completions("/set temperature ") == completions("/undo ") == []
+
+
+def test_every_command_and_setting_is_in_the_docs_and_in_help(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"`{command}" in page and command in shown
+    assert all(f"`{name}`" in page for name in NAMES)
+
+
 def test_refusals_come_before_the_first_turn(path, capsys):
     for argv, says in ((["-n", "0"], "-n"), (["--stop", ""], "--stop"), (["--temperature", "-1"], "temperature")):
         assert cli.main(["chat", str(path), *argv]) == 1
         assert says in capsys.readouterr().err
-
-
-SLOW = """
-import sys, time
-import castiron.vmfb.session
-step = castiron.vmfb.session.Session.step
-def slow(self, token):
-    time.sleep(0.3)
-    return step(self, token)
-castiron.vmfb.session.Session.step = slow
-from castiron.pipelines.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-class Terminal:
-    """A chat at a pseudo-terminal."""
-
-    def __init__(self, *argv: str):
-        self.pid, self.end = pty.fork()
-        if not self.pid:
-            os.execv(sys.executable, [sys.executable, "-c", SLOW, *argv])
-        self.shown = ""
-
-    def wait_for(self, pattern: str) -> str:
-        """What is shown up to the first match of `pattern`, which is taken away."""
-        until = time.monotonic() + 60
-        while not (found := re.search(pattern, self.shown)):
-            assert time.monotonic() < until, f"no {pattern!r} in {self.shown!r}"
-            if select.select([self.end], [], [], 1)[0]:
-                self.shown += os.read(self.end, 4096).decode()
-        before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
-        return before
-
-    def interrupts(self) -> None:
-        """Ctrl-C at the prompt, until there is a new one: between two keys readline may sleep over a signal."""
-        until = 0.0
-        while "> " not in self.shown:
-            if time.monotonic() > until:
-                self.type("\x03")
-                until = time.monotonic() + 5
-            if select.select([self.end], [], [], 1)[0]:
-                self.shown += os.read(self.end, 4096).decode()
-        self.wait_for("> ")
-        self.listens()
-
-    def listens(self) -> None:
-        """Waits until readline takes single keys; its prompt shows before that."""
-        until = time.monotonic() + 60
-        while termios.tcgetattr(self.end)[3] & termios.ICANON:
-            assert time.monotonic() < until, "readline never took the terminal over"
-            time.sleep(0.02)
-
-    def type(self, keys: str) -> None:
-        os.write(self.end, keys.encode())
-
-
-def test_at_a_terminal(path):
-    """Editing, Ctrl-C in an answer and at the prompt, commands, Ctrl-D."""
-    terminal = Terminal("chat", str(path), "-n", "20")
-    try:
-        terminal.wait_for("/help lists the commands")
-        terminal.wait_for("> ")
-        # The cursor goes left, over what was typed, and x becomes b.
-        terminal.type("xc\x1b[D\x1b[D\x1b[3~b\n")
-        # The line, its end, and the first of the answer.
-        terminal.wait_for("bc")
-        terminal.wait_for(r"\n[^\r\n]")
-        terminal.type("\x03")
-        terminal.wait_for("castiron: stopped")
-        terminal.wait_for("> ")
-        terminal.listens()
-        terminal.type("half a line")
-        terminal.wait_for("half a line")
-        terminal.interrupts()
-        terminal.type("/help\n")
-        terminal.wait_for("/exit +end")
-        terminal.wait_for("> ")
-        terminal.type("\x04")
-        assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 0
-        terminal.pid = 0
-    finally:
-        if terminal.pid:
-            os.kill(terminal.pid, signal.SIGKILL)
-            os.waitpid(terminal.pid, 0)
-        os.close(terminal.end)

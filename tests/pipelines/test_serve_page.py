@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     PROGRAM is None, reason="no Chromium here: apt-get install chromium, or name one with CHROMIUM="
 )
 ANSWER = "document.querySelector('.assistant:last-of-type')?.textContent"
+FIELDS = "['system', 'temperature', 'key']"
 DONE = "!document.querySelector('.busy') && document.querySelectorAll('.assistant').length"
 
 
@@ -54,6 +55,11 @@ def expected(alone, prompt: str = f"u:{QUESTION};a:") -> str:
 def shown(text: str) -> str:
     """As the page writes it: code between backticks is code."""
     return re.sub(r"`([^`\n]+)`", r"\1", text)
+
+
+def texts(browser, selector: str) -> list[str]:
+    """What stands in every element that the selector finds."""
+    return browser.run(f"[...document.querySelectorAll({selector!r})].map(element => element.textContent)")
 
 
 def say(browser, text: str) -> None:
@@ -119,22 +125,130 @@ def test_a_new_chat_forgets(browser, server, alone):
         assert browser.run("document.querySelectorAll('.message').length") == 0
 
 
-def test_an_error_is_shown_and_the_question_kept(browser, server):
+def test_an_error_is_shown_and_the_question_kept(browser, server, alone):
+    """What is too long by itself takes nothing of the conversation with it."""
     browser.open(server.url)
-    say(browser, "x" * (CONTEXT + 1))
-    browser.wait("document.querySelector('.error')")
-    assert f"maximum context length is {CONTEXT}" in browser.run("document.querySelector('.error').textContent")
-    assert browser.run("document.getElementById('input').value") == "x" * (CONTEXT + 1)
-    assert browser.run("document.querySelectorAll('.user, .assistant').length") == 0
+    for said in ([], [QUESTION, shown(expected(alone))]):
+        say(browser, "x" * (CONTEXT + 1))
+        browser.wait("document.querySelector('.error')")
+        assert f"maximum context length is {CONTEXT}" in browser.run("document.querySelector('.error').textContent")
+        assert browser.run("document.getElementById('input').value") == "x" * (CONTEXT + 1)
+        assert texts(browser, ".user, .assistant") == said and not texts(browser, ".gone, .note")
+        browser.run("document.querySelector('.error').remove(); document.getElementById('input').value = ''")
+        say(browser, QUESTION)
+        browser.wait(DONE)
+
+
+def fill(browser, server, said: list[str], system: str = "") -> None:
+    """A page with a conversation that was kept: question, answer, and so on."""
+    messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(said)]
+    browser.open(server.url)
+    browser.run(f"messages = {json.dumps(messages)}; document.getElementById('system').value = {json.dumps(system)}; keep()")
+    browser.open(server.url, again=True)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_full_context_drops_the_oldest_turns_and_says_so(browser, server, alone, known):
+    """A quarter at once; whether the server says that it is full, or the page knows by how full it was."""
+    said = ["one" * 5, "two" * 5, "three" * 3, "four" * 3, "five" * 3, "six" * 3]
+    fill(browser, server, said, system="S")
+    question = "On" if known else "On" * 20
+    if known:
+        browser.wait("context")
+        browser.run("rate = 0.6")
+    say(browser, question)
+    browser.wait(f"!running && {DONE}")
+    assert texts(browser, ".gone") == said[:2] and "no longer sees" in texts(browser, ".note")[0]
+    assert browser.run("document.querySelector('.note').previousElementSibling.textContent") == said[1]
+    kept = "".join(f"{role}:{text};" for role, text in zip("uaua", said[2:]))
+    answer = expected(alone, f"s:S;{kept}u:{question};a:")
+    assert texts(browser, ".assistant")[-1] == shown(answer) and texts(browser, ".user")[-1] == question
+    # The end of it is what is seen.
+    assert browser.run("(box => box.scrollHeight - box.scrollTop - box.clientHeight < 2)(document.getElementById('scroll'))")
+    browser.open(server.url, again=True)
+    assert texts(browser, ".gone") == said[:2] and len(texts(browser, ".note")) == 1
+
+
+def test_an_answer_that_is_cut_says_so_and_leaves_room_for_the_next(browser, server, alone):
+    browser.open(server.url)
+    for _ in range(8):
+        say(browser, "Hello")
+        browser.wait(f"!running && {DONE}")
+        assert not texts(browser, ".error")
+    status = "document.getElementById('status').textContent"
+    assert ("cut at its limit" in browser.run(status)) == (len(texts(browser, ".assistant")[-1]) > CONTEXT // 4)
+    assert len(texts(browser, ".user")) == 8 and texts(browser, ".gone")
+
+
+def test_a_reload_keeps_the_conversation_and_the_settings(browser, server):
+    browser.open(server.url)
+    values = {"system": "Be brief", "temperature": "0", "key": "sesame"}
+    browser.click("#settings")
+    for name, value in values.items():
+        browser.run(f"document.getElementById('{name}').focus()")
+        browser.type(value)
+    browser.click("#theme")
+    say(browser, QUESTION)
+    browser.wait(f"!running && {DONE}")
+    said = texts(browser, ".user, .assistant")
+    browser.open(server.url, again=True)
+    assert texts(browser, ".user, .assistant") == said and browser.run(f"{FIELDS}.map(id => $(id).value)") == [*values.values()]
+    assert browser.run("document.documentElement.dataset.theme") == "dark"
+    assert browser.run("document.getElementById('empty').hidden") and browser.run("messages.length") == 2
+    browser.click("#fresh")
+    browser.open(server.url, again=True)
+    assert not texts(browser, ".message") and browser.run("document.getElementById('key').value") == "sesame"
+
+
+def test_what_is_being_written_survives_a_reload_and_an_unanswered_question_is_back(browser, server, alone):
+    browser.open(server.url)
+    browser.throttle(4000)
+    say(browser, QUESTION)
+    browser.wait(f"({ANSWER} || '').length > 0")
+    browser.throttle(-1)
+    browser.open(server.url, again=True)
+    assert texts(browser, ".user") == [QUESTION] and expected(alone).startswith(texts(browser, ".assistant")[0])
+    fill(browser, server, [QUESTION])
+    assert not texts(browser, ".message") and browser.run("document.getElementById('input').value") == QUESTION
+
+
+def test_forget_leaves_nothing_in_the_browser(browser, server):
+    fill(browser, server, [QUESTION, "la"], system="Be brief")
+    browser.run("document.getElementById('key').value = 'sesame'; keep()")
+    browser.click("#settings")
+    browser.click("#forget")
+    assert browser.run("localStorage.length") == 0
+    for again in (False, True):
+        assert not texts(browser, ".message") and browser.run(f"{FIELDS}.map(id => $(id).value).join('')") == ""
+        if not again:
+            browser.open(server.url, again=True)
+
+
+@pytest.mark.parametrize(
+    "kept", ["{", "null", "3", '{"messages": 3, "fields": 3}', '{"messages": [null, {"role": "x"}], "dropped": 9}']
+)
+def test_a_page_opens_whatever_the_browser_kept(browser, server, kept):
+    browser.open(server.url)
+    browser.run(f"localStorage.setItem(KEPT, {json.dumps(kept)})")
+    browser.open(server.url, again=True)
+    browser.wait("document.getElementById('model').textContent")
+    assert not texts(browser, ".message")
 
 
 def test_what_the_model_says_is_never_html(browser, server):
     browser.open(server.url)
     said = '<img src=x onerror=alert(1)> `<i>` and **<u>**: 2 ** 3 `` ** ```js\nlet a = "<b>";\n```\n\nend'
+    said += "\n## <b> x\n# not"
     browser.run(f"render(document.getElementById('log'), {json.dumps(said)})")
-    assert browser.run("[...document.querySelectorAll('#log *')].map(element => element.tagName)") == ["CODE", "STRONG", "PRE"]
+    assert browser.run("[...document.querySelectorAll('#log *')].map(element => element.tagName)") == [
+        "CODE",
+        "STRONG",
+        "PRE",
+        "STRONG",
+        "STRONG",
+    ]
     assert browser.run("document.querySelector('#log pre').textContent") == 'let a = "<b>";'
-    shown = '<img src=x onerror=alert(1)> <i> and <u>: 2 ** 3 `` **let a = "<b>";end'
+    shown = '<img src=x onerror=alert(1)> <i> and <u>: 2 ** 3 `` **let a = "<b>";end\n<b> x\nnot'
     assert browser.run("document.getElementById('log').textContent") == shown
 
 
