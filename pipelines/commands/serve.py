@@ -54,12 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer than to say that a package is missing.
+    from castiron.pipelines.measuring.memory import say_memory
     from castiron.pipelines.serve.app import create_app
     from castiron.pipelines.serve.server import listen, serve, url
+    from castiron.vmfb.bundle import open_bundle
 
     check(args)
     keys = api_keys(args)
     with listen(args.host, args.port) as listening:
+        say_memory(open_bundle(args.bundle).manifest)
         api, metrics = load(args)
         app = create_app(api, metrics, api_keys=keys, quiet=args.quiet)
         slots = api.engine.slots
@@ -97,7 +100,6 @@ def load(args: argparse.Namespace):
     """The bundle at `args.bundle` behind an API, and its metrics."""
     from castiron.pipelines.generation.scheduler import Scheduler
     from castiron.pipelines.generation.text import load_text
-    from castiron.pipelines.measuring.memory import say_memory
     from castiron.pipelines.serve.api import Api, Limits
     from castiron.pipelines.serve.engine import Engine
     from castiron.vmfb.batch import Batch
@@ -106,7 +108,6 @@ def load(args: argparse.Namespace):
     bundle = open_bundle(args.bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
-    say_memory(bundle.manifest, max(bundle.manifest.widths("batch"), default=1))
     text = load_text(bundle)
     scheduler = Scheduler(Batch(bundle, args.threads))
     engine = Engine(scheduler, args.queue)

@@ -36,6 +36,11 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
     return Needed(manifest.files[WEIGHTS].size, state, slots)
 
 
+def slots_of(manifest: Manifest) -> int:
+    """Sequences that `castiron serve` runs at once: those of the widest batch function."""
+    return max(manifest.widths("batch"), default=1)
+
+
 def shortage(manifest: Manifest) -> str | None:
     """A sentence for a bundle whose weights are more than the memory of this machine or container; None for others."""
     weights, there = manifest.files[WEIGHTS].size, total_bytes()
@@ -53,10 +58,10 @@ def warn_of_shortage(manifest: Manifest) -> None:
         say(short)
 
 
-def say_memory(manifest: Manifest, slots: int) -> None:
-    """Says on stderr, before it is taken, what so many sequences at once will need, and whether that is there."""
-    need, there = needed(manifest, slots), total_bytes()
-    most = need.weights + need.state * slots
+def say_memory(manifest: Manifest) -> None:
+    """Says on stderr, before it is taken, what serving with all slots will need, and whether that is there."""
+    need, there = needed(manifest, slots_of(manifest)), total_bytes()
+    most = need.weights + need.state * need.slots
     say(f"memory: {need}; {megabytes(most)} at most, of {megabytes(there)}")
     warn_of_shortage(manifest)
 
