@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer than to say that a package is missing.
-    from castiron.pipelines.measuring.memory import say_memory
+    from castiron.pipelines.measuring.memory import say_memory, slots_of
     from castiron.pipelines.serve.app import create_app
     from castiron.pipelines.serve.server import listen, serve, url
     from castiron.vmfb.bundle import open_bundle
@@ -62,7 +62,8 @@ def main(args: argparse.Namespace) -> int:
     check(args)
     keys = api_keys(args)
     with listen(args.host, args.port) as listening:
-        say_memory(open_bundle(args.bundle).manifest)
+        manifest = open_bundle(args.bundle).manifest
+        say_memory(manifest, slots_of(manifest))
         api, metrics = load(args)
         app = create_app(api, metrics, api_keys=keys, quiet=args.quiet)
         slots = api.engine.slots

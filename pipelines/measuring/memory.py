@@ -58,10 +58,10 @@ def warn_of_shortage(manifest: Manifest) -> None:
         say(short)
 
 
-def say_memory(manifest: Manifest) -> None:
-    """Says on stderr, before it is taken, what serving with all slots will need, and whether that is there."""
-    need, there = needed(manifest, slots_of(manifest)), total_bytes()
-    most = need.weights + need.state * need.slots
+def say_memory(manifest: Manifest, slots: int) -> None:
+    """Says on stderr, before it is taken, what so many sequences at once will need, and whether that is there."""
+    need, there = needed(manifest, slots), total_bytes()
+    most = need.weights + need.state * slots
     say(f"memory: {need}; {megabytes(most)} at most, of {megabytes(there)}")
     warn_of_shortage(manifest)
 

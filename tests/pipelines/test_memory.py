@@ -43,7 +43,7 @@ def test_serving_says_what_all_its_slots_need(bundle, capsys):
     batches = tuple(EntryPoint("batch", f"decode_batch_{size}", size, (), ()) for size in (8, 4))
     wide = replace(manifest, functions=(*manifest.functions, *batches))
     assert (memory.slots_of(manifest), memory.slots_of(wide)) == (1, 8)
-    memory.say_memory(wide)
+    memory.say_memory(wide, memory.slots_of(wide))
     need = memory.needed(manifest, 8)
     most = memory.megabytes(need.weights + 8 * need.state)
     assert f"memory: {need}; {most} at most" in capsys.readouterr().err
