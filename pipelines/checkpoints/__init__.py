@@ -5,8 +5,6 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.audit import missing_and_left_over
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
-from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
 
 __all__ = ["Checkpoint", "CheckpointError", "Tensor", "missing_and_left_over", "open_checkpoint"]
 
@@ -18,7 +16,10 @@ def open_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
     the tensors are views of the mapped files. `progress` gets ("fetch", share done). CheckpointError (one sentence) if
     there is nothing sound there.
     """
+    # The catalogue can be listed without the packages that read checkpoints.
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
+    from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
+    from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
 
     path = Path(model)
     if path.is_dir():
