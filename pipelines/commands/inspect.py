@@ -54,12 +54,12 @@ def catalogue() -> tuple[dict, list[str]]:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
-    from castiron.pipelines.measuring.memory import needed, shortage
+    from castiron.pipelines.measuring.memory import needed, shortage, slots_of
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.manifest import dump
 
     manifest = open_bundle(path, run=False).manifest
-    slots = max(manifest.widths("batch"), default=1)
+    slots = slots_of(manifest)
     if short := shortage(manifest):
         say(short)
     states = ", ".join(f"{state.name} {state.type()} {state.kind}" for state in manifest.states)

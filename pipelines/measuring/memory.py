@@ -36,6 +36,11 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
     return Needed(manifest.files[WEIGHTS].size, state, slots)
 
 
+def slots_of(manifest: Manifest) -> int:
+    """Sequences that `castiron serve` runs at once: those of the widest batch function."""
+    return max(manifest.widths("batch"), default=1)
+
+
 def shortage(manifest: Manifest) -> str | None:
     """A sentence for a bundle whose weights are more than the memory of this machine or container; None for others."""
     weights, there = manifest.files[WEIGHTS].size, total_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,15 @@ def test_the_script_is_one_that_bash_reads(tmp_path: Path, found):
     for shell in ("bash", "zsh"):
         (tmp_path / shell).write_text(SHELLS[shell](found))
     assert subprocess.run(["bash", "-n", str(tmp_path / "bash")], env=os.environ).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["completion bash", "list", "inspect", "help compile"])
+def test_a_runtime_environment_is_enough(command):
+    """Neither compiler nor torch nor the server's packages are there."""
+    absent = "torch transformers iree.compiler gguf safetensors starlette uvicorn pydantic matplotlib llama_cpp"
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent.split()!r}))\n"
+        "from castiron.pipelines.cli import main\nsys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *command.split()], capture_output=True, text=True)
+    assert done.returncode == 0 and "smollm2-135m-instruct" in done.stdout, done.stderr

@@ -159,7 +159,7 @@ def test_other_types_are_refused(made, checkpoint, tmp_path, capsys):
 
 def test_what_is_no_module_is_refused(made, tmp_path, capsys):
     (tmp_path / "text.vmfb").write_text("module {}")
-    assert "is no module for" in error(capsys, "repack", str(made / "out"), "--module", str(tmp_path / "text.vmfb"))
+    assert "is no module that" in error(capsys, "repack", str(made / "out"), "--module", str(tmp_path / "text.vmfb"))
     assert "/no/such is not there" in error(capsys, "repack", str(made / "out"), "--module", "/no/such")
 
 

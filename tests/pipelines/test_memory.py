@@ -37,18 +37,13 @@ def test_weights_larger_than_the_memory_are_warned_of(bundle, command, monkeypat
     assert "every token will read them from disk" in capsys.readouterr().err
 
 
-def test_serving_says_what_all_its_slots_need(bundle, monkeypatch, capsys):
-    """Those of the widest batch function; the toy has none, so its manifest gets one here."""
-    from castiron.pipelines.commands import serve
-
+def test_serving_says_what_all_its_slots_need(bundle, capsys):
+    """Those of the widest batch function; the toy has none, so its manifest gets some here."""
     manifest = open_bundle(bundle).manifest
-    wide = replace(manifest, functions=(*manifest.functions, EntryPoint("batch", "decode_batch_8", 8, (), ())))
-    monkeypatch.setattr("castiron.vmfb.bundle.open_bundle", lambda _: replace(open_bundle(bundle), manifest=wide))
-    monkeypatch.setattr("castiron.pipelines.generation.text.load_text", lambda _: pytest.exit)
-    monkeypatch.setattr("castiron.vmfb.batch.Batch", lambda *_: (_ for _ in ()).throw(MemoryError))
-    args = cli.build_parser(["serve"]).parse_args(["serve", bundle])
-    with pytest.raises(MemoryError):
-        serve.load(args)
+    batches = tuple(EntryPoint("batch", f"decode_batch_{size}", size, (), ()) for size in (8, 4))
+    wide = replace(manifest, functions=(*manifest.functions, *batches))
+    assert (memory.slots_of(manifest), memory.slots_of(wide)) == (1, 8)
+    memory.say_memory(wide, memory.slots_of(wide))
     need = memory.needed(manifest, 8)
     most = memory.megabytes(need.weights + 8 * need.state)
     assert f"memory: {need}; {most} at most" in capsys.readouterr().err
