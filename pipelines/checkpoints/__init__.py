@@ -5,12 +5,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.audit import missing_and_left_over
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-<<<<<<< HEAD
-from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
-from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
 from castiron.pipelines.places import PlaceError, checkpoint_path
-=======
->>>>>>> engineers
 
 __all__ = ["Checkpoint", "CheckpointError", "Tensor", "find_checkpoint", "missing_and_left_over", "open_checkpoint"]
 
@@ -25,19 +20,17 @@ def open_checkpoint(
     the tensors are views of the mapped files. `progress` gets ("fetch", share done). `ignore_keys` are left out of the
     config or the GGUF metadata. CheckpointError (one sentence) if there is nothing sound there, or not such a key.
     """
-<<<<<<< HEAD
+    # The catalogue can be listed without the packages that read checkpoints.
+    from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
+    from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
+
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 
 
 def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Path:
     """The file or directory that `open_checkpoint` reads for `model`; CheckpointError if there is none."""
-=======
-    # The catalogue can be listed without the packages that read checkpoints.
->>>>>>> engineers
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
-    from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
-    from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
 
     path = Path(model)
     # A pipe is neither, and reading its first bytes would take them away.

@@ -53,38 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.measuring.memory import say_memory
+    from castiron.pipelines.measuring.memory import say_memory, slots_of
 
     # Before the model is loaded, which takes longer than to say that a package is missing.
-<<<<<<< HEAD
     from castiron.pipelines.serve.api import Limits
     from castiron.pipelines.serve.app import open_app
-=======
-    from castiron.pipelines.measuring.memory import say_memory, slots_of
-    from castiron.pipelines.serve.app import create_app
->>>>>>> engineers
     from castiron.pipelines.serve.server import listen, serve, url
     from castiron.vmfb.bundle import open_bundle
 
     check(args)
     keys, limits = api_keys(args), Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
     with listen(args.host, args.port) as listening:
-<<<<<<< HEAD
         bundle = open_bundle(args.bundle)
-        say_memory(bundle.manifest, max(bundle.manifest.widths("batch"), default=1))
+        say_memory(bundle.manifest, slots_of(bundle.manifest))
         app = open_app(
             bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
             quiet=args.quiet,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
-=======
-        manifest = open_bundle(args.bundle).manifest
-        say_memory(manifest, slots_of(manifest))
-        api, metrics = load(args)
-        app = create_app(api, metrics, api_keys=keys, quiet=args.quiet)
-        slots = api.engine.slots
-        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context})")
->>>>>>> engineers
         if slots == 1:
             say("requests run one after another, because this bundle has no batch functions; compile with --batch 4,8 for "
                 "up to 8 at once")  # fmt: skip
@@ -114,28 +100,3 @@ def api_keys(args: argparse.Namespace) -> list[str]:
     if not all(keys):
         raise PipelineError("--api-key is empty; give a key, or leave the option out to require none")
     return keys
-<<<<<<< HEAD
-=======
-
-
-def load(args: argparse.Namespace):
-    """The bundle at `args.bundle` behind an API, and its metrics."""
-    from castiron.pipelines.generation.scheduler import Scheduler
-    from castiron.pipelines.generation.text import load_text
-    from castiron.pipelines.serve.api import Api, Limits
-    from castiron.pipelines.serve.engine import Engine
-    from castiron.vmfb.batch import Batch
-    from castiron.vmfb.bundle import open_bundle
-
-    bundle = open_bundle(args.bundle)
-    if bundle.tokenizer is None:
-        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
-    text = load_text(bundle)
-    scheduler = Scheduler(Batch(bundle, args.threads))
-    engine = Engine(scheduler, args.queue)
-    manifest = bundle.manifest
-    own = [manifest.name, Path(args.bundle).resolve().name.removesuffix(".castiron")]
-    names = [args.name] if args.name else list(dict.fromkeys(own))
-    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
-    return Api(engine, text, names, manifest.context, manifest.vocab, limits), scheduler.metrics
->>>>>>> engineers
