@@ -15,9 +15,9 @@ import castiron
 COMMANDS = {
     "compile": "cast a checkpoint into a bundle",
     "tune": "find better tiles for a model's kernels on this machine",
-    "run": "generate text from a bundle",
-    "chat": "talk with a bundle",
-    "serve": "serve a bundle over HTTP with OpenAI's API",
+    "run": "generate text from a bundle or a model",
+    "chat": "talk with a bundle or a model",
+    "serve": "serve a bundle or a model over HTTP with OpenAI's API",
     "pack": "write a bundle as one file",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "bench": "measure a bundle, against the machine's limits and against peers",
@@ -28,16 +28,31 @@ COMMANDS = {
 }
 EPILOG = """\
 MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a file.
+run, chat and serve take either: a MODEL is cast when it is first named, and kept in the cache.
 
 examples:
   castiron compile smollm2-135m-instruct -o build/smollm2-135m-instruct
-  castiron run build/smollm2-135m-instruct -p "Why is the sky blue?"
+  castiron run smollm2-135m-instruct "Why is the sky blue?"
   castiron verify build/smollm2-135m-instruct -n 64
 
 castiron COMMAND --help says more. Results go to stdout, everything else to stderr. Exit status: 0 done, 1 failed (one
 sentence on stderr says why) or, for verify, a difference; 2 wrong usage; 130 interrupted.
 """
 FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """Lets the last positional argument, where it takes any number of words, have words behind options too."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        # argparse gives such an argument up at the first option after the one before it.
+        found, unknown = super().parse_known_args(args, namespace)
+        *_, last = self._get_positional_actions() or [None]
+        if last is not None and last.nargs == argparse.ZERO_OR_MORE:
+            words = [word for word in unknown if not word.startswith("-")]
+            setattr(found, last.dest, [*getattr(found, last.dest), *words])
+            unknown = [word for word in unknown if word.startswith("-")]
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A model's text may hold any character, and not every locale has them all.
         sys.stdout.reconfigure(encoding="utf-8")
     try:
-        args = build_parser(argv).parse_args(argv)
+        args, unknown = build_parser(argv).parse_known_args(argv)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         status = args.main(args)
         sys.stdout.flush()
         return status
@@ -66,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str]) -> Parser:
     """The parser of all commands, of which only the one that `argv` names knows its arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="castiron",
         description="Language models cast ahead of time: a checkpoint goes in, a bundle for the IREE runtime comes out.",
         epilog=EPILOG,
@@ -88,7 +105,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         )
         if module:
             module.add_arguments(command)
-            command.set_defaults(main=module.main)
+            command.set_defaults(main=module.main, parser=command)
     return parser
 
 

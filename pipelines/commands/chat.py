@@ -7,11 +7,18 @@ Ctrl-C stops the answer. When the context is full the oldest turns are dropped, 
 import argparse
 import sys
 
-from castiron.pipelines.commands.run import add_length_argument, add_sampling_arguments, length_of, sampling_of
+from castiron.pipelines.commands.run import (
+    add_bundle_argument,
+    add_length_argument,
+    add_sampling_arguments,
+    length_of,
+    sampling_of,
+)
 from castiron.pipelines.progress import say
 
 EXAMPLES = """\
 examples:
+  castiron chat smollm2-135m-instruct
   castiron chat build/model
   castiron chat model.castiron --system "Answer in one sentence." --temperature 0.7 --seed 1
   printf 'What is the capital of France?\\nAnd of Italy?\\n' | castiron chat build/model
@@ -21,7 +28,7 @@ Answers go to stdout, all else to stderr. A line that ends in \\ continues in th
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
+    add_bundle_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     add_length_argument(parser)
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
@@ -31,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from castiron.pipelines.casting.named import bundle_of
     from castiron.pipelines.commands.console import Console
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.generation.chat import Chat
     from castiron.pipelines.generation.text import load_text
-    from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
     sampling, (asked, usual) = sampling_of(args), length_of(args)
-    bundle = open_bundle(args.bundle)
+    bundle = bundle_of(args.bundle)
     text = load_text(bundle)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")

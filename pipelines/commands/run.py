@@ -1,11 +1,17 @@
-"""Generates text from a bundle: an answer to -p in the model's chat template, streamed to stdout as it comes.
+"""Generates text: an answer to PROMPT in the model's chat template, streamed to stdout as it comes.
 
-Greedy unless --temperature is given. The last line on stderr says how fast it was.
+What is run is a bundle, or a model by its name or checkpoint: it is then cast when it is first named, with the options
+that castiron compile has by default, and kept in the cache. A document on stdin comes after the prompt, with an empty line
+between. Greedy unless --temperature is given, whatever the model's own settings are. The last line on stderr says how fast
+it was.
 """
 
 import argparse
+import codecs
 import itertools
 import json
+import os
+import select
 import sys
 import time
 from pathlib import Path
@@ -17,11 +23,13 @@ from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.pipelines.measuring.memory import peak_rss_mb
-from castiron.pipelines.progress import Progress
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
+  castiron run smollm2-135m-instruct "Why is the sky blue?"
   castiron run build/model -p "Why is the sky blue?"
+  cat report.txt | castiron run build/model -p "Summarise in three sentences."
   castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --top-p 0.95 --seed 7
   echo "Translate to French: good morning" | castiron run build/model
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
@@ -32,14 +40,18 @@ context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load
 """
 # What an answer may have without -n: long enough for nearly all, and an end for a base model, which has none of its own.
 USUAL_TOKENS = 1024
+STDIN = 0
+# How long nothing may come there before a word is said.
+STDIN_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
+    add_bundle_argument(parser)
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the prompt; several words are joined")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads it from stdin, "
-                        "and so does a pipe without -p")  # fmt: skip
-    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt too; what a pipe or a file on stdin holds comes "
+                        "after it, and is the prompt without one or with -")  # fmt: skip
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, and nothing from stdin")
     prompt.add_argument("--tokens", type=token_ids, metavar="IDS", help="token ids as the prompt: 1,2,3")
     add_length_argument(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text token")
@@ -48,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def add_bundle_argument(parser: argparse.ArgumentParser) -> None:
+    """The argument of `castiron.pipelines.casting.named.bundle_of`; shared by every command that generates."""
+    parser.add_argument("bundle", metavar="DIR|MODEL", help="a bundle, a directory or packed; or a GGUF file, an HF directory "
+                        "or a name of the catalogue, which is cast first")  # fmt: skip
 
 
 def add_length_argument(parser: argparse.ArgumentParser) -> None:
@@ -104,18 +122,22 @@ def token_ids(text: str) -> list[int]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.vmfb.bundle import open_bundle
+    from castiron.pipelines.casting.named import bundle_of
     from castiron.vmfb.session import Session
 
     start = time.perf_counter()
     sampling, (asked, usual) = sampling_of(args), length_of(args)
+    if args.words and not (args.prompt is args.file is args.tokens is None):
+        args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
+    if args.words:
+        args.prompt = " ".join(args.words)
     if args.prompt is args.file is args.tokens is None:
-        if sys.stdin.isatty():
-            raise PipelineError("there is no prompt: give one with -p, -f or --tokens, or use castiron chat")
+        if os.isatty(STDIN):
+            raise PipelineError("there is no prompt: give one as an argument, with -p, -f or --tokens, or use castiron chat")
         args.prompt = "-"
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
-    bundle = open_bundle(args.bundle)
+    bundle = bundle_of(args.bundle)
     prompt, text = read_prompt(args, bundle)
     session = Session(bundle, threads=args.threads)
     load_seconds = time.perf_counter() - start
@@ -152,17 +174,46 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
         return args.tokens, load_text(bundle) if bundle.tokenizer and (args.stop or not args.json) else None
     text = load_text(bundle)
-    words = args.prompt
-    if args.file or words == "-":
-        data = Path(args.file).read_bytes() if args.file else sys.stdin.buffer.read()
-        # What is not UTF-8 is refused with the rest, by the tokenizer.
-        words = data.decode("utf-8", "surrogateescape")
+    words = prompt_words(args)
     if args.raw or text.chat_template is None:
         if args.system:
             raise PipelineError("--system needs a chat template: drop --raw, or take a model that has a template")
         return text.encode(words), text
     system = [{"role": "system", "content": args.system}] if args.system else []
     return text.encode_chat([*system, {"role": "user", "content": words}]), text
+
+
+def prompt_words(args: argparse.Namespace) -> str:
+    """The prompt's text: of the command line, of a file, of stdin, or of the first and the last with an empty line between;
+    PipelineError if there is none."""
+    if args.file:
+        words, place = decoded(Path(args.file).read_bytes()), args.file
+    elif args.prompt == "-":
+        words, place = decoded(read_stdin()), "stdin"
+    else:
+        document = "" if os.isatty(STDIN) else decoded(read_stdin())
+        words, place = "\n\n".join(part for part in (args.prompt, document) if part), "the prompt"
+    # Plain text may well be a line break.
+    if not (words if args.raw else words.strip()):
+        raise PipelineError(f"{place} is empty: give the model something to answer")
+    return words
+
+
+def decoded(data: bytes) -> str:
+    """As UTF-8, without the mark that some editors begin a file with; what is not UTF-8 the tokenizer refuses."""
+    return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
+
+
+def read_stdin() -> bytes:
+    """All of it; says so if it does not come, because a pipe that nobody closes would keep the command waiting in silence."""
+    try:
+        if not select.select([STDIN], [], [], STDIN_SECONDS)[0]:
+            say("reading stdin, where nothing comes; end it with Ctrl-D, or give the command < /dev/null")
+        with open(STDIN, "rb", closefd=False) as file:
+            return file.read()
+    except OSError:
+        # Closed: as good as empty.
+        return b""
 
 
 def rate(tokens: int, seconds: float) -> float | None:

@@ -12,12 +12,13 @@ in the cache.
 import argparse
 import os
 
+from castiron.pipelines.commands.run import add_bundle_argument
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
 
 EXAMPLES = """\
 examples:
-  castiron compile smollm2-135m-instruct --batch 4,8
+  castiron serve smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
@@ -30,7 +31,7 @@ KEY_VARIABLE = "CASTIRON_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
+    add_bundle_argument(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen; 0.0.0.0 is everywhere "
                         "(default: 127.0.0.1, this machine alone)")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes any that is free")
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer than to say that a package is missing.
+    from castiron.pipelines.casting.named import bundle_of
     from castiron.pipelines.serve.api import Limits
     from castiron.pipelines.serve.app import open_app
     from castiron.pipelines.serve.server import listen, serve, url
@@ -62,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     keys, limits = api_keys(args), Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
     with listen(args.host, args.port) as listening:
         app = open_app(
-            args.bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
+            bundle_of(args.bundle), threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
             quiet=args.quiet,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots

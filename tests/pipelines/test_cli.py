@@ -99,8 +99,8 @@ def test_the_usual_length_is_said_in_the_help(capsys):
 
 def test_the_prompt_comes_from_an_option_a_file_or_stdin(bundle, tmp_path):
     (tmp_path / "prompt").write_text("abc", encoding="utf-8")
-    ways = (["-p", "abc"], ["-f", str(tmp_path / "prompt")], ["-p", "-"], [])
-    outputs = {castiron("run", bundle, *way, "-n", "4", input="abc").stdout for way in ways}
+    ways = ((["-p", "abc"], ""), (["-f", str(tmp_path / "prompt")], "de"), (["-p", "-"], "abc"), ([], "abc"))
+    outputs = {castiron("run", bundle, *way, "-n", "4", input=data).stdout for way, data in ways}
     assert len(outputs) == 1
 
 
