@@ -7,7 +7,7 @@ Ctrl-C stops the answer. When the context is full the oldest turns are dropped, 
 import argparse
 import sys
 
-from castiron.pipelines.commands.run import (
+from castiron.pipelines.commands.generating import (
     add_bundle_argument,
     add_length_argument,
     add_sampling_arguments,
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     add_length_argument(parser)
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, model_default=True)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--quiet", action="store_true", help="do not print the speed after each answer")
 
@@ -42,11 +42,13 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.commands.console import Console
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.generation.chat import Chat
+    from castiron.pipelines.generation.model_sampling import in_words
     from castiron.pipelines.generation.text import load_text
     from castiron.vmfb.session import Session
 
-    sampling, (asked, usual) = sampling_of(args), length_of(args)
+    asked, usual = length_of(args)
     bundle = bundle_of(args.bundle)
+    sampling = sampling_of(args, bundle.manifest.generation)
     text = load_text(bundle)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
@@ -57,5 +59,5 @@ def main(args: argparse.Namespace) -> int:
     if args.load:
         chat.load(args.load)
     if sys.stdin.isatty():
-        say(f"{bundle.manifest.name}, context {chat.session.context}; /help lists the commands")
+        say(f"{bundle.manifest.name}, context {chat.session.context}, {in_words(sampling)}; /help lists the commands")
     return Console(chat, quiet=args.quiet).run()

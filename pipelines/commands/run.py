@@ -16,11 +16,16 @@ import sys
 import time
 from pathlib import Path
 
+from castiron.pipelines.commands.generating import (
+    add_bundle_argument,
+    add_length_argument,
+    add_sampling_arguments,
+    length_of,
+    sampling_of,
+)
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.positions import at_most, room
-from castiron.pipelines.generation.sampling import Sampling
-from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.pipelines.measuring.memory import peak_rss_mb
 from castiron.pipelines.progress import Progress, say
@@ -38,8 +43,6 @@ examples:
 --json prints one object: tokens, text (null without a tokenizer), prompt_tokens, finish_reason (stop, length or
 context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
 """
-# What an answer may have without -n: long enough for nearly all, and an end for a base model, which has none of its own.
-USUAL_TOKENS = 1024
 STDIN = 0
 # How long nothing may come there before a word is said.
 STDIN_SECONDS = 2.0
@@ -60,54 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-
-
-def add_bundle_argument(parser: argparse.ArgumentParser) -> None:
-    """The argument of `castiron.pipelines.casting.named.bundle_of`; shared by every command that generates."""
-    parser.add_argument("bundle", metavar="DIR|MODEL", help="a bundle, a directory or packed; or a GGUF file, an HF directory "
-                        "or a name of the catalogue, which is cast first")  # fmt: skip
-
-
-def add_length_argument(parser: argparse.ArgumentParser) -> None:
-    """The option of `length_of`; shared by every command that generates."""
-    parser.add_argument("-n", "--max-tokens", type=int, metavar="N", help="tokens to generate at most (default: "
-                        f"{USUAL_TOKENS}, or fewer near the end of the context; -1: until the model ends or the context "
-                        "is full)")  # fmt: skip
-
-
-def length_of(args: argparse.Namespace) -> tuple[int | None, int | None]:
-    """How many tokens were asked for, and else how many there may be if there is room; None is any number."""
-    if args.max_tokens is None:
-        return None, USUAL_TOKENS
-    if args.max_tokens < 1 and args.max_tokens != -1:
-        raise PipelineError(f"-n is {args.max_tokens}; give 1 or more tokens, or -1 to go on until the model ends")
-    return (None if args.max_tokens == -1 else args.max_tokens), None
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `sampling_of`; shared by every command that generates."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="how freely to draw; 0, the default, "
-                       "is greedy: always the likeliest token")  # fmt: skip
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0, the "
-                       "default, is all")  # fmt: skip
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens whose "
-                       "probabilities add up to P (default: 1)")  # fmt: skip
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens with at least P times the top "
-                       "probability (default: 0)")  # fmt: skip
-    group.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="make the last 64 tokens less likely to "
-                       "come again; 1, the default, turns it off")  # fmt: skip
-    group.add_argument("--seed", type=int, metavar="N", help="draw repeatably: equal seeds give equal text")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be "
-                       "repeated")  # fmt: skip
-    group.add_argument("--speculate", choices=("ngram",), help="check several tokens at once where the text repeats "
-                       "itself: the same greedy tokens, sooner")  # fmt: skip
-
-
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """PipelineError for a value out of its range, or for a stop string that is empty."""
-    StopStrings(args.stop)
-    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.seed)
 
 
 def token_ids(text: str) -> list[int]:

@@ -4,6 +4,9 @@ Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logp
 logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty and ignore_eos), /tokenize, /detokenize, /health, and
 /metrics for Prometheus.
 
+What a request does not say of temperature, top_p, top_k, min_p and repeat_penalty is as the model's generation_config has
+it, and else as in OpenAI's API; /v1/models shows it under "sampling".
+
 A bundle compiled with --batch 4,8 decodes up to 8 sequences at once and reads the weights once for all of them; on one
 without batch functions requests run one after another. What two prompts begin with is computed once, as long as it is
 in the cache.
@@ -12,7 +15,7 @@ in the cache.
 import argparse
 import os
 
-from castiron.pipelines.commands.run import add_bundle_argument
+from castiron.pipelines.commands.generating import add_bundle_argument
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
 
@@ -40,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="require this key on every path "
                         f"but / and /health; may be repeated; keys in the environment variable {KEY_VARIABLE}, with "
                         "commas between them, stay out of the process list")  # fmt: skip
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for requests that name none "
-                        "(default: 1, as OpenAI's API has it; 0 is greedy)")  # fmt: skip
+    parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
+                        "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait for a slot (default: 64)")
@@ -56,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer than to say that a package is missing.
     from castiron.pipelines.casting.named import bundle_of
+    from castiron.pipelines.generation.model_sampling import in_words
     from castiron.pipelines.serve.api import Limits
     from castiron.pipelines.serve.app import open_app
     from castiron.pipelines.serve.server import listen, serve, url
@@ -71,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
         if slots == 1:
             say("requests run one after another, because this bundle has no batch functions; compile with --batch 4,8 for "
                 "up to 8 at once")  # fmt: skip
-        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context})")
+        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context}; requests "
+            f"that name nothing else: {in_words(api.sampling)})")  # fmt: skip
         serve(app, api.engine, listening, args.grace)
     return 0
 
@@ -80,7 +85,7 @@ def check(args: argparse.Namespace) -> None:
     """PipelineError, before anything is loaded, for numbers out of their ranges."""
     ranges = (
         ("port", 0 <= args.port < 65536, "between 0 and 65535"),
-        ("temperature", 0 <= args.temperature <= 2, "between 0 and 2"),
+        ("temperature", args.temperature is None or 0 <= args.temperature <= 2, "between 0 and 2"),
         ("queue", args.queue >= 0, "0 or more"),
         ("max-body", 0 < args.max_body < float("inf"), "above 0"),
         ("timeout", 0 < args.timeout < float("inf"), "above 0"),

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.model_sampling import model_sampling
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finished, Sequence
@@ -13,6 +14,7 @@ from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.replies import FINISH_REASONS, ChatReply, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
+from castiron.vmfb.manifest import Manifest
 
 # OpenAI's defaults.
 TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
@@ -21,11 +23,11 @@ TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
 @dataclass(frozen=True)
 class Limits:
     """seconds: of one request, from its arrival to its end. body_bytes: of what it sends. temperature: of requests that
-    name none."""
+    name none, None for the model's own."""
 
     seconds: float = 600.0
     body_bytes: int = 4_000_000
-    temperature: float = TEMPERATURE
+    temperature: float | None = None
 
 
 @dataclass
@@ -58,10 +60,14 @@ class Job:
 class Api:
     """What the endpoints do, apart from HTTP."""
 
-    def __init__(self, engine: Engine, text: Text, names: list[str], context: int, vocab: int, limits: Limits):
-        """`names[0]` is the model's name; the others are taken for it too."""
+    def __init__(self, engine: Engine, text: Text, names: list[str], manifest: Manifest, limits: Limits):
+        """`names[0]` is the model's name; the others are taken for it too. PipelineError for a generation_config that
+        cannot be used."""
         self.engine, self.text, self.names, self.limits = engine, text, tuple(names), limits
-        self.context, self.vocab = context, vocab
+        self.context, self.vocab = manifest.context, manifest.vocab
+        self.sampling = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
+        if limits.temperature is not None:
+            self.sampling = replace(self.sampling, temperature=limits.temperature)
         self.token_bytes = TokenBytes(text)
 
     def check_model(self, name: str | None) -> None:
@@ -168,14 +174,15 @@ class Api:
         return free
 
     def _sampling(self, body: Generating, choice: int) -> Sampling:
-        temperature = self.limits.temperature if body.temperature is None else body.temperature
-        repeat = body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty
-        # Choices of one request differ, and each is repeatable.
-        seed = None if body.seed is None else (body.seed + choice) % 2**64
-        top_p = 1.0 if body.top_p is None else body.top_p
-        return Sampling(
-            temperature, body.top_k or 0, top_p, body.min_p or 0.0, 1.0 if repeat is None else repeat, seed,
-            body.frequency_penalty or 0.0, body.presence_penalty or 0.0, self._bias(body.logit_bias or {}),
+        own, repeat = self.sampling, body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty
+        given = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p, "min_p": body.min_p,
+                 "repeat_penalty": repeat}  # fmt: skip
+        return replace(
+            own, **{name: value for name, value in given.items() if value is not None},
+            # Choices of one request differ, and each is repeatable.
+            seed=None if body.seed is None else (body.seed + choice) % 2**64,
+            frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
+            logit_bias=self._bias(body.logit_bias or {}),
         )  # fmt: skip
 
     def _bias(self, given: dict[str, float]) -> dict[int, float]:

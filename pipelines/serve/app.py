@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.model_sampling import settings
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
@@ -70,7 +71,7 @@ def open_app(
     scheduler = Scheduler(bundle, threads, metrics)
     metrics.watch(scheduler)
     names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
-    api = Api(Engine(scheduler, queue), text, names, manifest.context, manifest.vocab, limits)
+    api = Api(Engine(scheduler, queue), text, names, manifest, limits)
     return create_app(api, metrics, api_keys=api_keys, quiet=quiet)
 
 
@@ -101,7 +102,10 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bo
         return JSONResponse({"content": await api.detokenize(body.tokens)})
 
     def described(name: str) -> dict:
-        return {"id": name, "object": "model", "created": started, "owned_by": "castiron", "context_length": api.context}
+        return {
+            "id": name, "object": "model", "created": started, "owned_by": "castiron", "context_length": api.context,
+            "sampling": settings(api.sampling),
+        }  # fmt: skip
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [described(api.names[0])]})

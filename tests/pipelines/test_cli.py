@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from castiron.pipelines import cli
+from castiron.pipelines.commands import generating
 from castiron.pipelines.commands import run as run_command
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import CONTEXT, EOS, read_json
@@ -72,7 +73,7 @@ def test_eos_ends_the_text_unless_ignored(bundle, capsys):
 
 def test_without_a_number_an_answer_has_a_usual_length(bundle, monkeypatch, capsys):
     """Which gives way to the end of the context; -n -1 knows only that."""
-    monkeypatch.setattr(run_command, "USUAL_TOKENS", 5)
+    monkeypatch.setattr(generating, "USUAL_TOKENS", 5)
 
     def run(*more):
         assert cli.main(["run", bundle, "--tokens", ",".join(["1"] * 10), "--ignore-eos", *more]) == 0
@@ -84,7 +85,7 @@ def test_without_a_number_an_answer_has_a_usual_length(bundle, monkeypatch, caps
     assert len(result["tokens"]) == 5 and result["finish_reason"] == "length"
     assert "stopped at" not in run("-n", "5").err
     for more, usual in ((["-n", "-1"], 5), ([], 16)):
-        monkeypatch.setattr(run_command, "USUAL_TOKENS", usual)
+        monkeypatch.setattr(generating, "USUAL_TOKENS", usual)
         result = read_json(run("--json", *more).out)
         assert len(result["tokens"]) == CONTEXT - 10 + 1 and result["finish_reason"] == "context"
         assert "the context is full" in run(*more).err
