@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
     chat = Chat(
         Session(bundle, threads=args.threads), text, sampling=sampling, system=args.system, stops=args.stop,
-        max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram",
+        max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop,
     )  # fmt: skip
     if args.load:
         chat.load(args.load)

@@ -100,7 +100,8 @@ def main(args: argparse.Namespace) -> int:
         generation = Generation(
             session, prompt, max_tokens=asked or at_most(usual, room(session.context, 0, len(prompt))), sampling=sampling,
             stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, stop_strings=args.stop, text=text,
-            speculate=args.speculate == "ngram", progress=lambda done, total: progress("reading the prompt", done / total),
+            speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop,
+            progress=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         told = generation.stream() if text else (f"{token} " for token in generation)
         told = itertools.chain([next(told, "")], told)
@@ -200,6 +201,8 @@ def speed(generation: Generation, usual: int | None) -> str:
         parts.append(f"{generation.speculator.accepted} of {generation.speculator.proposed} proposed tokens were right")
     if generation.finish_reason == "context":
         parts.append("the context is full")
+    if generation.repeated:
+        parts.append("stopped because it said the same over and over: --no-repetition-stop lets it go on")
     parts.append(f"peak memory {peak_rss_mb():.0f} MB")
     if generation.finish_reason == "length" and usual:
         parts.append(f"stopped at {usual} tokens: -n N allows more, -n -1 as many as the context holds")

@@ -38,12 +38,13 @@ class Chat:
         max_tokens: int | None = None,
         usual_tokens: int | None = None,
         speculate: bool = False,
+        repetition_stop: bool = True,
     ):
         """An answer has at most `max_tokens`, for which turns are dropped and without room for which a message is
         refused; without them at most `usual_tokens`, or what room there is; without both it may fill the context."""
         self.session, self.text, self.sampler = session, text, Sampler(sampling)
         self.system, self.stops, self.speculate = system, tuple(stops), speculate
-        self.max_tokens, self.usual_tokens = max_tokens, usual_tokens
+        self.max_tokens, self.usual_tokens, self.repetition_stop = max_tokens, usual_tokens, repetition_stop
         stand(session, 0)
         self.cache = PrefixCache([session])
         self.generation: Generation | None = None
@@ -66,7 +67,7 @@ class Chat:
         self.generation = generation = Generation(
             self.session, prompt[known:], sampler=self.sampler, max_tokens=self._limit(prompt), text=self.text,
             stop_tokens=self.text.eos, stop_strings=self.stops, progress=progress, speculate=self.speculate,
-            history=prompt[:known],
+            history=prompt[:known], repetition_stop=self.repetition_stop,
         )  # fmt: skip
         return self._speak(generation, messages, known)
 

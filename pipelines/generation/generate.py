@@ -22,11 +22,12 @@ class Generation:
     the first of `stop_strings`. `sampling` is greedy unless it says otherwise; a `sampler` goes on with the random
     numbers of an earlier generation. `progress` gets (tokens done, tokens in all) of the prompt. `speculate` checks
     several proposed tokens at once where the text repeats itself: the same tokens, sooner. `history`: the tokens that
-    stand in the session already, for the repeat penalty and for proposals. PipelineError at once if the prompt is empty,
+    stand in the session already, for the repeat penalty and for proposals. `repetition_stop` ends a text that goes round in
+    a circle; `repeated` then tells so. PipelineError at once if the prompt is empty,
     if prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy; nothing has run
     then.
 
-    While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token or string), "length"
+    While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token or string, or a circle), "length"
     (max_tokens) or "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent on the
     first token and on the `steps` after it, without what the caller does between them.
     """
@@ -45,12 +46,14 @@ class Generation:
         progress: Callable[[int, int], None] | None = None,
         speculate: bool = False,
         history: Collection[int] = (),
+        repetition_stop: bool = False,
     ):
         self.session = session
         self.prompt = list(prompt)
         self.sequence = Sequence(
             self.prompt, session.context, position=session.position, max_tokens=max_tokens, text=text,
             sampler=sampler or Sampler(sampling), stop_tokens=stop_tokens, stop_strings=stop_strings, history=history,
+            repetition_stop=repetition_stop,
         )  # fmt: skip
         self.speculator = self._speculator([*history, *self.prompt]) if speculate else None
         self.progress = progress
@@ -67,6 +70,11 @@ class Generation:
     @property
     def finish_reason(self) -> str | None:
         return self.sequence.finish_reason
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it ended because the text went round in a circle."""
+        return self.sequence.repeated
 
     def __iter__(self):
         return self

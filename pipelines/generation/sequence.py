@@ -12,6 +12,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import check_room
+from castiron.pipelines.generation.repetition import Repetition
 from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, log_probabilities
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Detokeniser, Text
@@ -41,9 +42,11 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end: "stop" (a stop token or a stop string), "length" (max_tokens) or "context" (no position is left)."""
+    """The end: "stop" (a stop token, a stop string, or as `repeated` tells a text that went round in a circle), "length"
+    (max_tokens) or "context" (no position is left)."""
 
     reason: str
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,12 @@ class Sequence:
         stop_strings: Iterable[str] = (),
         top_logprobs: int | None = None,
         history: Collection[int] = (),
+        repetition_stop: bool = False,
     ):
         """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop
         or the end of the context. Without `text` there are tokens alone, and no stop strings. top_logprobs None tells no
-        log-probabilities, N >= 0 those of the token and of the N likeliest.
+        log-probabilities, N >= 0 those of the token and of the N likeliest. `repetition_stop` ends a text that repeats one
+        cycle of tokens over and over (`castiron.pipelines.generation.repetition`).
 
         PipelineError if the prompt is empty, if it and max_tokens do not fit in the context, or for stop strings that
         cannot be looked for.
@@ -98,6 +103,9 @@ class Sequence:
         self.cached = 0
         # How often the scheduler read another sequence's prompt first.
         self.passed_over = 0
+        self._repetition = Repetition() if repetition_stop else None
+        # Whether the text ended because it went round in a circle.
+        self.repeated = False
         self._recent = [*history, *prompt][-REPEAT_WINDOW:]
         self._counts: Counter[int] = Counter()
         self.text = text
@@ -120,6 +128,9 @@ class Sequence:
         self.tokens.append(token.id)
         self._waiting.append(token)
         events = self._release(self._detokeniser.add(token.id) if self._detokeniser else None)
+        if self._repetition and self._repetition.add(token.id) and not self._stops.stopped:
+            self.repeated = True
+            return events + self._finish("stop")
         if self._stops.stopped or len(self.tokens) == self.limit:
             return events + self._finish(self.limit_reason)
         return events
@@ -156,4 +167,4 @@ class Sequence:
     def _finish(self, reason: str) -> list[Event]:
         events = self._release(self._detokeniser.finish() if self._detokeniser else None, rest=True)
         self.finish_reason = "stop" if self._stops.stopped else reason
-        return [*events, Finished(self.finish_reason)]
+        return [*events, Finished(self.finish_reason, self.repeated)]

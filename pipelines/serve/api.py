@@ -12,7 +12,7 @@ from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finishe
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.replies import FINISH_REASONS, ChatReply, CompletionReply, Reply, usage
+from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
 from castiron.vmfb.manifest import Manifest
 
@@ -151,7 +151,7 @@ class Api:
                 sequence = Sequence(
                     prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
                     sampler=Sampler(self._sampling(body, choice)), stop_strings=stops, top_logprobs=top,
-                    stop_tokens=() if body.ignore_eos else self.text.eos,
+                    stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
                 )  # fmt: skip
                 job.prompts.append(index)
                 job.sequences.append(sequence)
@@ -196,14 +196,14 @@ class Api:
 
     async def whole(self, job: Job) -> dict:
         """The complete answer; ApiError if a sequence failed."""
-        texts, tokens, reasons = ([empty() for _ in job.sequences] for empty in (str, list, str))
+        texts, tokens, ends = ([empty() for _ in job.sequences] for empty in (str, list, lambda: None))
         async for index, event in self._events(job):
             if isinstance(event, Delta):
                 texts[index] += event.text
                 tokens[index] += event.tokens
             else:
-                reasons[index] = FINISH_REASONS[event.reason]
-        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(texts, tokens, reasons))]
+                ends[index] = event
+        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(texts, tokens, ends))]
         return job.reply.whole(choices, self._usage(job))
 
     async def chunks(self, job: Job, include_usage: bool) -> AsyncIterator[dict]:
@@ -217,7 +217,7 @@ class Api:
             if isinstance(event, Delta):
                 yield reply.chunk([reply.delta(index, event.text, event.tokens)])
             else:
-                yield reply.chunk([reply.delta(index, "", (), FINISH_REASONS[event.reason])])
+                yield reply.chunk([reply.delta(index, "", (), event)])
         if include_usage:
             yield reply.chunk([], self._usage(job))
 

@@ -30,8 +30,8 @@ class StreamOptions(Body):
 
 
 class Generating(Body):
-    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty) and ignore_eos are
-    castiron's."""
+    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop and
+    ignore_eos are castiron's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -50,6 +50,7 @@ class Generating(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
+    repetition_stop: bool | None = None
     user: str | None = None
 
 
