@@ -11,8 +11,10 @@ from castiron.pipelines.commands.generating import (
     add_bundle_argument,
     add_length_argument,
     add_sampling_arguments,
+    add_template_argument,
     length_of,
     sampling_of,
+    template_args,
 )
 from castiron.pipelines.progress import say
 
@@ -30,6 +32,7 @@ Answers go to stdout, all else to stderr. A line that ends in \\ continues in th
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    add_template_argument(parser)
     add_length_argument(parser)
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add_sampling_arguments(parser, model_default=True)
@@ -49,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     asked, usual = length_of(args)
     bundle = bundle_of(args.bundle)
     sampling = sampling_of(args, bundle.manifest.generation)
-    text = load_text(bundle)
+    text = load_text(bundle, template_args(args))
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
     chat = Chat(

@@ -5,6 +5,7 @@ import sys
 
 from castiron.pipelines.cli import explain
 from castiron.pipelines.commands.run import speed
+from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.progress import Progress, say
 
@@ -107,11 +108,10 @@ class Console:
                 stopped, first = True, ""
         try:
             if not stopped:
-                sys.stdout.write(first)
-                sys.stdout.flush()
+                spoken = Spoken()
+                spoken.write(first)
                 for text in deltas:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
+                    spoken.write(text)
         except KeyboardInterrupt:
             stopped = True
         finally:

@@ -1,6 +1,7 @@
 """Options that the commands share which generate, and what they come to."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,6 +65,29 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, model_default: bo
                        f"long (default: {'on' if model_default else 'off'})")  # fmt: skip
     group.add_argument("--speculate", choices=("ngram",), help="check several tokens at once where the text repeats "
                        "itself: the same greedy tokens, sooner" + ", and greedy is then the default" * bool(own))  # fmt: skip
+
+
+def add_template_argument(parser: argparse.ArgumentParser) -> None:
+    """The option of `template_args`."""
+    parser.add_argument("--template-arg", action="append", default=[], type=template_arg, metavar="NAME=VALUE", help="set a "
+                        "variable of the chat template, such as enable_thinking=false; the value is JSON, or text where it "
+                        "is none; may be repeated")  # fmt: skip
+
+
+def template_arg(text: str) -> tuple[str, Any]:
+    """ "name=value" with a JSON value, which may also be plain text; argparse's error without a name."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a variable and its value, such as enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, value
+
+
+def template_args(args: argparse.Namespace) -> dict[str, Any]:
+    """What --template-arg sets; of two values for one name the last."""
+    return dict(args.template_arg)
 
 
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> Sampling:

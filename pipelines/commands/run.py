@@ -2,7 +2,8 @@
 
 What is run is a bundle, or a model by its name or checkpoint: it is then cast when it is first named, with the options
 that castiron compile has by default, and kept in the cache. A document on stdin comes after the prompt, with an empty line
-between. Greedy unless --temperature is given, whatever the model's own settings are. The last line on stderr says how fast
+between. What a reasoning model thinks is shown dimmed at a terminal, and is no part of what is piped on.
+Greedy unless --temperature is given, whatever the model's own settings are. The last line on stderr says how fast
 it was.
 """
 
@@ -20,13 +21,17 @@ from castiron.pipelines.commands.generating import (
     add_bundle_argument,
     add_length_argument,
     add_sampling_arguments,
+    add_template_argument,
     length_of,
     sampling_of,
+    template_args,
 )
+from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.text import Text, load_text
+from castiron.pipelines.generation.thoughts import Thought
 from castiron.pipelines.measuring.memory import peak_rss_mb
 from castiron.pipelines.progress import Progress, say
 
@@ -40,8 +45,8 @@ examples:
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
   castiron run build/model -f edit-this-code.txt --speculate ngram
 
---json prints one object: tokens, text (null without a tokenizer), prompt_tokens, finish_reason (stop, length or
-context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
+--json prints one object: tokens, text (null without a tokenizer), thoughts (null without any), prompt_tokens, finish_reason
+(stop, length or context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
 """
 STDIN = 0
 # How long nothing may come there before a word is said.
@@ -60,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text token")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
+    add_template_argument(parser)
     add_sampling_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -92,6 +98,8 @@ def main(args: argparse.Namespace) -> int:
         args.prompt = "-"
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
+    if args.template_arg and (args.tokens or args.raw):
+        raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
     bundle = bundle_of(args.bundle)
     prompt, text = read_prompt(args, bundle)
     session = Session(bundle, threads=args.threads)
@@ -100,25 +108,27 @@ def main(args: argparse.Namespace) -> int:
         generation = Generation(
             session, prompt, max_tokens=asked or at_most(usual, room(session.context, 0, len(prompt))), sampling=sampling,
             stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, stop_strings=args.stop, text=text,
-            speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop,
+            speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop, thoughts=not (args.raw or args.tokens),
             progress=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         told = generation.stream() if text else (f"{token} " for token in generation)
         told = itertools.chain([next(told, "")], told)
     if args.json:
-        words = "".join(told)
+        pieces = list(told)
+        words: str | None = "".join(piece for piece in pieces if not isinstance(piece, Thought))
         if text is None:
             words = load_text(bundle).decode(generation.tokens) if bundle.tokenizer else None
-        print(json.dumps(report(generation, words, load_seconds), ensure_ascii=False))
+        thoughts = "".join(piece for piece in pieces if isinstance(piece, Thought))
+        print(json.dumps(report(generation, words, thoughts or None, load_seconds), ensure_ascii=False))
         return 0
+    spoken, thinking = Spoken(), False
     try:
-        for words in told:
-            sys.stdout.write(words)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        for piece in told:
+            spoken.write(piece)
+        thinking = spoken.thinking
+        spoken.write("\n")
     finally:
-        print(speed(generation, usual), file=sys.stderr)
+        print(speed(generation, usual, thinking), file=sys.stderr)
     return 0
 
 
@@ -129,7 +139,7 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
         if max(args.tokens) >= vocab:
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
         return args.tokens, load_text(bundle) if bundle.tokenizer and (args.stop or not args.json) else None
-    text = load_text(bundle)
+    text = load_text(bundle, template_args(args))
     words = prompt_words(args)
     if args.raw or text.chat_template is None:
         if args.system:
@@ -177,11 +187,12 @@ def rate(tokens: int, seconds: float) -> float | None:
     return tokens / seconds if tokens and seconds else None
 
 
-def report(generation: Generation, text: str | None, load_seconds: float) -> dict:
+def report(generation: Generation, text: str | None, thoughts: str | None, load_seconds: float) -> dict:
     """What --json prints."""
     return {
         "tokens": generation.tokens,
         "text": text,
+        "thoughts": thoughts,
         "prompt_tokens": generation.prompt_tokens,
         "finish_reason": generation.finish_reason,
         "prefill_tok_s": rate(generation.prompt_tokens, generation.prefill_seconds),
@@ -192,8 +203,9 @@ def report(generation: Generation, text: str | None, load_seconds: float) -> dic
     }
 
 
-def speed(generation: Generation, usual: int | None) -> str:
-    """The line that ends an answer: its speed, and why it is no longer; `usual` as `length_of` has it."""
+def speed(generation: Generation, usual: int | None, thinking: bool = False) -> str:
+    """The line that ends an answer: its speed, and why it is no longer; `usual` as `length_of` has it, `thinking` whether
+    it never came to its answer."""
     parts = [f"prompt {generation.prompt_tokens} tokens, first token after {generation.prefill_seconds * 1e3:.0f} ms"]
     if decode := rate(generation.steps, generation.decode_seconds):
         parts.append(f"{len(generation.tokens)} tokens at {decode:.1f} tok/s")
@@ -201,6 +213,8 @@ def speed(generation: Generation, usual: int | None) -> str:
         parts.append(f"{generation.speculator.accepted} of {generation.speculator.proposed} proposed tokens were right")
     if generation.finish_reason == "context":
         parts.append("the context is full")
+    if thinking:
+        parts.append("the answer ended inside its thoughts")
     if generation.repeated:
         parts.append("stopped because it said the same over and over: --no-repetition-stop lets it go on")
     parts.append(f"peak memory {peak_rss_mb():.0f} MB")

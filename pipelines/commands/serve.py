@@ -14,6 +14,7 @@ in the cache.
 
 import argparse
 import os
+import re
 
 from castiron.pipelines.commands.generating import add_bundle_argument
 from castiron.pipelines.errors import PipelineError
@@ -23,7 +24,7 @@ EXAMPLES = """\
 examples:
   castiron serve smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
 
@@ -43,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="require this key on every path "
                         f"but / and /health; may be repeated; keys in the environment variable {KEY_VARIABLE}, with "
                         "commas between them, stay out of the process list")  # fmt: skip
+    parser.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="let the pages of this origin ask, such "
+                        "as https://example.com, or * for those of every site: with an API key, or where no harm is in "
+                        "it; may be repeated (default: none but this server's own page)")  # fmt: skip
     parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
                         "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
@@ -65,11 +69,12 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.serve.server import listen, serve, url
 
     check(args)
-    keys, limits = api_keys(args), Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
+    keys, pages = api_keys(args), origins(args)
+    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
     with listen(args.host, args.port) as listening:
         app = open_app(
             bundle_of(args.bundle), threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
-            quiet=args.quiet,
+            quiet=args.quiet, cors=pages,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if slots == 1:
@@ -94,6 +99,14 @@ def check(args: argparse.Namespace) -> None:
     for name, holds, wanted in ranges:
         if not holds:
             raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")
+
+
+def origins(args: argparse.Namespace) -> list[str]:
+    """What --cors gives, as browsers write it; PipelineError for what none would send."""
+    for origin in args.cors:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise PipelineError(f"--cors is {origin!r}; give an origin as browsers send it, such as https://example.com, or *")
+    return [origin.lower() for origin in args.cors]
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:

@@ -9,6 +9,7 @@ from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Sequence
 from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.thoughts import Thought
 
 
 class Generation:
@@ -23,7 +24,8 @@ class Generation:
     numbers of an earlier generation. `progress` gets (tokens done, tokens in all) of the prompt. `speculate` checks
     several proposed tokens at once where the text repeats itself: the same tokens, sooner. `history`: the tokens that
     stand in the session already, for the repeat penalty and for proposals. `repetition_stop` ends a text that goes round in
-    a circle; `repeated` then tells so. PipelineError at once if the prompt is empty,
+    a circle; `repeated` then tells so. With `thoughts` those pieces of `stream` that a reasoning model thinks before it
+    answers are `Thought`, without the marks around them. PipelineError at once if the prompt is empty,
     if prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy; nothing has run
     then.
 
@@ -47,13 +49,14 @@ class Generation:
         speculate: bool = False,
         history: Collection[int] = (),
         repetition_stop: bool = False,
+        thoughts: bool = False,
     ):
         self.session = session
         self.prompt = list(prompt)
         self.sequence = Sequence(
             self.prompt, session.context, position=session.position, max_tokens=max_tokens, text=text,
             sampler=sampler or Sampler(sampling), stop_tokens=stop_tokens, stop_strings=stop_strings, history=history,
-            repetition_stop=repetition_stop,
+            repetition_stop=repetition_stop, thoughts=thoughts,
         )  # fmt: skip
         self.speculator = self._speculator([*history, *self.prompt]) if speculate else None
         self.progress = progress
@@ -91,6 +94,8 @@ class Generation:
         """The rest as text, as soon as it is certain: never in the middle of a character or of a stop string."""
         while self.finish_reason is None:
             for event in self._advance():
+                if isinstance(event, Delta) and event.thought:
+                    yield Thought(event.thought)
                 if isinstance(event, Delta) and event.text:
                     yield event.text
 

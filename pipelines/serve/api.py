@@ -1,9 +1,13 @@
 """Requests for completions into sequences, and what the sequences tell into answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.chat_template import check_variables, variables_of
 from castiron.pipelines.generation.engine import Engine
 from castiron.pipelines.generation.model_sampling import model_sampling
 from castiron.pipelines.generation.positions import at_most, room
@@ -12,6 +16,7 @@ from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finishe
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.errors import ApiError, api_error
+from castiron.pipelines.serve.messages import check_noticed
 from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
 from castiron.vmfb.manifest import Manifest
@@ -78,13 +83,13 @@ class Api:
 
     async def chat(self, body: ChatRequest) -> Job:
         """Starts a chat completion."""
-        prompt = await self.render(body.messages)
+        prompt = await self.render(body.messages, self._template_args(body))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
         top = (body.top_logprobs or 0) if body.logprobs else None
         reply = ChatReply(self.names[0], self.token_bytes, top is not None)
-        return self._start(body, [prompt], "messages", limit, top, reply)
+        return self._start(body, [prompt], "messages", limit, top, reply, thoughts=True)
 
     async def complete(self, body: CompletionRequest) -> Job:
         """Starts a completion of every prompt of the request."""
@@ -108,6 +113,9 @@ class Api:
         if sum(part is not None for part in given) != 1:
             raise ApiError(400, "give one of content, prompt and messages", "content", "invalid_value")
         if body.messages is not None:
+            if body.add_special is not None or body.add_special_tokens is not None:
+                message = "the chat template of messages says itself where special tokens are; leave add_special out"
+                raise ApiError(400, message, "add_special", "invalid_value")
             return await self.render(body.messages)
         text = body.content if body.content is not None else body.prompt
         if body.add_special or body.add_special_tokens:
@@ -120,11 +128,37 @@ class Api:
         self._check_ids(tokens, "tokens")
         return await _on_the_side(self.text.tokenizer.decode, tokens, False)
 
-    async def render(self, messages: list[Message]) -> list[int]:
-        """The ids of messages in the chat template."""
+    async def render(self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
+        """The ids of messages in the chat template; ApiError for what the template would ignore."""
         if self.text.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
-        return await _on_the_side(self.text.encode_chat, [message.plain() for message in messages])
+        plain = [message.plain() for message in messages]
+
+        def encode() -> list[int]:
+            check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
+            return self.text.encode_chat(plain, **template_args)
+
+        return await _on_the_side(encode)
+
+    def _template_args(self, body: ChatRequest) -> dict[str, Any]:
+        """Variables of the chat template, from chat_template_kwargs and reasoning_effort; ApiError for one that it does not
+        read."""
+        given, name = dict(body.chat_template_kwargs or {}), "chat_template_kwargs"
+        try:
+            check_variables(self.text.chat_template, given)
+        except PipelineError as error:
+            raise ApiError(400, f"{name}: {error}", name, "unsupported_parameter") from None
+        effort, name = body.reasoning_effort, "reasoning_effort"
+        if effort is None:
+            return given
+        known = variables_of(self.text.chat_template or "")
+        if name in known:
+            return {name: effort} | given
+        if effort != "none":
+            message = f"{name}: this model's chat template knows no degrees of effort; leave it out"
+            raise ApiError(400, message, name, "unsupported_parameter")
+        # A model that cannot think makes no effort as it is.
+        return ({"enable_thinking": False} if "enable_thinking" in known else {}) | given
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -139,7 +173,7 @@ class Api:
 
     def _start(
         self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply,
-        usual: int | None = None,
+        usual: int | None = None, thoughts: bool = False,
     ) -> Job:  # fmt: skip
         """Queues a sequence for every choice: of `limit` tokens, or where the request names none of `usual` or of as
         many as there is room for."""
@@ -152,6 +186,7 @@ class Api:
                     prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
                     sampler=Sampler(self._sampling(body, choice)), stop_strings=stops, top_logprobs=top,
                     stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
+                    thoughts=thoughts,
                 )  # fmt: skip
                 job.prompts.append(index)
                 job.sequences.append(sequence)
@@ -196,14 +231,14 @@ class Api:
 
     async def whole(self, job: Job) -> dict:
         """The complete answer; ApiError if a sequence failed."""
-        texts, tokens, ends = ([empty() for _ in job.sequences] for empty in (str, list, lambda: None))
+        said, ends = [Delta("")] * len(job.sequences), [Finished("")] * len(job.sequences)
         async for index, event in self._events(job):
             if isinstance(event, Delta):
-                texts[index] += event.text
-                tokens[index] += event.tokens
+                one = said[index]
+                said[index] = Delta(one.text + event.text, one.tokens + event.tokens, one.thought + event.thought)
             else:
                 ends[index] = event
-        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(texts, tokens, ends))]
+        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(said, ends))]
         return job.reply.whole(choices, self._usage(job))
 
     async def chunks(self, job: Job, include_usage: bool) -> AsyncIterator[dict]:
@@ -215,9 +250,9 @@ class Api:
                 if opening := reply.opening(index):
                     yield reply.chunk([opening])
             if isinstance(event, Delta):
-                yield reply.chunk([reply.delta(index, event.text, event.tokens)])
+                yield reply.chunk([reply.delta(index, event)])
             else:
-                yield reply.chunk([reply.delta(index, "", (), event)])
+                yield reply.chunk([reply.delta(index, Delta(""), event)])
         if include_usage:
             yield reply.chunk([], self._usage(job))
 

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 
-from castiron.pipelines.generation.sequence import Finished, Sequence, Token
+from castiron.pipelines.generation.sequence import Delta, Finished, Sequence, Token
 from castiron.pipelines.generation.token_bytes import TokenBytes
 
 # What OpenAI calls the ends of a sequence.
@@ -31,6 +31,11 @@ def ending(end: Finished | None) -> dict:
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
 
 
+def _reasoning(thoughts: str) -> dict:
+    """What a message says of its thoughts; the name is vLLM's and DeepSeek's, OpenAI's API shows none."""
+    return {"reasoning_content": thoughts} if thoughts else {}
+
+
 class Reply:
     """Builds the answers to one request; the two kinds differ in the names of things."""
 
@@ -46,7 +51,7 @@ class Reply:
     def chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
-    def choice(self, index: int, text: str, tokens: Collection[Token], end: Finished) -> dict:
+    def choice(self, index: int, said: Delta, end: Finished) -> dict:
         """One whole answer."""
         raise NotImplementedError
 
@@ -54,7 +59,7 @@ class Reply:
         """What a stream begins with, if it has something to say before the first text."""
         return None
 
-    def delta(self, index: int, text: str, tokens: Collection[Token], end: Finished | None = None) -> dict:
+    def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
         """Some more of an answer, or with `end` its end."""
         raise NotImplementedError
 
@@ -62,17 +67,19 @@ class Reply:
 class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, text: str, tokens: Collection[Token], end: Finished) -> dict:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(tokens), **ending(end)}
+    def choice(self, index: int, said: Delta, end: Finished) -> dict:
+        message = {"role": "assistant", "content": said.text, **_reasoning(said.thought), "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs(said.tokens), **ending(end)}
 
     def opening(self, index: int) -> dict:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, **ending(None)}
 
-    def delta(self, index: int, text: str, tokens: Collection[Token], end: Finished | None = None) -> dict:
-        delta = {} if end else {"content": text}
-        logprobs = self._logprobs(tokens) if tokens else None
+    def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
+        delta = _reasoning(more.thought)
+        if more.text or not (end or delta):
+            delta["content"] = more.text
+        logprobs = self._logprobs(more.tokens) if more.tokens else None
         return {"index": index, "delta": delta, "logprobs": logprobs, **ending(end)}
 
     def _logprobs(self, tokens: Collection[Token]) -> dict | None:
@@ -97,14 +104,14 @@ class CompletionReply(Reply):
         super().__init__(model, token_bytes, logprobs)
         self.echoes = echoes
 
-    def choice(self, index: int, text: str, tokens: Collection[Token], end: Finished) -> dict:
-        return self._choice(index, self.echoes[index] + text, tokens, end)
+    def choice(self, index: int, said: Delta, end: Finished) -> dict:
+        return self._choice(index, self.echoes[index] + said.text, said.tokens, end)
 
     def opening(self, index: int) -> dict | None:
         return self._choice(index, self.echoes[index], (), None) if self.echoes[index] else None
 
-    def delta(self, index: int, text: str, tokens: Collection[Token], end: Finished | None = None) -> dict:
-        return self._choice(index, text, tokens, end)
+    def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
+        return self._choice(index, more.text, more.tokens, end)
 
     def _choice(self, index: int, text: str, tokens: Collection[Token], end: Finished | None) -> dict:
         logprobs = None
