@@ -1,8 +1,9 @@
 """Serves a bundle over HTTP with OpenAI's API, several requests at once, and a chat page at /.
 
 Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logprobs, n, stop, seed, penalties,
-logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty and ignore_eos), /tokenize, /detokenize, /health, and
-/metrics for Prometheus.
+logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty, ignore_eos, repetition_stop, which ends a text that goes
+round in a circle, and chat_template_kwargs), /tokenize, /detokenize, /health, and /metrics for Prometheus. A field that
+cannot be honoured is refused with status 400, which names it. What a reasoning model thinks is in reasoning_content.
 
 What a request does not say of temperature, top_p, top_k, min_p and repeat_penalty is as the model's generation_config has
 it, and else as in OpenAI's API; /v1/models shows it under "sampling".

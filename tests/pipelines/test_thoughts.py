@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 from tokenizers import AddedToken, Tokenizer
 
 from castiron.pipelines import cli
@@ -15,8 +17,10 @@ from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.sequence import Sequence, Token
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.pipelines.generation.thoughts import Thought, Thoughts, marks_of
+from castiron.pipelines.serve.app import open_app
 from castiron.vmfb.bundle import open_bundle
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import read_json
@@ -165,19 +169,39 @@ def test_variables_reach_the_template_and_unknown_ones_are_named(text):
         Text(text.tokenizer, TEMPLATE, template_args={"enable_thinkin": False})
 
 
-def test_marks_that_are_special_tokens_are_seen(tmp_path):
-    """A tokenizer leaves special tokens out of its text."""
-    path = toy_text.write(tmp_path / "toy")
+def thinking_bundle(path):
+    """The toy, where the marks are special tokens."""
+    toy_text.write(path)
     manifest = json.loads((path / "manifest.json").read_text())
     data = thinking_tokenizer(True).to_str().encode()
     (path / "tokenizer.json").write_bytes(data)
-    import hashlib
-
     manifest["files"]["tokenizer.json"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    text = load_text(open_bundle(path))
+    return open_bundle(path)
+
+
+def test_marks_that_are_special_tokens_are_seen(tmp_path):
+    """A tokenizer leaves special tokens out of its text."""
+    text = load_text(thinking_bundle(tmp_path / "toy"))
     assert text.marks == THINK and text.decode([1, 0, 3]) == "<think>a</think>"
     assert text.decode([toy_text.EOS]) == "", "the others are still left out"
+
+
+def test_over_http_thoughts_are_reasoning_content_whole_and_streamed(tmp_path, monkeypatch):
+    app = open_app(thinking_bundle(tmp_path / "toy"), threads=1)
+    script = [*ids(app.api.text, "<think>ac</think>eg"), toy_text.EOS]
+    monkeypatch.setattr(Sequence, "_choose", lambda self, *_: Token(script[len(self.tokens)], self._decoded))
+    body = {"messages": [{"role": "user", "content": "h"}], "max_tokens": 9}
+    with TestClient(app) as client:
+        message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("ac", "eg")
+        stream = client.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")
+        deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in stream if event.startswith("data: {")]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "ac"
+        assert "".join(delta.get("content", "") for delta in deltas) == "eg"
+        # What a client completes by itself is text as it is.
+        text = client.post("/v1/completions", json={"prompt": "h", "max_tokens": 9}).json()["choices"][0]["text"]
+        assert text == "<think>ac</think>eg"
 
 
 def test_a_terminal_shows_thoughts_dimmed_and_a_pipe_none():
