@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from castiron.pipelines.generation.generate import Generation as Generation
     from castiron.pipelines.generation.many import Result as Result
     from castiron.pipelines.generation.many import generate_many as generate_many
+    from castiron.pipelines.generation.model_sampling import model_sampling as model_sampling
     from castiron.pipelines.generation.sampling import Sampling as Sampling
     from castiron.pipelines.generation.scheduler import Scheduler as Scheduler
     from castiron.pipelines.generation.sequence import Delta as Delta
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from castiron.pipelines.generation.text import Detokeniser as Detokeniser
     from castiron.pipelines.generation.text import Text as Text
     from castiron.pipelines.generation.text import load_text as load_text
+    from castiron.pipelines.generation.thoughts import Thought as Thought
     from castiron.pipelines.model import Model as Model
     from castiron.pipelines.model import Stream as Stream
     from castiron.pipelines.model import load as load
@@ -61,10 +63,12 @@ _FULL_NAMES = {
     "Stream": "castiron.pipelines.model.Stream",
     "Text": "castiron.pipelines.generation.text.Text",
     "compile": "castiron.pipelines.casting.cast.compile",
+    "Thought": "castiron.pipelines.generation.thoughts.Thought",
     "generate": "castiron.pipelines.generation.generate.Generation",
     "generate_many": "castiron.pipelines.generation.many.generate_many",
     "load": "castiron.pipelines.model.load",
     "load_text": "castiron.pipelines.generation.text.load_text",
+    "model_sampling": "castiron.pipelines.generation.model_sampling.model_sampling",
     "open": "castiron.vmfb.bundle.open_bundle",
     "open_app": "castiron.pipelines.serve.app.open_app",
 }

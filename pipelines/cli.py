@@ -19,9 +19,9 @@ from castiron.pipelines.installing import remedy
 COMMANDS = {
     "compile": "cast a checkpoint into a bundle",
     "tune": "find better tiles for a model's kernels on this machine",
-    "run": "generate text from a bundle",
-    "chat": "talk with a bundle",
-    "serve": "serve a bundle over HTTP with OpenAI's API",
+    "run": "generate text from a bundle or a model",
+    "chat": "talk with a bundle or a model",
+    "serve": "serve a bundle or a model over HTTP with OpenAI's API",
     "pack": "write a bundle as one file",
     "repack": "put a module compiled by hand into a bundle",
     "verify": "compare a bundle's greedy tokens with HF transformers",
@@ -36,10 +36,11 @@ COMMANDS = {
 }
 EPILOG = """\
 MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a file.
+run, chat and serve take either: a MODEL is cast when it is first named, and kept in the cache.
 
 examples:
   castiron compile smollm2-135m-instruct -o build/smollm2-135m-instruct
-  castiron run build/smollm2-135m-instruct -p "Why is the sky blue?"
+  castiron run smollm2-135m-instruct "Why is the sky blue?"
   castiron verify build/smollm2-135m-instruct -n 64
 
 castiron help COMMAND says more. Results go to stdout, everything else to stderr. Exit status: 0 done, 1 failed (one
@@ -50,7 +51,8 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells wrong usage as JSON too, where the command line asks for JSON."""
+    """Tells wrong usage as JSON too, where the command line asks for JSON, and lets the last positional argument, where it
+    takes any number of words, have words behind options too."""
 
     as_json = False
 
@@ -58,6 +60,16 @@ class Parser(argparse.ArgumentParser):
         if self.as_json:
             _print_error("UsageError", message)
         super().error(message)
+
+    def parse_known_args(self, args=None, namespace=None):
+        # argparse gives such an argument up at the first option after the one before it.
+        found, unknown = super().parse_known_args(args, namespace)
+        *_, last = self._get_positional_actions() or [None]
+        if last is not None and last.nargs == argparse.ZERO_OR_MORE:
+            words = [word for word in unknown if not word.startswith("-")]
+            setattr(found, last.dest, [*getattr(found, last.dest), *words])
+            unknown = [word for word in unknown if word.startswith("-")]
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:

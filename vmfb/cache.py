@@ -1,4 +1,4 @@
-"""Where castiron keeps what it can make again, and how much of it there is.
+"""Where castiron keeps what it can make again, and what was typed in chats; and how much of it there is.
 
 `$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`. A cache that cannot be written is said once on
 stderr and fails nothing: what would have been kept is made again.
@@ -22,11 +22,15 @@ from pathlib import Path
 # What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
 KINDS = {
     "models": "checkpoints fetched by name",
+    "bundles": "bundles of models that were named or loaded",
     "compile": "what iree-compile made of modules",
     "unpacked": "files of packed bundles, for IREE's tools",
     "verified": "which bundles were found whole",
     "tuned": "tiles that castiron tune found",
+    "chat": "what was typed in chats",
 }
+# Nobody can make these again, so they go when they are named only.
+PRECIOUS = ("chat",)
 _FILES = {"tuned": "tuned.json"}
 # Hidden entries belong to a process at work, unless they are older: then it was killed.
 ABANDONED_SECONDS = 86400.0

@@ -25,6 +25,8 @@ compile   what iree-compile made of modules; beyond 512 MB what was unused longe
 unpacked  program and weights of packed bundles, for IREE's tools; unused for a week, they make room for others
 verified  which bundles were found whole, so that their files are not hashed each time
 tuned     tiles that castiron tune found; without them compile takes the shipped ones
+bundles   bundles of models that run, chat, serve and castiron.load were given by name or checkpoint
+chat      what was typed in chats, for the arrow keys; cleared when it is named only
 
 --json prints one object: folder, bytes (of all that is listed), kinds (kind, about, files, bytes, newest: when one was
 written or used last, ISO 8601, or null) and cleared (whether they are gone by now).
@@ -33,7 +35,8 @@ written or used last, ISO 8601, or null) and cleared (whether they are gone by n
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "clear"), default="list", help="default: list")
-    parser.add_argument("kinds", nargs="*", type=kind, metavar="KIND", help=f"{', '.join(KINDS)} (default: all)")
+    parser.add_argument("kinds", nargs="*", type=kind, metavar="KIND",
+                        help=f"{', '.join(KINDS)} (default: all; chat is cleared only when named)")  # fmt: skip
     parser.add_argument(
         "--older-than", type=days, metavar="DAYS", help="clear what was neither written nor used for so many days"
     )
@@ -59,7 +62,8 @@ def days(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    kinds, clears = tuple(dict.fromkeys(args.kinds)) or tuple(KINDS), args.action == "clear"
+    clears = args.action == "clear"
+    kinds = tuple(dict.fromkeys(args.kinds)) or tuple(kind for kind in KINDS if not (clears and kind in cache.PRECIOUS))
     if args.older_than is not None and not clears:
         raise PipelineError("--older-than says what to clear: castiron cache clear --older-than DAYS")
     rows = cache.clear(kinds, args.older_than or 0.0) if clears else [row for row in cache.held() if row.kind in kinds]

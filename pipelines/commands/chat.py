@@ -8,11 +8,20 @@ oldest turns are dropped, a quarter of the context at once and with a note; the 
 import argparse
 import sys
 
-from castiron.pipelines.commands.run import add_length_argument, add_sampling_arguments, length_of, sampling_of
+from castiron.pipelines.commands.generating import (
+    add_bundle_argument,
+    add_length_argument,
+    add_sampling_arguments,
+    add_template_argument,
+    length_of,
+    sampling_of,
+    template_args,
+)
 from castiron.pipelines.progress import say
 
 EXAMPLES = '''\
 examples:
+  castiron chat smollm2-135m-instruct
   castiron chat build/model
   castiron chat model.castiron --system "Answer in one sentence." --temperature 0.7 --seed 1
   printf 'What is the capital of France?\\nAnd of Italy?\\n' | castiron chat build/model
@@ -24,39 +33,42 @@ folder ($CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron) 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
+    add_bundle_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    add_template_argument(parser)
     add_length_argument(parser)
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, model_default=True)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep what was typed in other sessions")
     parser.add_argument("--quiet", action="store_true", help="do not print speed and context used after each answer")
 
 
 def main(args: argparse.Namespace) -> int:
+    from castiron.pipelines.casting.named import bundle_of
     from castiron.pipelines.commands.console import Console
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.generation.chat import Chat
+    from castiron.pipelines.generation.model_sampling import in_words
     from castiron.pipelines.generation.text import load_text
     from castiron.pipelines.measuring.memory import warn_of_shortage
-    from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.cache import cache_root
     from castiron.vmfb.session import Session
 
-    sampling, (asked, usual) = sampling_of(args), length_of(args)
-    bundle = open_bundle(args.bundle)
+    asked, usual = length_of(args)
+    bundle = bundle_of(args.bundle)
     warn_of_shortage(bundle.manifest)
-    text = load_text(bundle)
+    sampling = sampling_of(args, bundle.manifest.generation)
+    text = load_text(bundle, template_args(args))
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
     chat = Chat(
         Session(bundle, threads=args.threads), text, sampling=sampling, system=args.system, stops=args.stop,
-        max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram",
+        max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop,
     )  # fmt: skip
     if args.load:
         chat.load(args.load)
     if sys.stdin.isatty():
-        say(f"{bundle.manifest.name}, context {chat.session.context}; /help lists the commands")
+        say(f"{bundle.manifest.name}, context {chat.session.context}, {in_words(sampling)}; /help lists the commands")
     history = None if args.no_history else cache_root() / "chat" / "history.jsonl"
     return Console(chat, quiet=args.quiet, history=history).run()

@@ -10,6 +10,7 @@ from castiron.pipelines.cli import explain
 from castiron.pipelines.commands.lines import Lines, typed_ahead
 from castiron.pipelines.commands.run import rate
 from castiron.pipelines.commands.settings import NAMES, change, settings
+from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.commands.wrapping import Wrapper, columns
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.progress import Progress, say
@@ -131,20 +132,17 @@ class Console:
             except KeyboardInterrupt:
                 stopped, first = True, ""
 
-        def write(text: str) -> None:
-            sys.stdout.write(wrapper.wrap(text, columns(sys.stdout)))
-            sys.stdout.flush()
-
+        spoken = Spoken(wrap=lambda text: wrapper.wrap(text, columns(sys.stdout)))
         try:
             if not stopped:
-                write(first)
+                spoken.write(first)
                 for text in deltas:
-                    write(text)
+                    spoken.write(text)
         except KeyboardInterrupt:
             stopped = True
         finally:
             deltas.close()
-        write("\n")
+        spoken.write("\n")
         if stopped:
             say("stopped")
         if not self.quiet and chat.generation.prefill_seconds:

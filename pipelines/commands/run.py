@@ -1,95 +1,74 @@
-"""Generates text from a bundle: an answer to -p in the model's chat template, streamed to stdout as it comes.
+"""Generates text: an answer to PROMPT in the model's chat template, streamed to stdout as it comes.
 
-Greedy unless --temperature is given. The last line on stderr says how fast it was.
+What is run is a bundle, or a model by its name or checkpoint: it is then cast when it is first named, with the options
+that castiron compile has by default, and kept in the cache. A document on stdin comes after the prompt, with an empty line
+between. What a reasoning model thinks is shown dimmed at a terminal, and is no part of what is piped on.
+Greedy unless --temperature is given, whatever the model's own settings are. The last line on stderr says how fast
+it was.
 """
 
 import argparse
+import codecs
 import itertools
 import json
+import os
+import select
 import sys
 import time
 from pathlib import Path
 
+from castiron.pipelines.commands.generating import (
+    add_bundle_argument,
+    add_length_argument,
+    add_sampling_arguments,
+    add_template_argument,
+    length_of,
+    sampling_of,
+    template_args,
+)
+from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.positions import at_most, room
-from castiron.pipelines.generation.sampling import Sampling
-from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Text, load_text
+from castiron.pipelines.generation.thoughts import Thought
 from castiron.pipelines.measuring.memory import peak_rss_mb, warn_of_shortage
-from castiron.pipelines.progress import Progress
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
+  castiron run smollm2-135m-instruct "Why is the sky blue?"
   castiron run build/model -p "Why is the sky blue?"
+  cat report.txt | castiron run build/model -p "Summarise in three sentences."
   castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --top-p 0.95 --seed 7
   echo "Translate to French: good morning" | castiron run build/model
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
   castiron run build/model -f edit-this-code.txt --speculate ngram
 
---json prints one object: tokens, text (null without a tokenizer), prompt_tokens, finish_reason (stop, length or
-context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
+--json prints one object: tokens, text (null without a tokenizer), thoughts (null without any), prompt_tokens, finish_reason
+(stop, length or context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
 """
-# What an answer may have without -n: long enough for nearly all, and an end for a base model, which has none of its own.
-USUAL_TOKENS = 1024
+STDIN = 0
+# How long nothing may come there before a word is said.
+STDIN_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
+    add_bundle_argument(parser)
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the prompt; several words are joined")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads it from stdin, "
-                        "and so does a pipe without -p")  # fmt: skip
-    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt too; what a pipe or a file on stdin holds comes "
+                        "after it, and is the prompt without one or with -")  # fmt: skip
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, and nothing from stdin")
     prompt.add_argument("--tokens", type=token_ids, metavar="IDS", help="token ids as the prompt: 1,2,3")
     add_length_argument(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text token")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
+    add_template_argument(parser)
     add_sampling_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-
-
-def add_length_argument(parser: argparse.ArgumentParser) -> None:
-    """The option of `length_of`; shared by every command that generates."""
-    parser.add_argument("-n", "--max-tokens", type=int, metavar="N", help="tokens to generate at most (default: "
-                        f"{USUAL_TOKENS}, or fewer near the end of the context; -1: until the model ends or the context "
-                        "is full)")  # fmt: skip
-
-
-def length_of(args: argparse.Namespace) -> tuple[int | None, int | None]:
-    """How many tokens were asked for, and else how many there may be if there is room; None is any number."""
-    if args.max_tokens is None:
-        return None, USUAL_TOKENS
-    if args.max_tokens < 1 and args.max_tokens != -1:
-        raise PipelineError(f"-n is {args.max_tokens}; give 1 or more tokens, or -1 to go on until the model ends")
-    return (None if args.max_tokens == -1 else args.max_tokens), None
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `sampling_of`; shared by every command that generates."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="how freely to draw; 0, the default, "
-                       "is greedy: always the likeliest token")  # fmt: skip
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0, the "
-                       "default, is all")  # fmt: skip
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens whose "
-                       "probabilities add up to P (default: 1)")  # fmt: skip
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens with at least P times the top "
-                       "probability (default: 0)")  # fmt: skip
-    group.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="make the last 64 tokens less likely to "
-                       "come again; 1, the default, turns it off")  # fmt: skip
-    group.add_argument("--seed", type=int, metavar="N", help="draw repeatably: equal seeds give equal text")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be "
-                       "repeated")  # fmt: skip
-    group.add_argument("--speculate", choices=("ngram",), help="check several tokens at once where the text repeats "
-                       "itself: the same greedy tokens, sooner")  # fmt: skip
-
-
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """PipelineError for a value out of its range, or for a stop string that is empty."""
-    StopStrings(args.stop)
-    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.seed)
 
 
 def token_ids(text: str) -> list[int]:
@@ -104,18 +83,24 @@ def token_ids(text: str) -> list[int]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.vmfb.bundle import open_bundle
+    from castiron.pipelines.casting.named import bundle_of
     from castiron.vmfb.session import Session
 
     start = time.perf_counter()
     sampling, (asked, usual) = sampling_of(args), length_of(args)
+    if args.words and not (args.prompt is args.file is args.tokens is None):
+        args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
+    if args.words:
+        args.prompt = " ".join(args.words)
     if args.prompt is args.file is args.tokens is None:
-        if sys.stdin.isatty():
-            raise PipelineError("there is no prompt: give one with -p, -f or --tokens, or use castiron chat")
+        if os.isatty(STDIN):
+            raise PipelineError("there is no prompt: give one as an argument, with -p, -f or --tokens, or use castiron chat")
         args.prompt = "-"
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
-    bundle = open_bundle(args.bundle)
+    if args.template_arg and (args.tokens or args.raw):
+        raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
+    bundle = bundle_of(args.bundle)
     warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)
     session = Session(bundle, threads=args.threads)
@@ -124,24 +109,27 @@ def main(args: argparse.Namespace) -> int:
         generation = Generation(
             session, prompt, max_tokens=asked or at_most(usual, room(session.context, 0, len(prompt))), sampling=sampling,
             stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, stop_strings=args.stop, text=text,
-            speculate=args.speculate == "ngram", progress=lambda done, total: progress("reading the prompt", done / total),
+            speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop, thoughts=not (args.raw or args.tokens),
+            progress=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         told = generation.stream() if text else (f"{token} " for token in generation)
         told = itertools.chain([next(told, "")], told)
     if args.json:
-        words = "".join(told)
+        pieces = list(told)
+        words: str | None = "".join(piece for piece in pieces if not isinstance(piece, Thought))
         if text is None:
             words = load_text(bundle).decode(generation.tokens) if bundle.tokenizer else None
-        print(json.dumps(report(generation, words, load_seconds), ensure_ascii=False))
+        thoughts = "".join(piece for piece in pieces if isinstance(piece, Thought))
+        print(json.dumps(report(generation, words, thoughts or None, load_seconds), ensure_ascii=False))
         return 0
+    spoken, thinking = Spoken(), False
     try:
-        for words in told:
-            sys.stdout.write(words)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        for piece in told:
+            spoken.write(piece)
+        thinking = spoken.thinking
+        spoken.write("\n")
     finally:
-        print(speed(generation, usual), file=sys.stderr)
+        print(speed(generation, usual, thinking), file=sys.stderr)
     return 0
 
 
@@ -152,12 +140,8 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
         if max(args.tokens) >= vocab:
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
         return args.tokens, load_text(bundle) if bundle.tokenizer and (args.stop or not args.json) else None
-    text = load_text(bundle)
-    words = args.prompt
-    if args.file or words == "-":
-        data = Path(args.file).read_bytes() if args.file else sys.stdin.buffer.read()
-        # What is not UTF-8 is refused with the rest, by the tokenizer.
-        words = data.decode("utf-8", "surrogateescape")
+    text = load_text(bundle, template_args(args))
+    words = prompt_words(args)
     if args.raw or text.chat_template is None:
         if args.system:
             raise PipelineError("--system needs a chat template: drop --raw, or take a model that has a template")
@@ -166,16 +150,50 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
     return text.encode_chat([*system, {"role": "user", "content": words}]), text
 
 
+def prompt_words(args: argparse.Namespace) -> str:
+    """The prompt's text: of the command line, of a file, of stdin, or of the first and the last with an empty line between;
+    PipelineError if there is none."""
+    if args.file:
+        words, place = decoded(Path(args.file).read_bytes()), args.file
+    elif args.prompt == "-":
+        words, place = decoded(read_stdin()), "stdin"
+    else:
+        document = "" if os.isatty(STDIN) else decoded(read_stdin())
+        words, place = "\n\n".join(part for part in (args.prompt, document) if part), "the prompt"
+    # Plain text may well be a line break.
+    if not (words if args.raw else words.strip()):
+        raise PipelineError(f"{place} is empty: give the model something to answer")
+    return words
+
+
+def decoded(data: bytes) -> str:
+    """As UTF-8, without the mark that some editors begin a file with; what is not UTF-8 the tokenizer refuses."""
+    return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
+
+
+def read_stdin() -> bytes:
+    """All of it; says so if it does not come, because a pipe that nobody closes would keep the command waiting in silence."""
+    try:
+        if not select.select([STDIN], [], [], STDIN_SECONDS)[0]:
+            say("reading stdin, where nothing comes; end it with Ctrl-D, or give the command < /dev/null")
+        with open(STDIN, "rb", closefd=False) as file:
+            return file.read()
+    except OSError:
+        # Closed: as good as empty.
+        return b""
+
+
 def rate(tokens: int, seconds: float) -> float | None:
     """Tokens per second, if there were any."""
     return tokens / seconds if tokens and seconds else None
 
 
-def report(generation: Generation, text: str | None, load_seconds: float) -> dict:
+def report(generation: Generation, text: str | None, thoughts: str | None, load_seconds: float) -> dict:
     """What --json prints."""
     return {
         "tokens": generation.tokens,
         "text": text,
+        "thoughts": thoughts,
         "prompt_tokens": generation.prompt_tokens,
         "finish_reason": generation.finish_reason,
         "prefill_tok_s": rate(generation.prompt_tokens, generation.prefill_seconds),
@@ -186,8 +204,9 @@ def report(generation: Generation, text: str | None, load_seconds: float) -> dic
     }
 
 
-def speed(generation: Generation, usual: int | None) -> str:
-    """The line that ends an answer: its speed, and why it is no longer; `usual` as `length_of` has it."""
+def speed(generation: Generation, usual: int | None, thinking: bool = False) -> str:
+    """The line that ends an answer: its speed, and why it is no longer; `usual` as `length_of` has it, `thinking` whether
+    it never came to its answer."""
     parts = [f"prompt {generation.prompt_tokens} tokens, first token after {generation.prefill_seconds * 1e3:.0f} ms"]
     if decode := rate(generation.steps, generation.decode_seconds):
         parts.append(f"{len(generation.tokens)} tokens at {decode:.1f} tok/s")
@@ -195,6 +214,10 @@ def speed(generation: Generation, usual: int | None) -> str:
         parts.append(f"{generation.speculator.accepted} of {generation.speculator.proposed} proposed tokens were right")
     if generation.finish_reason == "context":
         parts.append("the context is full")
+    if thinking:
+        parts.append("the answer ended inside its thoughts")
+    if generation.repeated:
+        parts.append("stopped because it said the same over and over: --no-repetition-stop lets it go on")
     parts.append(f"peak memory {peak_rss_mb():.0f} MB")
     if generation.finish_reason == "length" and usual:
         parts.append(f"stopped at {usual} tokens: -n N allows more, -n -1 as many as the context holds")

@@ -1,8 +1,12 @@
 """Serves a bundle over HTTP with OpenAI's API, several requests at once, and a chat page at /.
 
 Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logprobs, n, stop, seed, penalties,
-logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty and ignore_eos), /tokenize, /detokenize, /health, and
-/metrics for Prometheus.
+logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty, ignore_eos, repetition_stop, which ends a text that goes
+round in a circle, and chat_template_kwargs), /tokenize, /detokenize, /health, and /metrics for Prometheus. A field that
+cannot be honoured is refused with status 400, which names it. What a reasoning model thinks is in reasoning_content.
+
+What a request does not say of temperature, top_p, top_k, min_p and repeat_penalty is as the model's generation_config has
+it, and else as in OpenAI's API; /v1/models shows it under "sampling".
 
 A bundle compiled with --batch 4,8 decodes up to 8 sequences at once and reads the weights once for all of them; on one
 without batch functions requests run one after another. What two prompts begin with is computed once, as long as it is
@@ -11,15 +15,17 @@ in the cache.
 
 import argparse
 import os
+import re
 
+from castiron.pipelines.commands.generating import add_bundle_argument
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
 
 EXAMPLES = """\
 examples:
-  castiron compile smollm2-135m-instruct --batch 4,8
+  castiron serve smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
 
@@ -30,7 +36,7 @@ KEY_VARIABLE = "CASTIRON_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="DIR|FILE", help="the bundle, a directory or packed")
+    add_bundle_argument(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen; 0.0.0.0 is everywhere "
                         "(default: 127.0.0.1, this machine alone)")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes any that is free")
@@ -39,8 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="require this key on every path "
                         f"but / and /health; may be repeated; keys in the environment variable {KEY_VARIABLE}, with "
                         "commas between them, stay out of the process list")  # fmt: skip
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for requests that name none "
-                        "(default: 1, as OpenAI's API has it; 0 is greedy)")  # fmt: skip
+    parser.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="let the pages of this origin ask, such "
+                        "as https://example.com, or * for those of every site: with an API key, or where no harm is in "
+                        "it; may be repeated (default: none but this server's own page)")  # fmt: skip
+    parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
+                        "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait for a slot (default: 64)")
@@ -53,28 +62,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.measuring.memory import say_memory, slots_of
-
     # Before the model is loaded, which takes longer than to say that a package is missing.
+    from castiron.pipelines.casting.named import bundle_of
+    from castiron.pipelines.generation.model_sampling import in_words
+    from castiron.pipelines.measuring.memory import say_memory, slots_of
     from castiron.pipelines.serve.api import Limits
     from castiron.pipelines.serve.app import open_app
     from castiron.pipelines.serve.server import listen, serve, url
-    from castiron.vmfb.bundle import open_bundle
 
     check(args)
-    keys, limits = api_keys(args), Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
+    keys, pages = api_keys(args), origins(args)
+    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
     with listen(args.host, args.port) as listening:
-        bundle = open_bundle(args.bundle)
+        bundle = bundle_of(args.bundle)
         say_memory(bundle.manifest, slots_of(bundle.manifest))
         app = open_app(
             bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
-            quiet=args.quiet,
+            quiet=args.quiet, cors=pages,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if slots == 1:
             say("requests run one after another, because this bundle has no batch functions; compile with --batch 4,8 for "
                 "up to 8 at once")  # fmt: skip
-        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context})")
+        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context}; requests "
+            f"that name nothing else: {in_words(api.sampling)})")  # fmt: skip
         serve(app, api.engine, listening, args.grace)
     return 0
 
@@ -83,7 +94,7 @@ def check(args: argparse.Namespace) -> None:
     """PipelineError, before anything is loaded, for numbers out of their ranges."""
     ranges = (
         ("port", 0 <= args.port < 65536, "between 0 and 65535"),
-        ("temperature", 0 <= args.temperature <= 2, "between 0 and 2"),
+        ("temperature", args.temperature is None or 0 <= args.temperature <= 2, "between 0 and 2"),
         ("queue", args.queue >= 0, "0 or more"),
         ("max-body", 0 < args.max_body < float("inf"), "above 0"),
         ("timeout", 0 < args.timeout < float("inf"), "above 0"),
@@ -92,6 +103,14 @@ def check(args: argparse.Namespace) -> None:
     for name, holds, wanted in ranges:
         if not holds:
             raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")
+
+
+def origins(args: argparse.Namespace) -> list[str]:
+    """What --cors gives, as browsers write it; PipelineError for what none would send."""
+    for origin in args.cors:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise PipelineError(f"--cors is {origin!r}; give an origin as browsers send it, such as https://example.com, or *")
+    return [origin.lower() for origin in args.cors]
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:

@@ -12,6 +12,7 @@ from castiron.pipelines.generation.positions import at_most, room, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.thoughts import Thought
 from castiron.vmfb.cache import write_atomically
 
 # Share of the context that is kept free for an answer without --max-tokens when turns have to go.
@@ -40,12 +41,13 @@ class Chat:
         max_tokens: int | None = None,
         usual_tokens: int | None = None,
         speculate: bool = False,
+        repetition_stop: bool = True,
     ):
         """An answer has at most `max_tokens`, for which turns are dropped and without room for which a message is
         refused; without them at most `usual_tokens`, or what room there is; without both it may fill the context."""
         self.session, self.text, self.sampler = session, text, Sampler(sampling)
         self.system, self.stops, self.speculate = system, tuple(stops), speculate
-        self.max_tokens, self.usual_tokens = max_tokens, usual_tokens
+        self.max_tokens, self.usual_tokens, self.repetition_stop = max_tokens, usual_tokens, repetition_stop
         stand(session, 0)
         self.cache = PrefixCache([session])
         self.generation: Generation | None = None
@@ -63,7 +65,8 @@ class Chat:
         self.messages = [*self._head(), *kept]
 
     def answer(self, words: str, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Says `words` and yields the answer's text as it comes; closing it early keeps what was said so far.
+        """Says `words` and yields the answer's text as it comes, what is thought before it as `Thought`; closing it early
+        keeps what was said so far.
 
         `dropped` then tells how many messages had to go for room, `generation` the speed. PipelineError if the words
         alone do not fit in the context; the conversation is then as it was before.
@@ -96,7 +99,7 @@ class Chat:
         self.generation = generation = Generation(
             self.session, prompt[known:], sampler=self.sampler, max_tokens=self._limit(prompt), text=self.text,
             stop_tokens=self.text.eos, stop_strings=self.stops, progress=progress, speculate=self.speculate,
-            history=prompt[:known],
+            history=prompt[:known], repetition_stop=self.repetition_stop, thoughts=True,
         )  # fmt: skip
         return self._speak(generation, messages, known)
 
@@ -104,7 +107,9 @@ class Chat:
         said: list[str] = []
         try:
             for text in generation.stream():
-                said.append(text)
+                # What it thought is not said again to it, as its makers train it.
+                if not isinstance(text, Thought):
+                    said.append(text)
                 yield text
         finally:
             generation.settle()

@@ -3,8 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache, lru_cache
 
 from castiron.pipelines.errors import PipelineError
+
+# What `render` gives a template itself; tools and documents it has none of.
+OWN = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
 
 
 def render(
@@ -21,6 +25,47 @@ def render(
     are. PipelineError if the template is no Jinja or refuses the messages. Source: transformers'
     chat_template_utils._compile_jinja_template, without its tracking of the assistant's tokens.
     """
+    import jinja2
+
+    known = {"tools": None, "documents": None, **(special_tokens or {}), **variables}
+    try:
+        return _compiled(template).render(messages=list(messages), add_generation_prompt=add_generation_prompt, **known)
+    except jinja2.TemplateSyntaxError as error:
+        raise PipelineError(f"the bundle's chat template is not valid Jinja (line {error.lineno}: {error})") from None
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise PipelineError(f"the chat template does not take these messages: {error}") from None
+
+
+def variables_of(template: str) -> list[str]:
+    """The variables that a template reads and `render` does not give it, such as enable_thinking; none of one that is no
+    Jinja."""
+    import jinja2
+    from jinja2 import meta
+
+    environment = _environment()
+    try:
+        found = meta.find_undeclared_variables(environment.parse(template))
+    except jinja2.TemplateSyntaxError:
+        return []
+    return sorted(found - set(OWN) - set(environment.globals))
+
+
+def check_variables(template: str | None, given: Mapping[str, object]) -> None:
+    """PipelineError, which names it, for a variable of `given` that `template` does not read."""
+    known = variables_of(template) if given and template else []
+    for name in given:
+        if name not in known:
+            has = f"; it reads {', '.join(known)}" if known else " nor any other"
+            raise PipelineError(f"the model's chat template does not read {name}{has}")
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str):
+    return _environment().from_string(template)
+
+
+@cache
+def _environment():
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,15 +87,7 @@ def render(
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    known = {"tools": None, "documents": None, **(special_tokens or {}), **variables}
-    try:
-        return environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=add_generation_prompt, **known
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise PipelineError(f"the bundle's chat template is not valid Jinja (line {error.lineno}: {error})") from None
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise PipelineError(f"the chat template does not take these messages: {error}") from None
+    return environment
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

@@ -9,6 +9,7 @@ from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Sequence
 from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.thoughts import Thought
 
 
 class Generation:
@@ -22,11 +23,13 @@ class Generation:
     instead, where `text` is given, up to the first of `stop_strings`. `sampling` is greedy unless it says otherwise; a
     `sampler` goes on with the random numbers of an earlier generation. `progress` gets (tokens done, tokens in all) of the
     prompt. `speculate` checks several proposed tokens at once where the text repeats itself: the same tokens, sooner.
-    `history`: the tokens that stand in the session already, for the repeat penalty and for proposals. PipelineError at once if
-    the prompt is empty, if prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy;
-    nothing has run then. PipelineError, too, once something else has moved the session meanwhile.
+    `history`: the tokens that stand in the session already, for the repeat penalty and for proposals. `repetition_stop` ends a
+    text that goes round in a circle; `repeated` then tells so. With `thoughts` those pieces of `stream` that a reasoning model
+    thinks before it answers are `Thought`, without the marks around them. PipelineError at once if the prompt is empty, if
+    prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy; nothing has run then.
+    PipelineError, too, once something else has moved the session meanwhile.
 
-    While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token or string), "length"
+    While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token or string, or a circle), "length"
     (max_tokens) or "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent on the
     first token and on the `steps` after it, without what the caller does between them.
     """
@@ -45,6 +48,8 @@ class Generation:
         progress: Callable[[int, int], None] | None = None,
         speculate: bool = False,
         history: Collection[int] = (),
+        repetition_stop: bool = False,
+        thoughts: bool = False,
     ):
         self.session = session
         self.prompt = list(prompt)
@@ -52,6 +57,7 @@ class Generation:
             self.prompt, session.context, position=session.position, max_tokens=max_tokens, text=text,
             sampler=sampler or Sampler(sampling), stop_strings=stop_strings, history=history,
             stop_tokens=session.manifest.tokens.eos if stop_tokens is None else stop_tokens,
+            repetition_stop=repetition_stop, thoughts=thoughts,
         )  # fmt: skip
         self.speculator = self._speculator([*history, *self.prompt]) if speculate else None
         self.progress = progress
@@ -71,6 +77,11 @@ class Generation:
     def finish_reason(self) -> str | None:
         return self.sequence.finish_reason
 
+    @property
+    def repeated(self) -> bool:
+        """Whether it ended because the text went round in a circle."""
+        return self.sequence.repeated
+
     def __iter__(self):
         return self
 
@@ -86,6 +97,8 @@ class Generation:
         """The rest as text, as soon as it is certain: never in the middle of a character or of a stop string."""
         while self.finish_reason is None:
             for event in self._advance():
+                if isinstance(event, Delta) and event.thought:
+                    yield Thought(event.thought)
                 if isinstance(event, Delta) and event.text:
                     yield event.text
 

@@ -12,9 +12,11 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import check_room
+from castiron.pipelines.generation.repetition import Repetition
 from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, log_probabilities
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Detokeniser, Text
+from castiron.pipelines.generation.thoughts import Thought
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,23 @@ class Token:
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that is certain, and the tokens that it came from; of a sequence without a tokenizer its tokens alone."""
+    """Text that is certain, and the tokens that it came from; of a sequence without a tokenizer its tokens alone.
+
+    `thought` is what the model thought before it said `text`, where a sequence tells them apart.
+    """
 
     text: str
     tokens: tuple[Token, ...] = ()
+    thought: str = ""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end: "stop" (a stop token or a stop string), "length" (max_tokens) or "context" (no position is left)."""
+    """The end: "stop" (a stop token, a stop string, or as `repeated` tells a text that went round in a circle), "length"
+    (max_tokens) or "context" (no position is left)."""
 
     reason: str
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,14 @@ class Sequence:
         stop_strings: str | Iterable[str] = (),
         top_logprobs: int | None = None,
         history: Collection[int] = (),
+        repetition_stop: bool = False,
+        thoughts: bool = False,
     ):
         """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop or the
         end of the context. stop_tokens None are those of the model that runs it. Without `text` there are tokens alone, and no
         stop strings. top_logprobs None tells no log-probabilities, N >= 0 those of the token and of the N likeliest.
+        `repetition_stop` ends a text that repeats one cycle of tokens over and over (`generation.repetition`). `thoughts` tells
+        what a reasoning model thinks apart from its answer.
 
         PipelineError if the prompt is empty, if it and max_tokens do not fit in the context, or for stop strings that
         cannot be looked for.
@@ -98,10 +110,14 @@ class Sequence:
         self.cached = 0
         # How often the scheduler read another sequence's prompt first.
         self.passed_over = 0
+        self._repetition = Repetition() if repetition_stop else None
+        # Whether the text ended because it went round in a circle.
+        self.repeated = False
         self._recent = [*history, *prompt][-REPEAT_WINDOW:]
         self._counts: Counter[int] = Counter()
         self.text = text
         self._detokeniser = text and Detokeniser(text)
+        self._thoughts = text.thoughts(self._recent) if text and thoughts else None
         self._stops = StopStrings((stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings))
         if self._stops.strings and text is None:
             raise PipelineError("stop strings (--stop) need a tokenizer, and there is none")
@@ -120,6 +136,9 @@ class Sequence:
         self.tokens.append(token.id)
         self._waiting.append(token)
         events = self._release(self._detokeniser.add(token.id) if self._detokeniser else None)
+        if self._repetition and self._repetition.add(token.id) and not self._stops.stopped:
+            self.repeated = True
+            return events + self._finish("stop")
         if self._stops.stopped or len(self.tokens) == self.limit:
             return events + self._finish(self.limit_reason)
         return events
@@ -147,13 +166,18 @@ class Sequence:
         self._told += len(certain)
         # Tokens whose text is held back, or was cut off by a stop string, are not told.
         whole = rest and not self._stops.stopped
-        if not certain and not whole:
+        if not certain and not whole and not rest:
             return []
         told = tuple(token for token in self._waiting if whole or token.offset < self._told)
         self._waiting = self._waiting[len(told) :]
-        return [Delta(certain, told)] if certain or told else []
+        delta = Delta(certain, told)
+        if self._thoughts:
+            pieces = self._thoughts.add(certain) + (self._thoughts.finish() if rest else [])
+            thought = "".join(piece for piece in pieces if isinstance(piece, Thought))
+            delta = Delta("".join(piece for piece in pieces if not isinstance(piece, Thought)), told, thought)
+        return [delta] if delta.text or delta.thought or told else []
 
     def _finish(self, reason: str) -> list[Event]:
         events = self._release(self._detokeniser.finish() if self._detokeniser else None, rest=True)
         self.finish_reason = "stop" if self._stops.stopped else reason
-        return [*events, Finished(self.finish_reason)]
+        return [*events, Finished(self.finish_reason, self.repeated)]

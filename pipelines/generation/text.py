@@ -1,23 +1,39 @@
 """Between text and token ids: a bundle's tokenizer, and detokenising as the tokens come."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.chat_template import render
+from castiron.pipelines.generation.chat_template import check_variables, render
+from castiron.pipelines.generation.thoughts import Thoughts, marks_of
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 REPLACEMENT = "\ufffd"
+# Tokens at the end of a prompt in which a mark that begins thoughts may stand.
+PROMPT_END = 16
 
 
 class Text:
     """The tokenizer and the chat template of a bundle."""
 
-    def __init__(self, tokenizer, chat_template: str | None = None, bos: int | None = None, eos: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer,
+        chat_template: str | None = None,
+        bos: int | None = None,
+        eos: Sequence[int] = (),
+        template_args: Mapping[str, object] | None = None,
+    ):
+        """`template_args`: values for variables of the template, unless a call gives others; PipelineError for one that
+        the template does not read."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.bos = bos
         self.eos = tuple(eos)
+        self.template_args = dict(template_args or {})
+        check_variables(chat_template, self.template_args)
+        self.marks = marks_of(chat_template or "", (str(t.content) for t in tokenizer.get_added_tokens_decoder().values()))
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text; with a BOS where the model's tokenizer puts one."""
@@ -25,19 +41,30 @@ class Text:
 
     def encode_chat(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, **variables) -> list[int]:
         """The ids of `messages` ({"role", "content"} each) in the chat template; PipelineError if there is none."""
+        # The template has written the special tokens itself.
+        return self._encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables), False)
+
+    def render_chat(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, **variables) -> str:
+        """The text whose ids `encode_chat` gives."""
         if self.chat_template is None:
             raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
         names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
         special = {name: self.tokenizer.id_to_token(index) for name, index in names.items() if index is not None}
-        text = render(
+        return render(
             self.chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
             special_tokens=special,
-            **variables,
+            **(self.template_args | variables),
         )
-        # The template has written the special tokens itself.
-        return self._encode(text, False)
+
+    def thoughts(self, prompt: Sequence[int]) -> Thoughts | None:
+        """What tells the model's thoughts from its answer after `prompt`, whose end may have begun them; None for a model
+        that has no marks for them."""
+        if not self.marks:
+            return None
+        # A mark is a few tokens at most.
+        return Thoughts(self.marks, self.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -52,19 +79,29 @@ class Text:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def load_text(bundle: Bundle | Path | str) -> Text:
-    """The tokenizer of a bundle, or of the one at a path; PipelineError if it has none or if its file is not a tokenizer."""
+def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None) -> Text:
+    """The tokenizer of a bundle, or of the one at a path; PipelineError if it has none or if its file is not a tokenizer, or
+    as `Text` says."""
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
     from tokenizers import Tokenizer
 
+    data = bundle.tokenizer.read_bytes()
     try:
-        tokenizer = Tokenizer.from_buffer(bundle.tokenizer.read_bytes())
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises Exception itself
         raise PipelineError(f"{bundle.tokenizer} is not a tokenizer: {error}") from None
+    special = {str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    hidden = {mark for pair in marks_of(bundle.chat_template or "", special) for mark in pair if mark in special}
+    if hidden:
+        # Special tokens are left out of the text, and these must be seen.
+        described = json.loads(data)
+        for token in described["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in hidden
+        tokenizer = Tokenizer.from_str(json.dumps(described))
     tokens = bundle.manifest.tokens
-    return Text(tokenizer, bundle.chat_template, tokens.bos, tokens.eos)
+    return Text(tokenizer, bundle.chat_template, tokens.bos, tokens.eos, template_args)
 
 
 class Detokeniser:

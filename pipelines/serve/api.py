@@ -1,18 +1,25 @@
 """Requests for completions into sequences, and what the sequences tell into answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.chat_template import check_variables, variables_of
 from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.model_sampling import model_sampling
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finished, Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.replies import FINISH_REASONS, ChatReply, CompletionReply, Reply, usage
+from castiron.pipelines.serve.messages import check_noticed
+from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
+from castiron.vmfb.manifest import Manifest
 
 # OpenAI's defaults.
 TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
@@ -21,11 +28,11 @@ TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
 @dataclass(frozen=True)
 class Limits:
     """seconds: of one request, from its arrival to its end. body_bytes: of what it sends. temperature: of requests that
-    name none."""
+    name none, None for the model's own."""
 
     seconds: float = 600.0
     body_bytes: int = 4_000_000
-    temperature: float = TEMPERATURE
+    temperature: float | None = None
 
 
 @dataclass
@@ -58,10 +65,14 @@ class Job:
 class Api:
     """What the endpoints do, apart from HTTP."""
 
-    def __init__(self, engine: Engine, text: Text, names: list[str], context: int, vocab: int, limits: Limits):
-        """`names[0]` is the model's name; the others are taken for it too."""
+    def __init__(self, engine: Engine, text: Text, names: list[str], manifest: Manifest, limits: Limits):
+        """`names[0]` is the model's name; the others are taken for it too. PipelineError for a generation_config that
+        cannot be used."""
         self.engine, self.text, self.names, self.limits = engine, text, tuple(names), limits
-        self.context, self.vocab = context, vocab
+        self.context, self.vocab = manifest.context, manifest.vocab
+        self.sampling = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
+        if limits.temperature is not None:
+            self.sampling = replace(self.sampling, temperature=limits.temperature)
         self.token_bytes = TokenBytes(text)
 
     def check_model(self, name: str | None) -> None:
@@ -72,13 +83,13 @@ class Api:
 
     async def chat(self, body: ChatRequest) -> Job:
         """Starts a chat completion."""
-        prompt = await self.render(body.messages)
+        prompt = await self.render(body.messages, self._template_args(body))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
         top = (body.top_logprobs or 0) if body.logprobs else None
         reply = ChatReply(self.names[0], self.token_bytes, top is not None)
-        return self._start(body, [prompt], "messages", limit, top, reply)
+        return self._start(body, [prompt], "messages", limit, top, reply, thoughts=True)
 
     async def complete(self, body: CompletionRequest) -> Job:
         """Starts a completion of every prompt of the request."""
@@ -102,6 +113,9 @@ class Api:
         if sum(part is not None for part in given) != 1:
             raise ApiError(400, "give one of content, prompt and messages", "content", "invalid_value")
         if body.messages is not None:
+            if body.add_special is not None or body.add_special_tokens is not None:
+                message = "the chat template of messages says itself where special tokens are; leave add_special out"
+                raise ApiError(400, message, "add_special", "invalid_value")
             return await self.render(body.messages)
         text = body.content if body.content is not None else body.prompt
         if body.add_special or body.add_special_tokens:
@@ -114,11 +128,37 @@ class Api:
         self._check_ids(tokens, "tokens")
         return await _on_the_side(self.text.tokenizer.decode, tokens, False)
 
-    async def render(self, messages: list[Message]) -> list[int]:
-        """The ids of messages in the chat template."""
+    async def render(self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
+        """The ids of messages in the chat template; ApiError for what the template would ignore."""
         if self.text.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
-        return await _on_the_side(self.text.encode_chat, [message.plain() for message in messages])
+        plain = [message.plain() for message in messages]
+
+        def encode() -> list[int]:
+            check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
+            return self.text.encode_chat(plain, **template_args)
+
+        return await _on_the_side(encode)
+
+    def _template_args(self, body: ChatRequest) -> dict[str, Any]:
+        """Variables of the chat template, from chat_template_kwargs and reasoning_effort; ApiError for one that it does not
+        read."""
+        given, name = dict(body.chat_template_kwargs or {}), "chat_template_kwargs"
+        try:
+            check_variables(self.text.chat_template, given)
+        except PipelineError as error:
+            raise ApiError(400, f"{name}: {error}", name, "unsupported_parameter") from None
+        effort, name = body.reasoning_effort, "reasoning_effort"
+        if effort is None:
+            return given
+        known = variables_of(self.text.chat_template or "")
+        if name in known:
+            return {name: effort} | given
+        if effort != "none":
+            message = f"{name}: this model's chat template knows no degrees of effort; leave it out"
+            raise ApiError(400, message, name, "unsupported_parameter")
+        # A model that cannot think makes no effort as it is.
+        return ({"enable_thinking": False} if "enable_thinking" in known else {}) | given
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -133,7 +173,7 @@ class Api:
 
     def _start(
         self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply,
-        usual: int | None = None,
+        usual: int | None = None, thoughts: bool = False,
     ) -> Job:  # fmt: skip
         """Queues a sequence for every choice: of `limit` tokens, or where the request names none of `usual` or of as
         many as there is room for."""
@@ -145,7 +185,8 @@ class Api:
                 sequence = Sequence(
                     prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
                     sampler=Sampler(self._sampling(body, choice)), stop_strings=stops, top_logprobs=top,
-                    stop_tokens=() if body.ignore_eos else self.text.eos,
+                    stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
+                    thoughts=thoughts,
                 )  # fmt: skip
                 job.prompts.append(index)
                 job.sequences.append(sequence)
@@ -168,14 +209,15 @@ class Api:
         return free
 
     def _sampling(self, body: Generating, choice: int) -> Sampling:
-        temperature = self.limits.temperature if body.temperature is None else body.temperature
-        repeat = body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty
-        # Choices of one request differ, and each is repeatable.
-        seed = None if body.seed is None else (body.seed + choice) % 2**64
-        top_p = 1.0 if body.top_p is None else body.top_p
-        return Sampling(
-            temperature, body.top_k or 0, top_p, body.min_p or 0.0, 1.0 if repeat is None else repeat, seed,
-            body.frequency_penalty or 0.0, body.presence_penalty or 0.0, self._bias(body.logit_bias or {}),
+        own, repeat = self.sampling, body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty
+        given = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p, "min_p": body.min_p,
+                 "repeat_penalty": repeat}  # fmt: skip
+        return replace(
+            own, **{name: value for name, value in given.items() if value is not None},
+            # Choices of one request differ, and each is repeatable.
+            seed=None if body.seed is None else (body.seed + choice) % 2**64,
+            frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
+            logit_bias=self._bias(body.logit_bias or {}),
         )  # fmt: skip
 
     def _bias(self, given: dict[str, float]) -> dict[int, float]:
@@ -189,14 +231,14 @@ class Api:
 
     async def whole(self, job: Job) -> dict:
         """The complete answer; ApiError if a sequence failed."""
-        texts, tokens, reasons = ([empty() for _ in job.sequences] for empty in (str, list, str))
+        said, ends = [Delta("")] * len(job.sequences), [Finished("")] * len(job.sequences)
         async for index, event in self._events(job):
             if isinstance(event, Delta):
-                texts[index] += event.text
-                tokens[index] += event.tokens
+                one = said[index]
+                said[index] = Delta(one.text + event.text, one.tokens + event.tokens, one.thought + event.thought)
             else:
-                reasons[index] = FINISH_REASONS[event.reason]
-        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(texts, tokens, reasons))]
+                ends[index] = event
+        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(said, ends))]
         return job.reply.whole(choices, self._usage(job))
 
     async def chunks(self, job: Job, include_usage: bool) -> AsyncIterator[dict]:
@@ -208,9 +250,9 @@ class Api:
                 if opening := reply.opening(index):
                     yield reply.chunk([opening])
             if isinstance(event, Delta):
-                yield reply.chunk([reply.delta(index, event.text, event.tokens)])
+                yield reply.chunk([reply.delta(index, event)])
             else:
-                yield reply.chunk([reply.delta(index, "", (), FINISH_REASONS[event.reason])])
+                yield reply.chunk([reply.delta(index, Delta(""), event)])
         if include_usage:
             yield reply.chunk([], self._usage(job))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.model_sampling import settings
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
@@ -56,12 +58,14 @@ def open_app(
     api_keys: Sequence[str] = (),
     limits: Limits = Limits(),
     quiet: bool = True,
+    cors: Sequence[str] = (),
 ) -> Front:
     """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
-    directory's is taken for it too. Without `quiet` each request is a line on stderr. Its lifespan starts and stops the
-    thread that runs the model, so that it serves once. PipelineError for a bundle without a tokenizer.
+    directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. Without `quiet` each request is a
+    line on stderr. Its lifespan starts and stops the thread that runs the model, so that it serves once. PipelineError for
+    a bundle without a tokenizer.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     if bundle.tokenizer is None:
@@ -70,11 +74,11 @@ def open_app(
     scheduler = Scheduler(bundle, threads, metrics)
     metrics.watch(scheduler)
     names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
-    api = Api(Engine(scheduler, queue), text, names, manifest.context, manifest.vocab, limits)
-    return create_app(api, metrics, api_keys=api_keys, quiet=quiet)
+    api = Api(Engine(scheduler, queue), text, names, manifest, limits)
+    return create_app(api, metrics, api_keys=api_keys, quiet=quiet, cors=cors)
 
 
-def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool) -> Front:
+def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool, cors: Sequence[str] = ()) -> Front:
     """The routes of `api`, behind what happens to every request."""
     started = int(time.time())
     page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
@@ -101,7 +105,10 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bo
         return JSONResponse({"content": await api.detokenize(body.tokens)})
 
     def described(name: str) -> dict:
-        return {"id": name, "object": "model", "created": started, "owned_by": "castiron", "context_length": api.context}
+        return {
+            "id": name, "object": "model", "created": started, "owned_by": "castiron", "context_length": api.context,
+            "sampling": settings(api.sampling),
+        }  # fmt: skip
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [described(api.names[0])]})
@@ -151,15 +158,28 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bo
         Exception: lambda *_: _refusal(ApiError(500, "the server failed on this request; other requests are not affected")),
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    return Front(app, api, metrics, {route.path for route in routes}, api_keys, quiet)
+    return Front(app, api, metrics, {route.path for route in routes}, api_keys, quiet, cors)
 
 
 class Front:
     """What happens to every request, whatever its route: the key is asked for, the answer counted and logged."""
 
-    def __init__(self, app: ASGIApp, api: Api, metrics: Metrics, paths: set[str], api_keys: Sequence[str], quiet: bool):
+    def __init__(
+        self, app: ASGIApp, api: Api, metrics: Metrics, paths: set[str], api_keys: Sequence[str], quiet: bool,
+        cors: Sequence[str] = (),
+    ):  # fmt: skip
         self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
         self.api_keys = [key.encode() for key in api_keys]
+        # Browsers ask for leave without the key, and want to read a refusal too.
+        self.answer: ASGIApp = self._with_key
+        if cors:
+            self.answer = CORSMiddleware(
+                self._with_key,
+                allow_origins=cors,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                allow_private_network=True,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -174,11 +194,7 @@ class Front:
             await send(message)
 
         try:
-            if self._may(scope):
-                await self.app(scope, receive, sent)
-            else:
-                message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
-                await _refusal(ApiError(401, message, code="invalid_api_key"))(scope, receive, sent)
+            await self.answer(scope, receive, sent)
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.requests_total.add(1, path, str(state["status"]))
@@ -186,6 +202,13 @@ class Front:
                 job: Job | None = state.get("job")
                 words = f"{scope['method']} {scope['path']!a} {state['status']}"
                 say(f"{words}: {job.summary}" if job else words)
+
+    async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._may(scope):
+            await self.app(scope, receive, send)
+        else:
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            await _refusal(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
 
     def _may(self, scope: Scope) -> bool:
         if not self.api_keys or scope["path"] in OPEN_PATHS:
@@ -198,11 +221,12 @@ class Front:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """The body of a request; ApiError if it is no JSON by its own word, too large or too slow."""
+    """The body of a request; ApiError if a browser's is no JSON by its own word, if it is too large or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Also what keeps other sites' pages from asking in the name of whoever looks at them.
-        raise ApiError(415, "send JSON with the header 'Content-Type: application/json'")
+    if kind != "application/json" and "origin" in request.headers:
+        # Other types a browser sends without asking first, in the name of whoever looks at another site's page; it says
+        # then where that page is from. Everyone else need not name the only type there is.
+        raise ApiError(415, "from a web page, send JSON with the header 'Content-Type: application/json'")
     length = request.headers.get("content-length", "0")
     too_large = ApiError(413, f"the body of this request is larger than {limit} bytes", code="body_too_large")
     if length.isdigit() and int(length[:20]) > limit:

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 
-from castiron.pipelines.generation.sequence import Sequence, Token
+from castiron.pipelines.generation.sequence import Delta, Finished, Sequence, Token
 from castiron.pipelines.generation.token_bytes import TokenBytes
 
 # What OpenAI calls the ends of a sequence.
@@ -25,6 +25,17 @@ def usage(choices: list[tuple[int, Sequence]]) -> dict:
     }
 
 
+def ending(end: Finished | None) -> dict:
+    """What a choice says of its end; "stop_reason" is castiron's, for a text that went round in a circle."""
+    found = {"finish_reason": end and FINISH_REASONS[end.reason]}
+    return found | {"stop_reason": "repetition"} if end and end.repeated else found
+
+
+def _reasoning(thoughts: str) -> dict:
+    """What a message says of its thoughts; the name is vLLM's and DeepSeek's, OpenAI's API shows none."""
+    return {"reasoning_content": thoughts} if thoughts else {}
+
+
 class Reply:
     """Builds the answers to one request; the two kinds differ in the names of things."""
 
@@ -40,7 +51,7 @@ class Reply:
     def chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
-    def choice(self, index: int, text: str, tokens: Collection[Token], reason: str) -> dict:
+    def choice(self, index: int, said: Delta, end: Finished) -> dict:
         """One whole answer."""
         raise NotImplementedError
 
@@ -48,26 +59,28 @@ class Reply:
         """What a stream begins with, if it has something to say before the first text."""
         return None
 
-    def delta(self, index: int, text: str, tokens: Collection[Token], reason: str | None = None) -> dict:
-        """Some more of an answer, or with `reason` its end."""
+    def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
+        """Some more of an answer, or with `end` its end."""
         raise NotImplementedError
 
 
 class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, text: str, tokens: Collection[Token], reason: str) -> dict:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(tokens), "finish_reason": reason}
+    def choice(self, index: int, said: Delta, end: Finished) -> dict:
+        message = {"role": "assistant", "content": said.text, **_reasoning(said.thought), "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs(said.tokens), **ending(end)}
 
     def opening(self, index: int) -> dict:
         delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": delta, "logprobs": None, **ending(None)}
 
-    def delta(self, index: int, text: str, tokens: Collection[Token], reason: str | None = None) -> dict:
-        delta = {} if reason else {"content": text}
-        logprobs = self._logprobs(tokens) if tokens else None
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
+        delta = _reasoning(more.thought)
+        if more.text or not (end or delta):
+            delta["content"] = more.text
+        logprobs = self._logprobs(more.tokens) if more.tokens else None
+        return {"index": index, "delta": delta, "logprobs": logprobs, **ending(end)}
 
     def _logprobs(self, tokens: Collection[Token]) -> dict | None:
         if not self.logprobs:
@@ -91,18 +104,18 @@ class CompletionReply(Reply):
         super().__init__(model, token_bytes, logprobs)
         self.echoes = echoes
 
-    def choice(self, index: int, text: str, tokens: Collection[Token], reason: str) -> dict:
-        return self._choice(index, self.echoes[index] + text, tokens, reason)
+    def choice(self, index: int, said: Delta, end: Finished) -> dict:
+        return self._choice(index, self.echoes[index] + said.text, said.tokens, end)
 
     def opening(self, index: int) -> dict | None:
         return self._choice(index, self.echoes[index], (), None) if self.echoes[index] else None
 
-    def delta(self, index: int, text: str, tokens: Collection[Token], reason: str | None = None) -> dict:
-        return self._choice(index, text, tokens, reason)
+    def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
+        return self._choice(index, more.text, more.tokens, end)
 
-    def _choice(self, index: int, text: str, tokens: Collection[Token], reason: str | None) -> dict:
+    def _choice(self, index: int, text: str, tokens: Collection[Token], end: Finished | None) -> dict:
         logprobs = None
-        if self.logprobs and (tokens or reason is not None):
+        if self.logprobs and (tokens or end is not None):
             before = len(self.echoes[index])
             logprobs = {
                 "tokens": [self.token_bytes.text(token.id) for token in tokens],
@@ -110,7 +123,7 @@ class CompletionReply(Reply):
                 "top_logprobs": [self._top((*token.top, (token.id, token.logprob))) for token in tokens],
                 "text_offset": [before + token.offset for token in tokens],
             }
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": logprobs, **ending(end)}
 
     def _top(self, tokens: Iterable[tuple[int, float]]) -> dict[str, float]:
         """The likeliest tokens and the chosen one, by their text; of equal texts the first, which is likeliest, counts."""

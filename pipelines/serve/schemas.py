@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI's API reference has them, and what castiron takes besides.
 
-Fields of OpenAI's that change nothing here are taken and ignored; those that would change the answer in a way that a
-bundle cannot are refused unless they ask for nothing; any other field is refused by its name.
+A field is honoured, or refused by its name unless it asks for nothing; what only names the request or the customer is
+taken and changes nothing.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,8 +30,8 @@ class StreamOptions(Body):
 
 
 class Generating(Body):
-    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty) and ignore_eos are
-    castiron's."""
+    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop and
+    ignore_eos are castiron's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -50,6 +50,7 @@ class Generating(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
+    repetition_stop: bool | None = None
     user: str | None = None
 
 
@@ -81,19 +82,21 @@ class ChatRequest(Generating):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    # Variables of the chat template, as vLLM and llama.cpp have them.
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     # What only names the request or the customer.
-    metadata: Any = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # What a bundle cannot do, unless it asks for nothing; see REFUSED.
     store: Any = None
     service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
-    # What would need another kind of model.
+    parallel_tool_calls: bool | None = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -142,7 +145,16 @@ REFUSED: dict[str, tuple] = {
     "tools": (None, []), "functions": (None, []), "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"), "response_format": (None, {"type": "text"}), "audio": (None,),
     "modalities": (None, ["text"]), "moderation": (None,), "web_search_options": (None,), "suffix": (None, ""),
+    "store": (None, False), "service_tier": (None, "auto", "default"), "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None, "in-memory", "in_memory"), "prediction": (None,), "verbosity": (None, "medium"),
 }  # fmt: skip
+
+# Two names of one thing; who gives both must mean the same.
+SAME = (
+    ("repeat_penalty", "repetition_penalty"),
+    ("max_completion_tokens", "max_tokens"),
+    ("add_special", "add_special_tokens"),
+)
 
 # What a field that may be one of several things may be.
 WANTED = {
@@ -158,8 +170,19 @@ def read(kind: type[Model], data: bytes) -> Model:
         body = kind.model_validate_json(data)
     except ValidationError as error:
         raise _bad(error.errors(include_url=False, include_context=False)) from None
-    for name, nothing in REFUSED.items():
-        if getattr(body, name, None) not in nothing:
+    given = {name: value for name in type(body).model_fields if (value := getattr(body, name)) is not None}
+    for name in given.keys() & REFUSED.keys():
+        # In Python 0 is False.
+        if not any(given[name] == nothing and type(given[name]) is type(nothing) for nothing in REFUSED[name]):
+            raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+    for name, other in SAME:
+        if name in given and given[name] != given.get(other, given[name]):
+            raise ApiError(400, f"{name} and {other} say different things; give one of them", name, "invalid_value")
+    if (options := given.get("stream_options")) is not None:
+        if not given.get("stream"):
+            raise ApiError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
+        if options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
             raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
     return body
 

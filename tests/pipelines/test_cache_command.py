@@ -87,3 +87,12 @@ def test_a_command_of_the_docs_works(line, capsys):
 
 def test_the_docs_have_commands():
     assert {"cache", "cache clear"} <= set(COMMANDS)
+
+
+def test_what_was_typed_is_cleared_only_by_name(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    history = tmp_path / "cache" / "chat" / "history.jsonl"
+    history.parent.mkdir(parents=True)
+    history.write_text('"hi"\n')
+    assert cli.main(["cache", "clear"]) == 0 and history.exists()
+    assert cli.main(["cache", "clear", "chat"]) == 0 and not history.exists()

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from castiron.pipelines import cli
+from castiron.pipelines.commands import generating
 from castiron.pipelines.commands import run as run_command
 from tests.pipelines import toy_text
 from tests.pipelines.toy_text import CONTEXT, EOS, read_json
@@ -54,7 +55,7 @@ def test_json_is_one_object_with_the_tokens(bundle, bare_bundle, capsys):
     with_text, bare = found
     assert with_text["tokens"] == bare["tokens"] and len(bare["tokens"]) == 6
     assert bare["text"] is None and with_text["text"] == toy_text.tokenizer().decode(bare["tokens"])
-    assert set(bare) == {"tokens", "text", "prompt_tokens", "finish_reason", "prefill_tok_s", "decode_tok_s", "ttft_ms",
+    assert set(bare) == {"tokens", "text", "thoughts", "prompt_tokens", "finish_reason", "prefill_tok_s", "decode_tok_s", "ttft_ms",
                          "load_s", "peak_rss_mb"}  # fmt: skip
     assert bare["prompt_tokens"] == 3 and bare["finish_reason"] == "length" and bare["decode_tok_s"] > 0
 
@@ -72,7 +73,7 @@ def test_eos_ends_the_text_unless_ignored(bundle, capsys):
 
 def test_without_a_number_an_answer_has_a_usual_length(bundle, monkeypatch, capsys):
     """Which gives way to the end of the context; -n -1 knows only that."""
-    monkeypatch.setattr(run_command, "USUAL_TOKENS", 5)
+    monkeypatch.setattr(generating, "USUAL_TOKENS", 5)
 
     def run(*more):
         assert cli.main(["run", bundle, "--tokens", ",".join(["1"] * 10), "--ignore-eos", *more]) == 0
@@ -84,7 +85,7 @@ def test_without_a_number_an_answer_has_a_usual_length(bundle, monkeypatch, caps
     assert len(result["tokens"]) == 5 and result["finish_reason"] == "length"
     assert "stopped at" not in run("-n", "5").err
     for more, usual in ((["-n", "-1"], 5), ([], 16)):
-        monkeypatch.setattr(run_command, "USUAL_TOKENS", usual)
+        monkeypatch.setattr(generating, "USUAL_TOKENS", usual)
         result = read_json(run("--json", *more).out)
         assert len(result["tokens"]) == CONTEXT - 10 + 1 and result["finish_reason"] == "context"
         assert "the context is full" in run(*more).err
@@ -99,8 +100,8 @@ def test_the_usual_length_is_said_in_the_help(capsys):
 
 def test_the_prompt_comes_from_an_option_a_file_or_stdin(bundle, tmp_path):
     (tmp_path / "prompt").write_text("abc", encoding="utf-8")
-    ways = (["-p", "abc"], ["-f", str(tmp_path / "prompt")], ["-p", "-"], [])
-    outputs = {castiron("run", bundle, *way, "-n", "4", input="abc").stdout for way in ways}
+    ways = ((["-p", "abc"], ""), (["-f", str(tmp_path / "prompt")], "de"), (["-p", "-"], "abc"), ([], "abc"))
+    outputs = {castiron("run", bundle, *way, "-n", "4", input=data).stdout for way, data in ways}
     assert len(outputs) == 1
 
 

@@ -25,7 +25,7 @@ def bundle(tmp_path_factory):
     ("argv", "kind", "says"),
     [
         (["inspect", "/no/such.gguf"], "CheckpointError", "/no/such.gguf"),
-        (["run", "/no/such", "-p", "x"], "BundleError", "/no/such"),
+        (["run", "/no/such", "-p", "x"], "PipelineError", "/no/such"),
         (["compile", "/no/such.gguf"], "CheckpointError", "/no/such.gguf"),
         (["emit"], "PipelineError", "give a MODEL"),
         (["list", "/no/such"], "PipelineError", "/no/such is not there"),

@@ -1,0 +1,70 @@
+"""How a model's makers want its tokens chosen: the generation_config that its bundle carries, as a `Sampling`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.sampling import Sampling
+
+# HF's names of what bends the logits of a model that draws, and Sampling's.
+DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+PENALTY = "repetition_penalty"
+
+
+def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
+    """The Sampling that a generation_config.json states, None if it states none; PipelineError for values out of range.
+
+    As HF's generate reads it, do_sample false is greedy. Without do_sample a file that states any of `DRAWING` means it,
+    where HF warns and passes it over. What is not stated leaves the logits alone: HF's top_k of 50 is no model's own. The
+    repetition penalty sees REPEAT_WINDOW tokens, where HF's sees all.
+    """
+    stated = {ours: value for name, ours in DRAWING.items() if (value := _number(generation, name)) is not None}
+    draws = generation.get("do_sample")
+    penalty = _number(generation, PENALTY)
+    if not stated and penalty is None and draws is None:
+        return None
+    if draws is False or not (draws or stated):
+        stated = {}
+    else:
+        stated.setdefault("temperature", 1.0)
+    if "top_k" in stated:
+        # Some write -1 for all.
+        stated["top_k"] = max(0, int(stated["top_k"]))
+    try:
+        return Sampling(**stated, repeat_penalty=1.0 if penalty is None else penalty)
+    except PipelineError as error:
+        raise PipelineError(
+            f"the model's generation_config is out of range ({error}): mend generation_config.json and compile it again"
+        ) from None
+
+
+def _number(generation: Mapping[str, Any], name: str) -> float | None:
+    value = generation.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise PipelineError(
+            f"the model's generation_config has {value!r} as {name}, which is no number: mend generation_config.json and "
+            "compile it again"
+        )
+    return value
+
+
+def settings(sampling: Sampling) -> dict[str, float]:
+    """What a server tells of its defaults: temperature 0 is greedy."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+    return {name: getattr(sampling, name) for name in names}
+
+
+def in_words(sampling: Sampling) -> str:
+    """For people: "greedy", or what bends the logits, such as "temperature 0.6, top-k 20"."""
+    usual = Sampling()
+    parts = [] if sampling.temperature else ["greedy"]
+    for name, value in settings(sampling).items():
+        counts = sampling.temperature or name == "repeat_penalty"
+        if counts and value != getattr(usual, name):
+            parts.append(f"{name.replace('_', '-')} {value:g}")
+    return ", ".join(parts)

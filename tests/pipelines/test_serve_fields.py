@@ -1,0 +1,167 @@
+"""What a request says is honoured or refused by its name; who may ask without a content type, and from which pages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from castiron.pipelines import cli
+from castiron.pipelines.serve.app import open_app
+from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.schemas import ChatRequest, TokenizeRequest, read
+from tests.pipelines import toy_text
+
+MESSAGES = [{"role": "user", "content": "bc"}]
+# Knows its user and assistant, system messages with a usual one, thinking and degrees of effort.
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}sk{% endif %}{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
+    "{{ m.role[0] }}{{ m.content }}{% if m.name %}{{ m.name }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{% endif %}"
+)
+
+
+def app(tmp_path_factory, template: str, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy_text, "TEMPLATE_TEXT", template)
+        return open_app(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"), threads=1, **options)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with TestClient(app(tmp_path_factory, TEMPLATE)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A model that neither thinks nor knows of tools."""
+    with TestClient(app(tmp_path_factory, "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")) as found:
+        yield found
+
+
+def ask(client, **body):
+    return client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, "ignore_eos": True, **body})
+
+
+def size(client, **body) -> int:
+    answer = ask(client, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [*MESSAGES, {"role": "tool", "content": "e", "tool_call_id": "1"}]}, "messages.1.role"),
+        ({"messages": [{"role": "assistant", "content": "c", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "c", "mood": "e"}]}, "messages.0.mood"),
+        ({"messages": [{"role": "tool", "content": "c"}] * 2000}, "messages.0.role"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinkin": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"store": True}, "store"),
+        ({"store": 0}, "store"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_by_its_name(client, body, param):
+    answer = ask(client, **body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and param.split(".")[-1] in error["message"]
+
+
+def test_what_the_template_reads_is_honoured(client):
+    usual = size(client)
+    assert size(client, messages=[{"role": "user", "content": "bc", "name": "de"}]) == usual + 2
+    thinks_not = size(client, chat_template_kwargs={"enable_thinking": False})
+    assert thinks_not > usual == size(client, chat_template_kwargs={"enable_thinking": True})
+    assert size(client, reasoning_effort="none") == thinks_not
+    # The very words that the template has by itself are not words that it ignores.
+    assert size(client, messages=[{"role": "system", "content": "k"}, *MESSAGES]) == usual
+
+
+def test_what_asks_for_nothing_is_taken(client, plain):
+    message = {"role": "assistant", "content": "c", "refusal": None, "annotations": [], "tool_calls": None, "audio": None,
+               "reasoning_content": "so", "name": ""}  # fmt: skip
+    fields = {"service_tier": "auto", "verbosity": "medium", "store": False, "reasoning_effort": None, "n": 1,
+              "max_completion_tokens": 1, "parallel_tool_calls": True, "user": "me", "metadata": {"a": "b"}}  # fmt: skip
+    assert size(client, messages=[*MESSAGES, message, *MESSAGES], **fields)
+    assert size(plain, reasoning_effort="none") == size(plain)
+
+
+def test_reasoning_effort_reaches_a_template_that_reads_it(tmp_path_factory):
+    with TestClient(app(tmp_path_factory, "{{ reasoning_effort }}{{ messages[0].content }}")) as found:
+        assert size(found, reasoning_effort="low") == size(found) + len("low")
+
+
+def test_ids_of_messages_have_their_special_tokens_already():
+    with pytest.raises(ApiError) as error:
+        read(TokenizeRequest, b'{"content": "a", "add_special": true, "add_special_tokens": false}')
+    assert error.value.param == "add_special"
+    assert read(ChatRequest, json.dumps({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 2}).encode())
+
+
+def test_add_special_with_messages_is_refused(client):
+    answer = client.post("/tokenize", json={"messages": MESSAGES, "add_special": True})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "add_special"
+
+
+BODY = json.dumps({"prompt": "abc", "max_tokens": 1}).encode()
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (FORM, 200),
+        ({}, 200),
+        ({"content-type": "application/json", "origin": "http://testserver"}, 200),
+        ({**FORM, "origin": "https://evil.example"}, 415),
+        ({"content-type": "text/plain", "origin": "null"}, 415),
+        ({"origin": "http://testserver"}, 415),
+    ],
+)
+def test_a_content_type_is_asked_of_browsers_alone(client, headers, status):
+    assert client.post("/v1/completions", content=BODY, headers=headers).status_code == status
+
+
+SITE = "https://app.example"
+
+
+@pytest.mark.parametrize(("cors", "origin", "allowed"), [
+    ([SITE], SITE, SITE), ([SITE], "https://other.example", None), (["*"], "https://other.example", "*"),
+    (["http://a.b:3000", SITE], SITE, SITE), ([], SITE, None),
+])  # fmt: skip
+def test_pages_of_named_origins_may_ask(tmp_path_factory, cors, origin, allowed):
+    """With a key: browsers ask for leave without it, and read the refusal of a wrong one."""
+    asks = {"origin": origin, "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type, x-stainless-os"}  # fmt: skip
+    key = {"authorization": "Bearer key"}
+    with TestClient(app(tmp_path_factory, TEMPLATE, api_keys=["key"], cors=cors)) as client:
+        leave = client.options("/v1/completions", headers=asks)
+        answer = client.post(
+            "/v1/completions", content=BODY, headers={**key, "origin": origin, "content-type": "application/json"}
+        )
+        refusal = client.get("/v1/models", headers={"origin": origin})
+    name = "access-control-allow-origin"
+    assert [found.headers.get(name) for found in (leave, answer, refusal)] == [allowed] * 3
+    assert answer.status_code == 200 and refusal.status_code == 401 and (leave.status_code == 200) == bool(allowed)
+    if allowed:
+        assert "x-stainless-os" in leave.headers["access-control-allow-headers"]
+        assert "POST" in leave.headers["access-control-allow-methods"]
+
+
+@pytest.mark.parametrize("origin", ["example.com", "https://example.com/", "https://a b", ""])
+def test_an_origin_that_no_browser_sends_is_one_sentence(origin, capsys):
+    assert cli.main(["serve", "/no/such", "--cors", origin]) == 1
+    assert "https://example.com" in (error := capsys.readouterr().err) and error.count("\n") == 1
