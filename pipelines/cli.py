@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import castiron
 
@@ -44,11 +45,11 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
 class Parser(argparse.ArgumentParser):
     """Lets the last positional argument, where it takes any number of words, have words behind options too."""
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore
         # argparse gives such an argument up at the first option after the one before it.
         found, unknown = super().parse_known_args(args, namespace)
-        *_, last = self._get_positional_actions() or [None]
-        if last is not None and last.nargs == argparse.ZERO_OR_MORE:
+        positional = self._get_positional_actions()
+        if positional and (last := positional[-1]).nargs == argparse.ZERO_OR_MORE:
             words = [word for word in unknown if not word.startswith("-")]
             setattr(found, last.dest, [*getattr(found, last.dest), *words])
             unknown = [word for word in unknown if word.startswith("-")]
