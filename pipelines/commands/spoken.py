@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 from castiron.pipelines.generation.thoughts import Thought
@@ -12,8 +13,9 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 class Spoken:
     """Takes the pieces of `Generation.stream` or `Chat.answer`."""
 
-    def __init__(self, out: TextIO | None = None):
-        self.out = out or sys.stdout
+    def __init__(self, out: TextIO | None = None, wrap: Callable[[str], str] = str):
+        """`wrap` breaks lines; it sees what is shown, without the marks that dim it."""
+        self.out, self.wrap = out or sys.stdout, wrap
         self.shown = self.out.isatty()
         self.dims = self.shown and os.environ.get("TERM") != "dumb"
         # Whether thoughts were the last to come, and nothing of the answer yet.
@@ -24,9 +26,11 @@ class Spoken:
             self.thinking = True
             if not self.shown:
                 return
-            piece = f"{DIM}{piece}{PLAIN}" if self.dims else str(piece)
-        elif self.thinking and piece:
-            self.thinking = False
-            piece = f"\n\n{piece}" if self.shown else piece
-        self.out.write(piece)
+            words = self.wrap(str(piece))
+            words = f"{DIM}{words}{PLAIN}" if self.dims else words
+        else:
+            ends = self.thinking and bool(piece.strip())
+            self.thinking = self.thinking and not ends
+            words = self.wrap(f"\n\n{piece}" if ends and self.shown else piece)
+        self.out.write(words)
         self.out.flush()
