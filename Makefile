@@ -43,7 +43,7 @@ compile-llm: $(INSTALLED)
 	@$(OUT); set -e; \
 	$(BIN)/castiron compile "$$MODEL" -o "$$out" --weights "$$WEIGHTS" $${CONTEXT:+--context "$$CONTEXT"}; \
 	if [ -n "$$TOKENS" ]; then $(BIN)/castiron run "$$out" --tokens "$$TOKENS" -n 32; \
-	else printf '\n> %s\n\n' "$$PROMPT"; $(BIN)/castiron run "$$out" -p "$$PROMPT"; fi
+	else printf '\n> %s\n\n' "$$PROMPT"; $(BIN)/castiron run "$$out" -p "$$PROMPT" </dev/null; fi
 
 test: $(TEST_INSTALLED)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

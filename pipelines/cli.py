@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import castiron
 from castiron.pipelines.commands.options import check_threads
@@ -61,11 +61,11 @@ class Parser(argparse.ArgumentParser):
             _print_error("UsageError", message)
         super().error(message)
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore
         # argparse gives such an argument up at the first option after the one before it.
         found, unknown = super().parse_known_args(args, namespace)
-        *_, last = self._get_positional_actions() or [None]
-        if last is not None and last.nargs == argparse.ZERO_OR_MORE:
+        positional = self._get_positional_actions()
+        if positional and (last := positional[-1]).nargs == argparse.ZERO_OR_MORE:
             words = [word for word in unknown if not word.startswith("-")]
             setattr(found, last.dest, [*getattr(found, last.dest), *words])
             unknown = [word for word in unknown if word.startswith("-")]

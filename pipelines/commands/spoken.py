@@ -13,7 +13,8 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 class Spoken:
     """Takes the pieces of `Generation.stream` or `Chat.answer`; `wrap` is what happens to text on its way to `out`."""
 
-    def __init__(self, out: TextIO | None = None, wrap: Callable[[str], str] = lambda text: text):
+    def __init__(self, out: TextIO | None = None, wrap: Callable[[str], str] = str):
+        """`wrap` breaks lines; it sees what is shown, without the marks that dim it."""
         self.out, self.wrap = out or sys.stdout, wrap
         self.shown = self.out.isatty()
         self.dims = self.shown and os.environ.get("TERM") != "dumb"
@@ -21,14 +22,15 @@ class Spoken:
         self.thinking = False
 
     def write(self, piece: str) -> None:
-        before = after = ""
         if isinstance(piece, Thought):
             self.thinking = True
             if not self.shown:
                 return
-            before, after = (DIM, PLAIN) if self.dims else ("", "")
-        elif self.thinking and piece:
-            self.thinking = False
-            piece = f"\n\n{piece}" if self.shown else piece
-        self.out.write(before + self.wrap(str(piece)) + after)
+            words = self.wrap(str(piece))
+            words = f"{DIM}{words}{PLAIN}" if self.dims else words
+        else:
+            ends = self.thinking and bool(piece.strip())
+            self.thinking = self.thinking and not ends
+            words = self.wrap(f"\n\n{piece}" if ends and self.shown else piece)
+        self.out.write(words)
         self.out.flush()

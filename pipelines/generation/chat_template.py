@@ -1,11 +1,17 @@
 """Chat templates: from messages to the text that the model was trained on, as HF's apply_chat_template renders it."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
+
+if TYPE_CHECKING:
+    import jinja2
 
 # What `render` gives a template itself; tools and documents it has none of.
 OWN = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
@@ -60,12 +66,12 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 
 @lru_cache(maxsize=8)
-def _compiled(template: str):
+def _compiled(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
 
 @cache
-def _environment():
+def _environment() -> jinja2.Environment:
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

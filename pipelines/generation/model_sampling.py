@@ -21,7 +21,7 @@ def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
     where HF warns and passes it over. What is not stated leaves the logits alone: HF's top_k of 50 is no model's own. The
     repetition penalty sees REPEAT_WINDOW tokens, where HF's sees all.
     """
-    stated = {ours: value for name, ours in DRAWING.items() if (value := _number(generation, name)) is not None}
+    stated: dict[str, Any] = {ours: value for name, ours in DRAWING.items() if (value := _number(generation, name)) is not None}
     draws = generation.get("do_sample")
     penalty = _number(generation, PENALTY)
     if not stated and penalty is None and draws is None:

@@ -214,6 +214,11 @@ def test_a_terminal_shows_thoughts_dimmed_and_a_pipe_none():
         for piece in (Thought("hm"), Thought(", so"), "Yes", "."):
             spoken.write(piece)
         assert out.getvalue() == shown and not spoken.thinking
+    spoken = Spoken(Terminal(), wrap=str.upper)
+    spoken.write(Thought("hm"))
+    # What ends the line is no answer.
+    spoken.write("\n")
+    assert spoken.out.getvalue() == "\x1b[2mHM\x1b[0m\n" and spoken.thinking
 
 
 @pytest.mark.parametrize(
