@@ -158,6 +158,8 @@ def spent(chat: Chat) -> str:
         parts.insert(0, f"{speed:.1f} tok/s")
     if generation.finish_reason == "context":
         parts.append("the context is full")
+    if generation.repeated:
+        parts.append("stopped where it repeated itself")
     if generation.finish_reason == "length" and chat.usual_tokens:
         parts.append(f"stopped at {len(generation.tokens)} tokens: /set max-tokens N allows more")
     return ", ".join(parts)

@@ -203,6 +203,15 @@ def test_what_speculation_cannot_do_is_refused_where_it_is_set(make):
     assert settings(chat, "temperature") == {"temperature": "0"}
 
 
+def test_what_a_temperature_of_nothing_passes_over_is_said(make, capsys):
+    chat = make()
+    change(chat, "top-k", "5")
+    assert "top-k counts once a temperature is set" in capsys.readouterr().err
+    change(chat, "temperature", "0.7")
+    change(chat, "top-k", "9")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_message_that_does_not_fit_alone_changes_nothing(make):
     chat = make()
     say(chat, "bc")

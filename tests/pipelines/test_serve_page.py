@@ -284,3 +284,33 @@ def test_with_a_key_the_page_asks_for_it(browser, path, alone, tmp_path):
         say(browser, QUESTION)
         browser.wait(DONE)
         assert browser.run(ANSWER) == expected(alone)
+
+
+SAID = [
+    {"delta": {"role": "assistant", "content": ""}},
+    {"delta": {"reasoning_content": "Let me "}},
+    {"delta": {"reasoning_content": "see."}},
+    {"delta": {"content": "Four."}},
+    {"delta": {}, "finish_reason": "stop", "stop_reason": "repetition"},
+]
+
+
+def test_thoughts_are_shown_apart_and_never_sent_back(browser, server):
+    """With a server's answers made up in the page, since no small model thinks."""
+    browser.open(server.url)
+    chunks = [{"choices": [{"index": 0, "finish_reason": None, **choice}]} for choice in SAID]
+    chunks.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4,
+                                            "prompt_tokens_details": {"cached_tokens": 0}}})  # fmt: skip
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    browser.run(
+        "window.asked = []; window.fetch = async (url, options) => { asked.push(JSON.parse(options.body)); "
+        f"return new Response({json.dumps(stream)}); }}"
+    )
+    for _ in range(2):
+        say(browser, QUESTION)
+        browser.wait(DONE)
+    assert texts(browser, ".thoughts") == ["Let me see."] * 2 and texts(browser, ".assistant") == ["Four."] * 2
+    first, second = browser.run("window.asked")
+    assert first["repetition_stop"] is True
+    assert [message["content"] for message in second["messages"]] == [QUESTION, "Four.", QUESTION]
+    assert "stopped where it repeated itself" in browser.run("document.getElementById('status').textContent")
