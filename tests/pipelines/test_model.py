@@ -21,6 +21,7 @@ from castiron.pipelines.casting.compile import Options
 from castiron.pipelines.cli import build_parser
 from castiron.pipelines.commands.options import compile_options
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.reference import tiny
@@ -114,15 +115,18 @@ def test_streams_and_questions_interleave_and_each_gets_its_own(model, alone):
 
 
 @pytest.mark.parametrize("leave", ["close", "forget"])
-def test_a_stream_that_is_left_gives_its_slot_back(model, alone, leave):
+def test_a_stream_that_is_left_gives_its_slot_back(model, alone, leave, monkeypatch):
     for _ in range(2 * served.SLOTS):
         stream = model.stream("Hello", max_tokens=100, stop_tokens=())
         next(stream)
         if leave == "close":
             stream.close()
         del stream
+    scheduler, turns = model._shared.scheduler, []
+    turn = scheduler.turn
+    monkeypatch.setattr(scheduler, "turn", lambda: turns.append(1) or turn())
     assert model.generate("three", max_tokens=5, stop_tokens=()).tokens == alone.tokens("three", 5)
-    assert model._shared.scheduler.idle
+    assert scheduler.idle and len(turns) <= 5, "it waited for answers that nobody reads"
 
 
 def test_several_threads_ask_one_model_and_each_gets_what_it_gets_alone(model, alone):
@@ -162,6 +166,26 @@ def test_after_an_interrupt_the_model_answers_as_before(model, alone, monkeypatc
     with pytest.raises(PipelineError, match="the model failed"):
         list(other)
     for prompt in ("Hello there, you", "Hello there", "Hello you"):
+        assert model.generate(prompt, max_tokens=5, stop_tokens=()).tokens == alone.tokens(prompt, 5)
+
+
+def test_a_slot_that_was_being_prepared_in_an_interrupt_is_forgotten(model, alone, monkeypatch):
+    """It holds another slot's tokens then, and the cache still has its own on record."""
+    model.generate(["Hello there", "To be, or not"], max_tokens=3)
+    scheduler = model._shared.scheduler
+    slots = scheduler.batch.slots
+    held = {text: slot for slot in range(len(slots)) for text in ("Hello", "To be")
+            if scheduler.cache.tokens[slot, : len(text)].tolist() == alone.text.encode(text)}  # fmt: skip
+
+    def interrupted(prompt, free):
+        stand(slots[held["To be"]], 5, source=slots[held["Hello"]])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.cache, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate("x", max_tokens=5)
+    for prompt in ("To be, you", "Hello you"):
         assert model.generate(prompt, max_tokens=5, stop_tokens=()).tokens == alone.tokens(prompt, 5)
 
 
