@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from castiron.emitter.types import EmitError as EmitError
     from castiron.pipelines.casting.cast import compile as compile
+    from castiron.pipelines.checkpoints.checkpoint import CheckpointError as CheckpointError
     from castiron.pipelines.errors import PipelineError as PipelineError
     from castiron.pipelines.generation.chat import Chat as Chat
     from castiron.pipelines.generation.generate import Generation as Generation
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from castiron.pipelines.serve.app import open_app as open_app
     from castiron.vmfb.bundle import Bundle as Bundle
     from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.compiler import CompileError as CompileError
     from castiron.vmfb.manifest import BundleError as BundleError
     from castiron.vmfb.program import SessionError as SessionError
     from castiron.vmfb.session import Session as Session
@@ -47,8 +50,11 @@ _FULL_NAMES = {
     "Bundle": "castiron.vmfb.bundle.Bundle",
     "BundleError": "castiron.vmfb.manifest.BundleError",
     "Chat": "castiron.pipelines.generation.chat.Chat",
+    "CheckpointError": "castiron.pipelines.checkpoints.checkpoint.CheckpointError",
+    "CompileError": "castiron.vmfb.compiler.CompileError",
     "Delta": "castiron.pipelines.generation.sequence.Delta",
     "Detokeniser": "castiron.pipelines.generation.text.Detokeniser",
+    "EmitError": "castiron.emitter.types.EmitError",
     "Failed": "castiron.pipelines.generation.sequence.Failed",
     "Finished": "castiron.pipelines.generation.sequence.Finished",
     "Generation": "castiron.pipelines.generation.generate.Generation",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -51,11 +51,15 @@ LIMITS = {"max_tokens", "stop_strings", "stop_tokens", "template_args"}
 class Stream(Iterator[str]):
     """An answer's text as it comes; `tokens` and `finish_reason` are as in a Result, so far."""
 
-    def __init__(self, pieces: Iterator[str], sequence: Generated):
+    def __init__(self, pieces: Generator[str, None, None], sequence: Generated):
         self._pieces, self._sequence = pieces, sequence
 
     def __next__(self) -> str:
         return next(self._pieces)
+
+    def close(self) -> None:
+        """Stops the answer here; so does dropping the stream."""
+        self._pieces.close()
 
     @property
     def tokens(self) -> list[int]:
@@ -173,7 +177,7 @@ class Model:
         return client, Request(client.manifest, client.context, self.text, sampling=sampling, **limits)
 
 
-def _pieces(client: Client, sequence: Generated) -> Iterator[str]:
+def _pieces(client: Client, sequence: Generated) -> Generator[str, None, None]:
     try:
         client.submit(sequence)
         while not client.idle:

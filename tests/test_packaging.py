@@ -261,7 +261,11 @@ def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {f"castiron/{path.relative_to(tree)}" for package in PACKAGES for path in (tree / package).rglob("*.py")}
     assert sources <= names
-    assert {"castiron/pipelines/checking/verify_prompts.jsonl", "castiron/pipelines/serve/chat.html"} <= names
+    assert {
+        "castiron/py.typed",
+        "castiron/pipelines/checking/verify_prompts.jsonl",
+        "castiron/pipelines/serve/chat.html",
+    } <= names
     # One name in site-packages, so that nobody's own `pipelines` or `reference` is in the way of castiron's.
     assert {name.split("/")[0] for name in names} == {"castiron"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -40,7 +41,11 @@ def cast(model: str | Path | Bundle, options: Options | None = None, progress: R
 
     options = options or Options()
     known = path if path.exists() else str(model)
-    return open_bundle(_compile(known, cached_place(known, options), options, progress))
+    place = cached_place(known, options)
+    if place.exists() and not is_bundle(place):
+        # What is left of a bundle that was not wholly cleared away would not be written over.
+        shutil.rmtree(place)
+    return open_bundle(_compile(known, place, options, progress))
 
 
 def compile(model: str | Path, out: str | Path, *, progress: Report | None = None, **options: Any) -> Bundle:
@@ -79,12 +84,18 @@ def is_bundle(model: str | Path | Bundle) -> bool:
 
 
 def cached_place(model: str | Path, options: Options) -> Path:
-    """Where the bundle of a checkpoint and these options is kept: a checkpoint that changes replaces its own."""
+    """Where the bundle of a checkpoint and these options is kept; a checkpoint that changes replaces its own."""
+    usual = type(options)()
     path = Path(model)
-    identity = str(path.resolve()) if path.exists() else str(model)
-    facts = json.dumps([identity, asdict(options) | {"threads": options.threads_or_cores}], default=list)
-    name = Path(identity).name.removesuffix(".gguf")
-    return cache_root() / "bundles" / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    name = path.resolve().name.removesuffix(".gguf") + f"-{_digest(bytes(path.resolve()))}" if path.exists() else str(model)
+    told, untold = (asdict(o) | {"threads": o.threads_or_cores} for o in (options, usual))
+    if told != untold:
+        name += f"-{_digest(json.dumps(told).encode())}"
+    return cache_root() / "bundles" / name
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def _compile(model: str | Path, out: Path, options: Options, progress: Report | None) -> Path:

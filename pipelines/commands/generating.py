@@ -7,12 +7,11 @@ from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.model_sampling import model_sampling
+from castiron.pipelines.generation.positions import USUAL_TOKENS
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.progress import say
 
-# What an answer may have without -n: long enough for nearly all, and an end for a base model, which has none of its own.
-USUAL_TOKENS = 1024
 # What changes nothing where the likeliest token is always taken.
 DRAWING = ("top_k", "top_p", "min_p", "seed")
 

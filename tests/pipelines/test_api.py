@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import castiron
+from castiron.reference import tiny
 from tests.pipelines import toy_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-PLACE = "build/smollm2-135m-instruct"
 
 
 def test_the_examples_run(tmp_path, capsys):
-    bundle = toy_text.write(tmp_path / "bundle")
-    assert len(BLOCKS) == 10 and PLACE in BLOCKS[0]
+    bundle, checkpoint = toy_text.write(tmp_path / "bundle"), tiny.tiny_model("llama", tmp_path / "checkpoint")
+    places = {
+        "build/smollm2-135m-instruct": bundle, "smollm2-135m-instruct": bundle, "models/my-fine-tune": checkpoint,
+        "build/my-fine-tune": tmp_path / "out",
+    }  # fmt: skip
     names: dict = {}
     for block in BLOCKS:
-        exec(compile(block.replace(PLACE, str(bundle)), str(PAGE), "exec"), names)
-    assert "context of 24" in capsys.readouterr().out
+        code = re.sub(r'"((build|models)/[^"]*|smollm2[^"]*)"', lambda found: repr(str(places[found[1]])), block)
+        exec(compile(code, str(PAGE), "exec"), names)
+    told = capsys.readouterr().out
+    assert "context of 24" in told and "<castiron.Model toy: llama" in told
+
+
+@pytest.mark.slow
+def test_a_type_checker_follows_the_examples(tmp_path):
+    """As strictly as it can, with castiron's own types as a user's checker finds them."""
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\nfollow_imports = silent\nignore_missing_imports = true\n")
+    shown = ("model.generate('x')", "model.generate(['x'])", "model.stream('x')", "bundle", "session.step(1)")
+    (tmp_path / "page.py").write_text("\n".join([*BLOCKS, *(f"reveal_type({expression})" for expression in shown)]))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", PAGE.parents[1] / ".mypy_cache" / "page", "page.py"],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(PAGE.parents[1])}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    revealed = re.findall(r'Revealed type is "(?:builtins\.)?(?:castiron[\w.]*\.)?(.*?)"', done.stdout)
+    assert revealed == ["Result", "list[castiron.pipelines.generation.many.Result]", "Stream", "Bundle", "int"]
 
 
 def test_what_the_api_names_is_there_and_the_page_shows_each_call():
@@ -35,6 +60,9 @@ def test_what_the_api_names_is_there_and_the_page_shows_each_call():
         ".stream(",
         "generate_many(",
         ".turn(",
+        ".chat(",
+        "castiron.load(",
+        "castiron.compile(",
         "castiron.open(",
     ):
         assert any(call in block for block in BLOCKS), call
