@@ -255,13 +255,18 @@ def _row(x: Value, row: Value) -> Value:
 
 
 def wanted_rows(step: Step, x: Value) -> Value:
-    """The rows of x [T, hidden] whose logits are wanted: every token's in verify and batch, else the last real one's."""
-    every = ROLES[step.mode][1] or x.shape[0] == 1
+    """The rows of x [T, hidden] whose results are wanted: every token's in verify, batch and embed, else the last real
+    one's."""
+    every = ROLES[step.role][1] or x.shape[0] == 1
     return x if every else _row(x, last_real(step))
 
 
 def lm_head(step: Step, x: Value, vocab: int, tied: bool) -> Value:
-    """Logits [rows, vocab] of x [rows, hidden], by the embedding's weight where `tied`, else by `lm_head`."""
+    """Logits [rows, vocab] of x [rows, hidden], by the embedding's weight where `tied`, else by `lm_head`.
+
+    x is what a text's embedding is made of; a family's `forward` does nothing after this that carries a state on.
+    """
+    step.hidden = x
     if tied:
         return project(x, step.weight("model.embed_tokens.weight", (vocab, x.shape[1])))
     return linear(step, x, "lm_head", vocab)

@@ -16,12 +16,14 @@ from castiron.emitter.types import F32, I32, DType, EmitError, TensorType
 #   recurrent   [layers, ...]: replaced at every token, zero before the first
 KINDS = ("positional", "window", "recurrent")
 
-# Of each role: the function's name, and whether it has one row of results or one a token.
+# Of each role: the function's name, and whether it has one row of results or one a token. Embed gives hidden states, the
+# others logits.
 ROLES: dict[str, tuple[str, bool]] = {
     "decode": ("decode_step", False),
     "prefill": ("prefill_{}", False),
     "verify": ("verify_{}", True),
     "batch": ("decode_batch_{}", True),
+    "embed": ("embed_{}", True),
 }
 
 
@@ -50,7 +52,7 @@ def kv_cache(layers: int, context: int, kv_heads: int, head_dim: int) -> tuple[S
 
 
 def function_name(role: str, width: int) -> str:
-    """`decode_step`, `prefill_T`, `verify_T` and `decode_batch_B`."""
+    """`decode_step`, `prefill_T`, `verify_T`, `decode_batch_B` and `embed_T`."""
     return ROLES[role][0].format(width)
 
 
@@ -59,7 +61,7 @@ def token_inputs(role: str, width: int) -> dict[str, TensorType]:
     scalar, several = TensorType((), I32), TensorType((width,), I32)
     return {
         "decode": {"token": scalar, "position": scalar},
-        "prefill": {"tokens": several, "start": scalar, "length": scalar},
+        **dict.fromkeys(("prefill", "embed"), {"tokens": several, "start": scalar, "length": scalar}),
         "verify": {"tokens": several, "start": scalar},
         "batch": {"tokens": several, "positions": several},
     }[role]

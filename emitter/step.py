@@ -98,20 +98,26 @@ class ModelModule(Module):
 class Step:
     """One call of a model's function: its tokens [T], where they stand, and the states that it carries on.
 
-    mode: the function's role, a key of `states.ROLES`. start: the first token's position, i32; in a batch the positions of
+    role: the function's, a key of `states.ROLES`. start: the first token's position, i32; in a batch the positions of
     T tokens of as many sequences, i32 [T], negative for a sequence that is left alone. length: how many tokens are real
     (None: all). states: by name, replaced as the model carries them on; in a batch each holds the layers of one sequence
-    after another.
+    after another. hidden: what `layers.lm_head` was given, the rows of the last layer's norm.
     """
 
     module: ModelModule
-    mode: str
+    role: str
     tokens: Value
     start: Value
     length: Value | None
     states: dict[str, Value]
     kinds: Mapping[str, str]
     context: int
+    hidden: Value | None = None
+
+    @property
+    def mode(self) -> str:
+        """How its tokens stand in the states: that of its role, where embed is a prefill."""
+        return "prefill" if self.role == "embed" else self.role
 
     @property
     def sequences(self) -> int:

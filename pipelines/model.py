@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
+
+import numpy as np
 
 from castiron.pipelines.casting.cast import cast as bundle_of
 from castiron.pipelines.casting.cast import is_bundle, options_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.many import Result, results
-from castiron.pipelines.generation.positions import USUAL_TOKENS
+from castiron.pipelines.generation.positions import USUAL_TOKENS, stand
 from castiron.pipelines.generation.request import Prompt, Request, is_prompt
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
@@ -21,8 +23,11 @@ from castiron.pipelines.generation.sequence import Sequence as Generated
 from castiron.pipelines.generation.shared import Client, SharedScheduler
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.session import Session
 
 Message = Mapping[str, Any]
+Pooling = Literal["mean", "last"]
+POOLINGS = get_args(Pooling)
 
 
 class Asking(TypedDict, total=False):
@@ -93,6 +98,8 @@ class Model:
         scheduler = Scheduler(self.bundle, threads)
         self.threads: int = scheduler.batch.program.threads
         self._shared = SharedScheduler(scheduler)
+        # For embeddings, which leave the conversations' states as they are; made when first asked for.
+        self._reader: Session | None = None
 
     @property
     def name(self) -> str:
@@ -156,13 +163,42 @@ class Model:
         sequence = request.sequence(prompt)
         return Stream(_pieces(client, sequence), sequence)
 
-    def embed(self, texts: str | Iterable[str]) -> NoReturn:
-        """Bundles have no function that gives hidden states."""
-        raise PipelineError(f"{self.name} cannot embed: its functions give logits and no hidden states")
+    @overload
+    def embed(self, texts: str | Sequence[int], *, pooling: Pooling = ..., normalise: bool = ...) -> np.ndarray: ...
+    @overload
+    def embed(self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling = ..., normalise: bool = ...) -> np.ndarray: ...
+    def embed(self, texts: Any, *, pooling: Pooling = "mean", normalise: bool = True) -> np.ndarray:
+        """The embedding of a text or of token ids, f32 `[hidden]`; of several, `[texts, hidden]` in their order.
+
+        It is the mean of the tokens' hidden states after the last norm, or that of the last token, divided by its length
+        unless `normalise` is False. PipelineError for a bundle that was compiled without `embed`, and for a text that has no
+        tokens or does not fit in the context.
+        """
+        if not (known := self.bundle.manifest.widths("embed")):
+            raise PipelineError(f"{self.name} gives no hidden states: compile it with --embed 128, or load it with embed=128")
+        if pooling not in POOLINGS:
+            raise PipelineError(f"pooling is {pooling!r}, and can be {' or '.join(POOLINGS)}")
+        if is_prompt(texts):
+            return self._embedding(texts, max(known), pooling, normalise)
+        rows = [self._embedding(text, max(known), pooling, normalise) for text in texts]
+        return np.stack(rows) if rows else np.empty((0, self.bundle.manifest.hidden), np.float32)
+
+    def _embedding(self, text: Prompt, width: int, pooling: Pooling, normalise: bool) -> np.ndarray:
+        ids = list(self._client({})[1].encode(text))
+        most = self.context // width * width
+        if not 1 <= len(ids) <= most:
+            raise PipelineError(f"a text of {len(ids)} tokens cannot be embedded; it needs 1 to {most} of them")
+        with self._shared.between_turns() as scheduler:
+            self._reader = self._reader or Session(scheduler.batch.program)
+            stand(self._reader, 0)
+            states = self._reader.embed(ids)
+        pooled = states.mean(axis=0, dtype=np.float32) if pooling == "mean" else states[-1]
+        return pooled / np.linalg.norm(pooled) if normalise else pooled
 
     def close(self) -> None:
         """Lets go of the weights and the caches; what still runs ends with an error."""
         self._shared.close()
+        self._reader = None
 
     def __enter__(self) -> Model:
         return self

@@ -182,8 +182,8 @@ def test_a_context_past_the_models_limit_is_refused_before_any_work(checkpoint_d
 
 def test_an_unknown_config_key_is_refused(checkpoint_dir):
     checkpoint = open_checkpoint(checkpoint_dir)
-    checkpoint.config["attention_sinks"] = 4
-    with pytest.raises(EmitError, match="'attention_sinks'"):
+    checkpoint.config["attention_chunk_size"] = 4
+    with pytest.raises(EmitError, match="'attention_chunk_size'"):
         build_module(checkpoint, Options())
 
 

@@ -12,12 +12,13 @@ from castiron.vmfb.states import KINDS, State
 from castiron.vmfb.targets import Target
 
 SCHEMA = 3
-# Of each role: the function's name, and its operands and its first two results as MLIR spells their types.
-ROLES: dict[str, tuple[str, tuple[str, ...], tuple[str, str]]] = {
+# Of each role: the function's name, and its operands and first results as MLIR spells their types.
+ROLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "decode": ("decode_step", ("i32", "i32"), ("i32", "{V}xf32")),
     "prefill": ("prefill_{T}", ("{T}xi32", "i32", "i32"), ("i32", "{V}xf32")),
     "verify": ("verify_{T}", ("{T}xi32", "i32"), ("{T}xi32", "{T}x{V}xf32")),
     "batch": ("decode_batch_{T}", ("{T}xi32", "{T}xi32"), ("{T}xi32", "{T}x{V}xf32")),
+    "embed": ("embed_{T}", ("{T}xi32", "i32", "i32"), ("{T}x{H}xf32",)),
 }
 MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",
@@ -34,7 +35,7 @@ class BundleError(Exception):
 @dataclass(frozen=True)
 class EntryPoint:
     """An exported function: its role, how many tokens one call takes, and its signature as MLIR spells the types: tokens and
-    positions, then the states; argmax and logits, then the states."""
+    positions, then the states; argmax and logits, or hidden states, then the states."""
 
     role: str
     name: str
@@ -43,13 +44,15 @@ class EntryPoint:
     outputs: tuple[str, ...]
 
 
-def entry_points(states: Sequence[State], vocab: int, widths: Mapping[str, Sequence[int]]) -> tuple[EntryPoint, ...]:
+def entry_points(
+    states: Sequence[State], vocab: int, widths: Mapping[str, Sequence[int]], hidden: int = 0
+) -> tuple[EntryPoint, ...]:
     """What every castiron module exports: by role, for each of its widths, a function over `states`. A batch of B holds the
     states of B sequences one after another."""
 
     def entry(role: str, width: int) -> EntryPoint:
         name, operands, results = ROLES[role]
-        spelled = lambda words: tuple(word.format(T=width, V=vocab) for word in words)
+        spelled = lambda words: tuple(word.format(T=width, V=vocab, H=hidden) for word in words)
         carried = tuple(state.type(width if role == "batch" else 1) for state in states)
         return EntryPoint(role, name.format(T=width), width, spelled(operands) + carried, spelled(results) + carried)
 
@@ -83,7 +86,8 @@ class File:
 @dataclass(frozen=True)
 class Manifest:
     """`config`, `generation`, `source`, `accuracy`, `speed` and `compile` are facts for people and pipelines; vmfb only
-    carries them. `codecs` counts the weights' tensors by codec. `files` is filled in by BundleWriter.
+    carries them. `hidden` is the length of a hidden state where a function gives them, else 0. `codecs` counts the weights'
+    tensors by codec. `files` is filled in by BundleWriter.
     """
 
     name: str
@@ -105,6 +109,7 @@ class Manifest:
     accuracy: Json | None = None
     speed: Json | None = None
     files: dict[str, File] = field(default_factory=dict)
+    hidden: int = 0
     schema: int = SCHEMA
 
     @property
@@ -148,14 +153,15 @@ def parse(data: bytes, place: str) -> Manifest:
 
 def check(manifest: Manifest) -> None:
     """RecordError unless the manifest's parts agree with each other."""
-    for name, value in (("vocab", manifest.vocab), ("context", manifest.context)):
-        if value < 1:
+    least = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed")))}
+    for name, smallest in least.items():
+        if (value := getattr(manifest, name)) < smallest:
             raise RecordError(f"{name} is {value}, not a positive number")
     _check_states(manifest)
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
-    if bad := [w for w in widths["prefill"] + widths["verify"] if not 2 <= w <= manifest.context]:
-        raise RecordError(f"a prefill or verify function takes {bad[0]} tokens where the context is {manifest.context}")
-    known = entry_points(manifest.states, manifest.vocab, widths)
+    if bad := [w for w in widths["prefill"] + widths["verify"] + widths["embed"] if not 2 <= w <= manifest.context]:
+        raise RecordError(f"a prefill, verify or embed function takes {bad[0]} tokens where the context is {manifest.context}")
+    known = entry_points(manifest.states, manifest.vocab, widths, manifest.hidden)
     twice = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
     if manifest.functions != known or twice or widths["decode"] != [1]:
         raise RecordError("functions are not those of a castiron module with this vocabulary and these states")

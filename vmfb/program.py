@@ -193,6 +193,11 @@ class Call:
             return view.map().asarray((self._vocab,), _F32).copy()
         return view.map().asarray(tuple(view.shape), _F32)[row].copy()
 
+    def rows(self, count: int) -> np.ndarray:
+        """The first `count` rows of result 0, f32 `[rows, hidden]`; a copy."""
+        view = self._results.get_as_object(0, rt.HalBufferView)
+        return view.map().asarray(tuple(view.shape), _F32)[:count].copy()
+
 
 _calls: weakref.WeakSet[Call] = weakref.WeakSet()
 

@@ -56,6 +56,7 @@ class Session:
             return {w: (Call(program, manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
 
         self._prefill, self._verify = calls("prefill", place, length), calls("verify", place)
+        self._embed = calls("embed", place, length)
         # The kernels skip rows past the length; StableHLO alone computes them.
         self._padding = 0.0 if manifest.lowering == "kernels" else 1.0
         self._last: Call | Row | _Kept | None = None
@@ -108,14 +109,19 @@ class Session:
     def _chunk(self, width: int, ids: np.ndarray) -> int:
         if width == 1:
             return self.step(int(ids[0]))
-        call, tokens = self._prefill[width]
+        self._last = call = self._take(self._prefill[width], ids)
+        return call.argmax()
+
+    def _take(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
+        """Appends `ids` by a call of at least as many."""
+        call, tokens = prepared
         tokens.array[: ids.size] = ids
         tokens.array[ids.size :] = 0
         self._position_word[0], self._length_word[0] = self._position, ids.size
         call.invoke()
         self._position += int(ids.size)
-        self._last = call
-        return call.argmax()
+        self._last = None
+        return call
 
     @alone
     def verify(self, tokens: Sequence[int]) -> list[int]:
@@ -136,6 +142,25 @@ class Session:
         self._position += len(tokens)
         self._last = Row(call, len(tokens) - 1)
         return call.argmaxes(len(tokens))
+
+    @alone
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        """Appends `tokens` and returns the hidden state of each after the last norm, f32 `[tokens, hidden]`.
+
+        SessionError for a bundle without embed functions, no tokens, an id outside the vocabulary or an end past the context,
+        which is counted in whole calls here. There are no logits after it.
+        """
+        ids = np.asarray(tokens)
+        if not self._embed:
+            raise SessionError("this bundle gives no hidden states: compile it with --embed 128")
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.vocab:
+            self._refuse(tokens)
+        widest = max(self._embed)
+        parts = [ids[start : start + widest] for start in range(0, ids.size, widest)]
+        widths = [min(width for width in self._embed if width >= part.size) for part in parts]
+        if self._position + sum(widths) > self.context:
+            raise SessionError(f"{ids.size} tokens in calls of {widest} would end past the context of {self.context}")
+        return np.concatenate([self._take(self._embed[w], part).rows(part.size) for w, part in zip(widths, parts, strict=True)])
 
     @alone
     def margins(self) -> list[float]:

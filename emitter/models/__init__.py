@@ -59,6 +59,7 @@ def build(
     widths: Sequence[int],
     verify: Sequence[int] = (),
     batches: Sequence[int] = (),
+    embeds: Sequence[int] = (),
 ) -> ModelModule:
     """The layer-operation module of a model, over states that are the family's `states(config, context)`, or where it has
     none a KV cache.
@@ -67,7 +68,8 @@ def build(
     chunk. verify_T(tokens, start, *states) for each T of `verify`: T tokens, with argmax [T] and logits [T, vocab] at every
     position. decode_batch_B(tokens, positions, *states) for each B of `batches`: one token of B sequences, whose states
     stand one after another along dimension 0; argmax [B], logits [B, vocab]; a sequence whose position is negative is left
-    alone, and its results mean nothing.
+    alone, and its results mean nothing. embed_T(tokens, start, length, *states) for each T of `embeds`: a chunk's hidden
+    states after the last norm, [T, hidden], and no logits.
 
     config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are.
     Raises EmitError for a config that is not understood and for a context past the model's limit.
@@ -80,7 +82,7 @@ def build(
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
     states = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
-    widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches}
+    widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
         with module.step(role, width, states, context) as step:
             _finish(step, model.forward(step, c))
@@ -88,10 +90,26 @@ def build(
 
 
 def _finish(step: Step, logits: Value) -> None:
-    """Return argmax and logits, of one row or of each, and the states, which live on in the buffers they came in."""
-    if not ROLES[step.mode][1]:
-        logits = ops.reshape(logits, logits.shape[-1:])
+    """Return argmax and logits, of one row or of each, or hidden states, and the states, which live on in the buffers they
+    came in."""
     function = current_function()
+    results = {"hidden": _hidden(step)} if step.role == "embed" else _chosen(step, logits)
     inputs = {v.name: v for v in function.inputs}
-    storage = {i: inputs[name] for i, name in enumerate(step.states, 2)}
-    function.returns(storage, argmax=argmax(logits), logits=logits, **step.states)
+    storage = {i: inputs[name] for i, name in enumerate(step.states, len(results))}
+    function.returns(storage, **results, **step.states)
+
+
+def _chosen(step: Step, logits: Value) -> dict[str, Value]:
+    if not ROLES[step.role][1]:
+        logits = ops.reshape(logits, logits.shape[-1:])
+    return {"argmax": argmax(logits), "logits": logits}
+
+
+def _hidden(step: Step) -> Value:
+    """What the head was given; the operations after it, which are the head's, are taken back."""
+    hidden, made = step.hidden, current_function().ops
+    if hidden is None:
+        raise EmitError("this family gives no hidden states: its forward does not end in layers.lm_head")
+    last = next(i for i, op in enumerate(made) if hidden in op.results)
+    del made[last + 1 :]
+    return hidden

@@ -52,8 +52,8 @@ def compile(model: str | Path, out: str | Path, *, progress: Report | None = Non
     """Compiles a GGUF file, an HF directory or a catalogue name into the bundle directory `out`, as `castiron compile` does.
 
     `options` are the fields of `castiron.pipelines.casting.compile.Options`: context, weights, numerics, lowering, target,
-    batch, speculate, threads, tuned. A bundle that is up to date is left as it is. Raises what `compile_model` raises; then
-    nothing is written.
+    batch, speculate, embed, threads, tuned. A bundle that is up to date is left as it is. Raises what `compile_model` raises;
+    then nothing is written.
     """
     place = _compile(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress)
     # Another machine's bundle can be compiled here.
@@ -64,7 +64,7 @@ def options_of(**options: Any) -> Options:
     """Options, where a size may stand for a tuple of sizes and None for none."""
     from castiron.pipelines.casting.compile import Options
 
-    for name in {"batch", "speculate"} & options.keys():
+    for name in {"batch", "speculate", "embed"} & options.keys():
         sizes = options[name]
         options[name] = () if sizes is None else (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return Options(**options)

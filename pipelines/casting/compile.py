@@ -57,10 +57,11 @@ class Options:
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
     checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable". batch: numbers of
-    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. threads: how many
-    will run the bundle, by which kernels share out their work; None takes one a physical core. tuned: what
-    `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of the checkpoint's config, or of
-    its GGUF metadata, that are left out. iree_flags: flags for iree-compile after castiron's own, each one word.
+    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. embed: widths of the
+    functions that give hidden states, for embeddings of texts. threads: how many will run the bundle, by which kernels share
+    out their work; None takes one a physical core. tuned: what `castiron tune` found on this machine is used, for the target
+    "host". ignore_keys: keys of the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for
+    iree-compile after castiron's own, each one word.
     """
 
     context: int | None = None
@@ -70,6 +71,7 @@ class Options:
     target: str = "host"
     batch: tuple[int, ...] = (4, 8)
     speculate: tuple[int, ...] = (4, 8)
+    embed: tuple[int, ...] = ()
     threads: int | None = None
     tuned: bool = True
     ignore_keys: tuple[str, ...] = ()
@@ -79,10 +81,10 @@ class Options:
         for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
             if getattr(self, field) not in allowed:
                 raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
-        for field, least in (("batch", 2), ("speculate", 2)):
+        for field, most in (("batch", 64), ("speculate", 64), ("embed", 512)):
             sizes = getattr(self, field)
-            if len(set(sizes)) != len(sizes) or min(sizes, default=least) < least or max(sizes, default=0) > 64:
-                raise EmitError(f"{field} takes distinct sizes from {least} to 64, not {', '.join(map(str, sizes))}")
+            if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > most:
+                raise EmitError(f"{field} takes distinct sizes from 2 to {most}, not {', '.join(map(str, sizes))}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
@@ -126,7 +128,8 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     context = context_of(checkpoint.config, options.context)
     widths = [width for width in widths if width <= context]
     verify = [width for width in options.speculate if width <= context]
-    module = build(checkpoint.config, codec, context, widths, verify, options.batch)
+    embed = [width for width in options.embed if width <= context]
+    module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:
@@ -296,6 +299,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         context=context_of(checkpoint.config, options.context),
         states=tuple(State(s.name, s.shape, s.dtype.name, s.kind) for s in decode.states),
         functions=tuple(entry_point(function) for function in module.functions.values()),
+        hidden=next((f.outputs[0].type.shape[1] for f in module.functions.values() if f.role == "embed"), 0),
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,

@@ -172,11 +172,12 @@ def typed_ahead():
     """A terminal that keeps what was typed while an answer came when Ctrl-C stops it."""
     try:
         import termios
-
-        before = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError, termios.error):
+    except ImportError:
+        termios = None
+    if termios is None or not sys.stdin.isatty():
         yield
         return
+    before = termios.tcgetattr(sys.stdin)
     kept = [*before]
     kept[3] |= termios.NOFLSH
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, kept)

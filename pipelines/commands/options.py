@@ -28,6 +28,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         "castiron serve can decode at once (default: 4,8; none turns it off)")  # fmt: skip
     parser.add_argument("--speculate", type=_sizes, default=(4, 8), metavar="T[,T]", help="how many proposed tokens "
                         "run --speculate can check at once (default: 4,8; none turns it off)")  # fmt: skip
+    parser.add_argument("--embed", type=_sizes, default=(), metavar="T[,T]", help="add functions that give the hidden states "
+                        "of so many tokens a call, such as 128, for Model.embed in Python (default: none)")  # fmt: skip
     add_ignore_key(parser)
 
 
@@ -48,7 +50,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def compile_options(args: argparse.Namespace):
     from castiron.pipelines.casting.compile import Options
 
-    names = ("context", "weights", "numerics", "lowering", "target", "batch", "speculate", "threads")
+    names = ("context", "weights", "numerics", "lowering", "target", "batch", "speculate", "embed", "threads")
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),

@@ -43,14 +43,15 @@ class Request:
     def sequence(self, prompt: Prompt) -> Sequence:
         """The sequence of one prompt, of at most `max_tokens` and as many as there is room for; PipelineError for a prompt
         that cannot be run."""
-        ids = self._encode(prompt)
+        ids = self.encode(prompt)
         limit = at_most(self.max_tokens, room(self.context, 0, len(ids)))
         return Sequence(
             ids, self.context, max_tokens=limit, text=self.text, sampler=Sampler(self.sampling),
             stop_tokens=self.stop_tokens, stop_strings=self.stop_strings,
         )  # fmt: skip
 
-    def _encode(self, prompt: Any) -> Collection[int]:
+    def encode(self, prompt: Any) -> Collection[int]:
+        """The token ids of one prompt; PipelineError for what is no prompt."""
         if self.text and isinstance(prompt, str):
             return self.text.encode(prompt)
         if self.text and are_messages(prompt):

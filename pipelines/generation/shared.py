@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import stand
@@ -77,6 +79,20 @@ class SharedScheduler:
                     if not isinstance(event, Delta):
                         client.forget(sequence)
             self._changed.notify_all()
+
+    @contextmanager
+    def between_turns(self) -> Iterator[Scheduler]:
+        """The program to oneself: what is asked of the scheduler waits until the end of this."""
+        with self._changed:
+            while self._turning:
+                self._changed.wait()
+            scheduler, self._turning = self.scheduler, True
+        try:
+            yield scheduler
+        finally:
+            with self._changed:
+                self._turning = False
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Runs nothing more, once the turn that is being taken is over."""

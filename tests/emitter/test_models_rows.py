@@ -1,4 +1,5 @@
-"""Several rows of logits at once, in every family: each position of a chunk, and one token of several sequences."""
+"""Several rows at once, in every family: logits at each position of a chunk and of one token of several sequences, and hidden
+states."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import FAMILIES, build
 from castiron.pipelines.casting.compile import packed_parameter
 from castiron.reference import hf, interpreter
-from tests.emitter.family_harness import CONTEXT, WIDTHS, Agreement, pair, prompt
+from tests.emitter.family_harness import CONTEXT, TOLERANCE, WIDTHS, Agreement, pair, prompt
 from tests.emitter.test_models import SHAPES
 
 WIDTH, SEQUENCES = 5, 2
@@ -22,7 +23,7 @@ def rows(request, tmp_path_factory):
     models = pair(family, tmp_path_factory.mktemp(family), **SHAPES[family][0])
     checkpoint = models.checkpoint
     codec = lambda name: checkpoint.tensors[name].codec if name in checkpoint.tensors else "f32"
-    module = lower(build(checkpoint.config, codec, CONTEXT, WIDTHS, verify=(WIDTH,), batches=(SEQUENCES,)), lowering)
+    module = lower(build(checkpoint.config, codec, CONTEXT, WIDTHS, (WIDTH,), (SEQUENCES,), embeds=(16,)), lowering)
     params = {p.name: packed_parameter(checkpoint, p) for p in module.params.values()}
 
     def run(function: str, *inputs: np.ndarray) -> list[np.ndarray]:
@@ -69,3 +70,15 @@ def test_sequences_of_a_batch_do_not_meet(rows):
         agreement.add(row, wanted)
     agreement.check()
     np.testing.assert_array_equal(argmax, [wanted.argmax() for wanted in expected])
+
+
+def test_hidden_states_are_those_of_hf_in_chunks_that_need_not_be_full(rows):
+    oracle, tokens, run, shape = rows
+    expected = hf.activations(oracle, tokens, ["model.norm"])["model.norm"]
+    caches, found = [np.zeros(shape, np.float32)] * 2, []
+    for start, count in ((0, 16), (16, 9), (25, 7)):
+        chunk = np.full(16, 3, np.int32)
+        chunk[:count] = tokens[start : start + count]
+        hidden, *caches = run("embed_16", chunk, np.int32(start), np.int32(count), *caches)
+        found.append(hidden[:count])
+    assert np.abs(np.concatenate(found) - expected).max() / np.abs(expected).max() < TOLERANCE

@@ -38,14 +38,19 @@ def tokenizer() -> Tokenizer:
     return found
 
 
+def checkpoint(directory: Path) -> Path:
+    """Writes its HF directory."""
+    made = tiny.tiny_model("llama", directory)
+    tokenizer().save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
+    return made
+
+
 @functools.cache
 def bundle(directory: Path, speculate: tuple[int, ...] = ()) -> Path:
     """Compiles it below `directory`, once a process."""
-    checkpoint = tiny.tiny_model("llama", directory / "checkpoint")
-    tokenizer().save(str(checkpoint / "tokenizer.json"))
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
     options = Options(context=CONTEXT, batch=(SLOTS,), speculate=speculate)
-    return compile_model(checkpoint, directory / "tiny", options).bundle
+    return compile_model(checkpoint(directory / "checkpoint"), directory / "tiny", options).bundle
 
 
 class Alone:

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 import castiron
-from castiron.reference import tiny
-from tests.pipelines import toy_text
+from tests.pipelines import served, toy_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def test_the_examples_run(tmp_path, capsys):
-    bundle, checkpoint = toy_text.write(tmp_path / "bundle"), tiny.tiny_model("llama", tmp_path / "checkpoint")
+    bundle, checkpoint = toy_text.write(tmp_path / "bundle"), served.checkpoint(tmp_path / "checkpoint")
     places = {
         "build/smollm2-135m-instruct": bundle, "smollm2-135m-instruct": bundle, "models/my-fine-tune": checkpoint,
         "build/my-fine-tune": tmp_path / "out",
@@ -61,6 +60,7 @@ def test_what_the_api_names_is_there_and_the_page_shows_each_call():
         "generate_many(",
         ".turn(",
         ".chat(",
+        ".embed(",
         "castiron.load(",
         "castiron.compile(",
         "castiron.open(",

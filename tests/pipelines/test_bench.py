@@ -159,7 +159,7 @@ def test_an_engine_that_fails_says_why_in_one_sentence(tmp_path):
         bench.Worker("castiron", str(tmp_path / "nothing"), 1, 8)
     assert "\n" not in str(error.value)
     command = bench.first_token_command("castiron", str(tmp_path / "nothing"), Settings(1), [1, 2])
-    with pytest.raises(PipelineError, match="is not a directory"):
+    with pytest.raises(PipelineError, match="is neither a bundle"):
         bench.time_to_first_token("castiron", command)
 
 
