@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import FAMILIES, build
 from castiron.pipelines.casting.compile import packed_parameter
-from castiron.reference import hf, interpreter
+from castiron.reference import hf, interpreter, tiny
 from tests.emitter.family_harness import CONTEXT, TOLERANCE, WIDTHS, Agreement, pair, prompt
 from tests.emitter.test_models import SHAPES
 
@@ -70,6 +71,16 @@ def test_sequences_of_a_batch_do_not_meet(rows):
         agreement.add(row, wanted)
     agreement.check()
     np.testing.assert_array_equal(argmax, [wanted.argmax() for wanted in expected])
+
+
+def test_the_head_is_no_part_of_what_gives_hidden_states():
+    """Nothing that it computes is as wide as the vocabulary."""
+    for family in FAMILIES:
+        config = AutoConfig.for_model(family, **{**tiny.COMMON, **tiny.FAMILIES[family]}).to_dict()
+        module = build(config, lambda name: "f32", CONTEXT, (), embeds=(16,))
+        of_role = {f.role: {op.results[0].shape[-1:] for op in f.ops} for f in module.functions.values()}
+        vocab = (config["vocab_size"],)
+        assert vocab in of_role["decode"] and vocab not in of_role["embed"], family
 
 
 def test_hidden_states_are_those_of_hf_in_chunks_that_need_not_be_full(rows):

@@ -277,7 +277,8 @@ def test_what_cannot_be_embedded_is_refused(embedding, toy):
     with pytest.raises(PipelineError, match="pooling is 'max', and can be mean or last"):
         model.embed("x", pooling="max")
     session = Session(model.bundle, 1)
-    session.embed([1] * 9)
+    session.step(1)
+    session.embed([1] * 8)
     assert session.position == 9
     for tokens, why in (
         ([], "no tokens"),
