@@ -1,12 +1,14 @@
 """A model as a Python program uses it: loaded by path or name, asked in text, messages or token ids."""
 
+# An overload is no redefinition, whoever defines it.
+# ruff: noqa: F811
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, get_args
 
 import numpy as np
 
@@ -24,6 +26,14 @@ from castiron.pipelines.generation.shared import Client, SharedScheduler
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.session import Session
+
+if TYPE_CHECKING:
+    from typing import overload
+else:
+    # That of typing keeps a method for ever, and with it the devices, which the runtime then reports as leaked.
+    def overload(method):
+        return method
+
 
 Message = Mapping[str, Any]
 Pooling = Literal["mean", "last"]
@@ -163,11 +173,9 @@ class Model:
         sequence = request.sequence(prompt)
         return Stream(_pieces(client, sequence), sequence)
 
-    @overload
-    def embed(self, texts: str | Sequence[int], *, pooling: Pooling = ..., normalise: bool = ...) -> np.ndarray: ...
-    @overload
-    def embed(self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling = ..., normalise: bool = ...) -> np.ndarray: ...
-    def embed(self, texts: Any, *, pooling: Pooling = "mean", normalise: bool = True) -> np.ndarray:
+    def embed(
+        self, texts: str | Sequence[int] | Iterable[str | Sequence[int]], *, pooling: Pooling = "mean", normalise: bool = True
+    ) -> np.ndarray:
         """The embedding of a text or of token ids, f32 `[hidden]`; of several, `[texts, hidden]` in their order.
 
         It is the mean of the tokens' hidden states after the last norm, or that of the last token, divided by its length
@@ -179,8 +187,8 @@ class Model:
         if pooling not in POOLINGS:
             raise PipelineError(f"pooling is {pooling!r}, and can be {' or '.join(POOLINGS)}")
         if is_prompt(texts):
-            return self._embedding(texts, max(known), pooling, normalise)
-        rows = [self._embedding(text, max(known), pooling, normalise) for text in texts]
+            return self._embedding(cast(Prompt, texts), max(known), pooling, normalise)
+        rows = [self._embedding(cast(Prompt, text), max(known), pooling, normalise) for text in texts]
         return np.stack(rows) if rows else np.empty((0, self.bundle.manifest.hidden), np.float32)
 
     def _embedding(self, text: Prompt, width: int, pooling: Pooling, normalise: bool) -> np.ndarray:

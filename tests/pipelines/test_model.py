@@ -410,3 +410,10 @@ def test_a_path_begins_at_home_and_nothing_at_all_is_refused(tmp_path, monkeypat
     with pytest.raises(castiron.CheckpointError, match="nowhere is neither a file nor a directory"):
         castiron.load("nowhere")
     assert open_bundle(os.fspath(tmp_path / "toy")).path == tmp_path / "toy"
+
+
+def test_an_ending_python_has_nothing_to_report(path):
+    """Where something else, as torch does, keeps modules past the end too."""
+    program = f"import torch, castiron; model = castiron.load({str(path)!r}); print(model.generate('x', max_tokens=1).tokens)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout and not done.stderr
