@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from castiron.pipelines import cli
-from castiron.pipelines.commands.console import COMMANDS, completions
-from castiron.pipelines.commands.settings import NAMES, change, settings
+from castiron.pipelines.commands.settings import change, settings
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.generation.generate import Generation
@@ -374,29 +373,6 @@ def test_the_last_line_tells_speed_and_context(path, make):
     speed, used = piped(path, "bc\n").stderr.strip().removeprefix("castiron: ").split(", ")
     assert re.fullmatch(r"\d+\.\d tok/s", speed) and used == f"{chat.session.position} of {CONTEXT} positions"
     assert piped(path, "bc\n", "--quiet").stderr == ""
-
-
-def test_lines_are_completed(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("a talk.json", "another.json", "[x]"):
-        (tmp_path / name).touch()
-    (tmp_path / "folder").mkdir()
-    assert completions("/re") == ["/retry", "/reset"] and completions("/s") == ["/set ", "/save "]
-    assert completions("/set t") == ["/set temperature ", "/set top-k ", "/set top-p "]
-    assert completions("/save ~/a") == ["/save ~/a talk.json", "/save ~/another.json"]
-    assert completions(f"/load {tmp_path}/f") == [f"/load {tmp_path}/folder/"]
-    assert completions("/load ~/[") == ["/load ~/[x]"]
-    assert completions("") == completions("hello /s") == completions("/set temperature ") == completions("/undo ") == []
-
-
-def test_every_command_and_setting_is_in_the_docs_and_in_help(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
-    with pytest.raises(SystemExit):
-        cli.main(["chat", "--help"])
-    shown = capsys.readouterr().out
-    for command in COMMANDS:
-        assert f"`{command}" in page and command in shown
-    assert all(f"`{name}`" in page for name in NAMES)
 
 
 def test_refusals_come_before_the_first_turn(path, capsys):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 
+from castiron.pipelines import cli
+from castiron.pipelines.commands.console import COMMANDS, completions
+from castiron.pipelines.commands.settings import NAMES
 from castiron.pipelines.commands.wrapping import Wrapper, cells
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.generation.text import load_text
@@ -240,3 +244,26 @@ def test_code_wide_letters_and_pipes_are_as_they_are():
     assert screen(Wrapper().wrap("你" * 20, 21), 21) == ["你" * 10, "你" * 10]
     assert screen(Wrapper().wrap("y" * 30, 21), 21) == ["y" * 20, "y" * 10]
     assert screen(Wrapper().wrap("e\u0301" * 20, 21), 21) == ["e\u0301" * 20]
+
+
+def test_lines_are_completed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a talk.json", "another.json", "[x]"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    assert completions("/re") == ["/retry", "/reset"] and completions("/s") == ["/set ", "/save "]
+    assert completions("/set t") == ["/set temperature ", "/set top-k ", "/set top-p "]
+    assert completions("/save ~/a") == ["/save ~/a talk.json", "/save ~/another.json"]
+    assert completions(f"/load {tmp_path}/f") == [f"/load {tmp_path}/folder/"]
+    assert completions("/load ~/[") == ["/load ~/[x]"]
+    assert completions("") == completions("hello /s") == completions("/set temperature ") == completions("/undo ") == []
+
+
+def test_every_command_and_setting_is_in_the_docs_and_in_help(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"`{command}" in page and command in shown
+    assert all(f"`{name}`" in page for name in NAMES)
