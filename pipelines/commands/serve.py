@@ -17,7 +17,7 @@ import argparse
 import os
 import re
 
-from castiron.pipelines.commands.generating import add_bundle_argument
+from castiron.pipelines.commands.generating import add_bundle_argument, add_template_argument, template_args
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
 
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "it; may be repeated (default: none but this server's own page)")  # fmt: skip
     parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
                         "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
+    add_template_argument(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait for a slot (default: 64)")
@@ -78,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         say_memory(bundle.manifest, slots_of(bundle.manifest))
         app = open_app(
             bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
-            quiet=args.quiet, cors=pages,
+            quiet=args.quiet, cors=pages, template_args=template_args(args),
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if slots == 1:

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from castiron.pipelines import cli
+from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.serve.app import open_app
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.schemas import ChatRequest, TokenizeRequest, read
@@ -88,6 +89,14 @@ def test_what_the_template_reads_is_honoured(client):
     assert size(client, reasoning_effort="none") == thinks_not
     # The very words that the template has by itself are not words that it ignores.
     assert size(client, messages=[{"role": "system", "content": "k"}, *MESSAGES]) == usual
+
+
+def test_the_servers_variables_hold_where_a_request_gives_no_others(client, tmp_path_factory):
+    thinks = size(client)
+    with TestClient(app(tmp_path_factory, TEMPLATE, template_args={"enable_thinking": False})) as quick:
+        assert size(quick) > thinks == size(quick, chat_template_kwargs={"enable_thinking": True})
+    with pytest.raises(PipelineError, match="does not read enable_thinkin; it reads enable_thinking"):
+        app(tmp_path_factory, TEMPLATE, template_args={"enable_thinkin": False})
 
 
 def test_what_asks_for_nothing_is_taken(client, plain):

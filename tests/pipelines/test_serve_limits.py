@@ -309,3 +309,9 @@ def test_a_port_in_use_and_a_directory_that_is_no_bundle_are_one_sentence(capsys
     assert f"port {port} (Address already in use)" in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path), "--port", "0"]) == 1
     assert "is not a bundle" in capsys.readouterr().err
+
+
+def test_a_variable_that_the_template_does_not_read_is_one_sentence(capsys, path):
+    assert cli.main(["serve", str(path), "--port", "0", "--template-arg", "tone=dry"]) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("castiron: ") and "does not read tone" in err
