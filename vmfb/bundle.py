@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -110,8 +109,8 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
             f"{', '.join(missing)}; compile it again with --target {choices}"
         )
     try:
-        runtime = importlib.metadata.version("iree-base-runtime")
-    except importlib.metadata.PackageNotFoundError:
+        from iree.runtime.version import VERSION as runtime
+    except ModuleNotFoundError:
         raise BundleError(f"running {path} needs the IREE runtime: pip install iree-base-runtime") from None
     # IREE promises no bytecode compatibility between its minor versions.
     wanted = manifest.versions.iree.split(".")[:2]

@@ -12,7 +12,6 @@ import functools
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -108,6 +107,8 @@ def unwritable(place: Path | str, reason: str) -> None:
 
 @functools.cache
 def _temporary() -> Path:
+    import tempfile
+
     folder = Path(tempfile.mkdtemp(prefix="castiron-"))
 
     def remove() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from castiron.pipelines.casting.cast import cached_place, cast
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
 from castiron.vmfb.bundle import Bundle, open_bundle
@@ -41,6 +40,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def _cast(model: str | Path) -> Bundle:
     """The bundle of a model in the cache, with the options that `castiron compile` has by default; said when it is made."""
+    from castiron.pipelines.casting.cast import cached_place, cast
     from castiron.pipelines.casting.compile import Options
 
     out = cached_place(model, Options())
