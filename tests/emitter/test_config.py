@@ -301,6 +301,7 @@ def test_what_every_config_class_of_hf_has_is_bookkeeping():
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "config is 50.0; only null is supported"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "'full_attention' and 'sliding_attention' alone"),
         ("phi3", {"lm_head_bias": True}, "'lm_head_bias' in the phi3 config is True; only False"),
+        ("stablelm", {"head_dim": 20}, "the stablelm config has 'head_dim', which castiron does not understand"),
         ("starcoder2", {"norm_type": "rms_norm"}, "only 'layer_norm' is supported"),
     ],
 )
