@@ -197,7 +197,7 @@ def parameter_of_another_type(module, _function):
 
 
 def double_precision(_module, function):
-    f64 = DType("f64", "f64", 64, "float", np.dtype(np.float64))
+    f64 = DType("f64", 64, "float", np.dtype(np.float64))
     retype(op_of(function, "reduce"), TensorType((8,), f64))
 
 
