@@ -30,9 +30,9 @@ class TargetError(Exception):
 class Target:
     """A CPU level.
 
-    `isa` names the vector registers that kernels are shaped for (`avx2`, `avx512`, `neon`; empty where castiron has no
-    kernels), `cpu` is the CPU's own name for `host` and LLVM's otherwise, `features` are what a machine must have,
-    sorted, `flags` are iree-compile's.
+    `isa` names the vector registers that kernels are shaped for (a row of the kernels' ISAS, such as `avx2`; empty where
+    castiron has no kernels), `cpu` is the CPU's own name for `host` and LLVM's otherwise, `features` are what a machine
+    must have, sorted, `flags` are iree-compile's.
     """
 
     name: str
@@ -45,10 +45,14 @@ class Target:
 
 def isa_of(arch: str, features: Collection[str]) -> str:
     """The widest of the instruction sets that castiron's kernels know, or the empty string."""
-    if arch == "x86_64" and set(_V4) <= set(features):
-        return "avx512"
-    if arch == "x86_64" and {"avx2", "fma", "f16c"} <= set(features):
-        return "avx2"
+    if arch == "x86_64":
+        needs = {
+            "avx512vnni": {*_V4, "avx512vnni"},
+            "avx512": {*_V4},
+            "avxvnni": {"avx2", "fma", "f16c", "avxvnni"},
+            "avx2": {"avx2", "fma", "f16c"},
+        }
+        return next((isa for isa, needed in needs.items() if needed <= set(features)), "")
     return "neon" if arch == "aarch64" else ""
 
 
@@ -56,9 +60,12 @@ def _target(name: str, arch: str, cpu: str, features: Collection[str], *flags: s
     return Target(name, arch, isa_of(arch, features), cpu, tuple(sorted(features)), COMMON_FLAGS + flags)
 
 
-def _x86(name: str, features: Collection[str]) -> Target:
+def _x86(level: str, features: Collection[str], more: str = "") -> Target:
+    """A level of the x86-64 psABI, or that with one feature more, whose name ends in `vnni`."""
     triple = "--iree-llvmcpu-target-triple=x86_64-unknown-linux-gnu"
-    return _target(name, "x86_64", name, features, triple, f"--iree-llvmcpu-target-cpu={name}")
+    flags = [triple, f"--iree-llvmcpu-target-cpu={level}", *([f"--iree-llvmcpu-target-cpu-features=+{more}"] if more else [])]
+    name = f"{level}-vnni" if more else level
+    return _target(name, "x86_64", name, [*features, *([more] if more else [])], *flags)
 
 
 TARGETS: dict[str, Target] = {
@@ -66,7 +73,9 @@ TARGETS: dict[str, Target] = {
     for target in (
         _target("host", host_arch(), host_cpu(), host_features(), "--iree-llvmcpu-target-cpu=host"),
         _x86("x86-64-v3", _V3),
+        _x86("x86-64-v3", _V3, "avxvnni"),
         _x86("x86-64-v4", _V4),
+        _x86("x86-64-v4", _V4, "avx512vnni"),
         # The level that Apple M1, Graviton 2 and Raspberry Pi 5 share; IREE links ELF for every system alike.
         _target(
             "aarch64", "aarch64", "generic", _ARM,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from castiron.emitter.ir import Function, Module
 from castiron.emitter.kernels.products.choosing import kernel_of
 from castiron.emitter.kernels.products.frame import Tiles
-from castiron.emitter.kernels.products.product import NUMERICS, Product
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.layer_rules import LAYERS
 from castiron.emitter.lowering import kernels, portable
@@ -32,6 +32,7 @@ LOWERINGS: dict[str, Callable[[Function, Isa, Projector], tuple[Function, Mappin
     "kernels": _kernels,
     "portable": _portable,
 }
+NUMERICS = ("exact", "fast")
 
 
 def lower(
@@ -45,8 +46,8 @@ def lower(
     """The verified module without layer operations.
 
     `isa` (a key of ISAS), `threads` (how many are expected to run it) and `tiles` (of a product, where it has better ones
-    than the default) change no result but by rounding; `numerics` (a row of NUMERICS) says how x enters a product. EmitError
-    for a lowering, an instruction set or numerics that are not known.
+    than the default) change no result but by rounding. numerics: "exact" leaves x f32, "fast" rounds it to bytes for products
+    of several tokens with codes. EmitError for a lowering, an instruction set or numerics that are not known.
     """
     for what, value, known in (
         ("lowering", lowering, LOWERINGS),
@@ -55,8 +56,10 @@ def lower(
     ):
         if value not in known:
             raise EmitError(f"{what} {value!r} is not one of {', '.join(known)}")
+    if numerics == "fast" and lowering != "kernels":
+        raise EmitError(f"numerics fast need the lowering kernels, not {lowering}")
     check(module, LAYERS)
-    project = Projector(lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)), numerics)
+    project = Projector(lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)), ISAS[isa], numerics == "fast")
     lowered = Module(module.name)
     for function in module.functions.values():
         rewrite(*LOWERINGS[lowering](function, ISAS[isa], project), lowered)

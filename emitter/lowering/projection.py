@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from castiron.emitter import ops
 from castiron.emitter.ir import Param, Value, parameter
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.round_x import round_x
 from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
+from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I8, TensorType
 
@@ -21,10 +23,12 @@ NORM_LIMIT = 8192
 
 @dataclass(frozen=True)
 class Projector:
-    """Makes products' calls: `kernel_of` gives the kernel of a product, `numerics` are those of all products."""
+    """Makes products' calls: `kernel_of` gives the kernel of a product. fast: x becomes bytes where a kernel takes them."""
 
     kernel_of: Callable[[Product], Kernel]
-    numerics: str = "exact"
+    isa: Isa
+    fast: bool = False
+    rounded: dict[tuple[Value, int], Mapping[str, Value]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -46,7 +50,6 @@ class Projector:
         the result [len(chosen), out] is x's row i // (len(chosen) / T) through the weight of expert chosen[i] i32.
         """
         given = {
-            "x": x,
             "norm": norm[0] if norm else None,
             "weight": parameter(packed_param(weights, glu is not None, experts or 1)),
             "chosen": chosen,
@@ -68,10 +71,22 @@ class Projector:
             length=length is not None,
             experts=experts,
             per_row=tokens // x.shape[0],
-            numerics=self.numerics,
         )
+        # One token is bound by memory, and gains nothing.
+        if self.fast and tokens > 1 and not experts and product.format.quantised:
+            product = replace(product, numerics="bytes")
         operands = {name: value for name, value in given.items() if value is not None}
-        return ops.kernel_call(self.kernel_of(product), **operands)["y"]
+        return ops.kernel_call(self.kernel_of(product), **self._x(x, product), **operands)["y"]
+
+    def _x(self, x: Value, product: Product) -> dict[str, Value]:
+        """x as the product's kernel takes it, rounded once for all that share a rounding."""
+        if product.numerics == "exact":
+            return {"x": x}
+        key = x, product.format.group
+        if key not in self.rounded:
+            self.rounded[key] = ops.kernel_call(round_x(x.shape[0], x.shape[1], product.format.group, isa=self.isa), x=x)
+        rounded = self.rounded[key]
+        return {"x": rounded["y"], "x_scales": rounded["scales"], "x_sums": rounded["sums"]}
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:

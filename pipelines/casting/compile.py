@@ -19,9 +19,8 @@ import castiron
 from castiron.emitter import types
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.ir import Function, Module, Param, Value
-from castiron.emitter.kernels.products.product import NUMERICS
 from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.emitter.lowering import LOWERINGS, lower
+from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.step import ModelModule

@@ -8,6 +8,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
 from castiron.pipelines.sizes import megabytes as megabytes
 
+TARGETS = ("host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "aarch64")
+
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     """What `castiron.pipelines.casting.compile.Options` takes; read back with `compile_options`."""
@@ -16,12 +18,12 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         "at most 8192)")  # fmt: skip
     parser.add_argument("--weights", choices=("native", "f32", "bf16", "f16"), default="native",
                         help="number format of the weight matrices; native keeps the checkpoint's own")  # fmt: skip
-    parser.add_argument("--numerics", choices=("exact",), default="exact",
-                        help="exact: activations and sums in f32, greedy tokens equal HF transformers'")  # fmt: skip
+    parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
+                        help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
+                        "rounded to bytes in prompts and batches, tokens may differ")  # fmt: skip
     parser.add_argument("--lowering", choices=("kernels", "portable"), default="kernels",
                         help="kernels: castiron's own; portable: StableHLO alone")  # fmt: skip
-    parser.add_argument("--target", choices=("host", "x86-64-v3", "x86-64-v4", "aarch64"), default="host",
-                        help="the CPU that will run the bundle")  # fmt: skip
+    parser.add_argument("--target", choices=TARGETS, default="host", help="the CPU that will run the bundle")
     parser.add_argument("--threads", type=int, metavar="N", help="threads that will run the bundle (default: one per "
                         "physical core here, 2 for other targets); it runs on any number")  # fmt: skip
     parser.add_argument("--batch", type=_sizes, default=(4, 8), metavar="B[,B]", help="how many sequences "

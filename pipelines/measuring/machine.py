@@ -13,7 +13,7 @@ READ_GROUPS = 64
 FMA_GROUPS = 16
 FMA_ITERATIONS = 400_000
 # Lanes and chains of fused multiply-adds in flight: enough to cover the latency, few enough to stay in registers.
-CHAINS = {"avx2": (8, 12), "avx512": (16, 12), "neon": (4, 24)}
+CHAINS = {"avx2": (8, 12), "avxvnni": (8, 12), "avx512": (16, 12), "avx512vnni": (16, 12), "neon": (4, 24)}
 
 
 def probe_text(lanes: int, chains: int) -> str:

@@ -49,15 +49,15 @@ def compile_kernels(kernels: Sequence[Kernel], out: Path, target: str | Target =
     return out
 
 
-def runnable(kernels: Sequence[Kernel], target: str, directory: Path) -> Path:
+def runnable(kernels: Sequence[Kernel], target: str, directory: Path, plain: Sequence[Kernel] | None = None) -> Path:
     """The kernels compiled for `target`, or, where this CPU cannot run that, the same kernels compiled for this CPU.
 
     The compiler cuts vectors wider than the CPU's and spills what needs more registers: another instruction set's lanes,
-    tiles and edges are computed as there, by other instructions.
+    tiles and edges are computed as there, by other instructions. plain: the kernels without instructions asked for by name.
     """
     path = compile_kernels(kernels, directory / f"{target}.vmfb", target)
     if missing_features(resolve(target)):
-        path = compile_kernels(kernels, directory / f"{target}-here.vmfb", "host")
+        path = compile_kernels(plain or kernels, directory / f"{target}-here.vmfb", "host")
     return path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.frame import Tiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.packing import interleave_rows, pack
+from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.kernels.writing.rms import rms_normed
 from castiron.emitter.types import DTYPES, from_f32
@@ -78,6 +79,9 @@ class Case:
         if self.product.length:
             special["length"] = np.int32((self.product.tokens + 1) // 2)
         types = self.product.operands()
+        if self.product.numerics == "bytes":
+            x = rng.standard_normal((self.product.tokens, self.product.in_features)).astype(np.float32)
+            special |= dict(zip(("x", "x_scales", "x_sums"), rounded(x, self.product.format.group), strict=True))
         return {n: special[n] if n in special else rng.standard_normal(t.shape).astype(np.float32) for n, t in types.items()}
 
 
@@ -99,7 +103,10 @@ def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray
 
 def allowed_error(case: Case, given: Mapping[str, np.ndarray], reference: np.ndarray) -> np.ndarray:
     """The bound of the products, carried through the activation; |silu'|, |gelu'| < 1.13."""
-    x, eps = given["x"].astype(np.float64), case.product.rms_eps
+    x, eps = (
+        of_bytes(given["x"], given["x_scales"]) if "x_scales" in given else given["x"].astype(np.float64),
+        case.product.rms_eps,
+    )
     if eps is not None:
         x = rms_normed(x, given["norm"], eps)
     errors = [product_error(case.product.codec, x, raw) for raw in case.weights()]
@@ -141,7 +148,9 @@ def cases(codec: str, tokens: st.SearchStrategy[int], most_out: int, *fused: str
 @cache
 def _compiled(cases: tuple[Case, ...], target: str, directory) -> tuple[dict[Case, Kernel], Path]:
     kernels = {case: case.kernel(ISAS[resolve(target).isa]) for case in cases}
-    return kernels, runnable(list({k.name: k for k in kernels.values()}.values()), target, directory)
+    plain = {case: case.kernel(replace(ISAS[resolve(target).isa], dot="plain")) for case in cases}
+    unique, plainly = (list({k.name: k for k in made.values()}.values()) for made in (kernels, plain))
+    return kernels, runnable(unique, target, directory, plainly)
 
 
 def run_all(cases: Sequence[Case], target: str, threads: int, directory) -> list[tuple[Case, dict, np.ndarray, np.ndarray]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products import experts, gemm, gemm_few, gemv
+from castiron.emitter.kernels.products import experts, few_bytes, gemm, gemm_bytes, gemm_few, gemv
 from castiron.emitter.kernels.products.frame import Tiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
@@ -24,6 +24,18 @@ class _Way:
 _WAYS = (
     _Way(lambda product: product.experts > 0, experts.experts, experts.default_tiles, gemv.GemvTiles),
     _Way(lambda product: product.tokens == 1, gemv.gemv, gemv.default_tiles, gemv.GemvTiles),
+    _Way(
+        lambda product: product.numerics == "bytes" and product.tokens <= gemm_few.MOST_TOKENS,
+        few_bytes.few_bytes,
+        few_bytes.default_tiles,
+        few_bytes.FewBytesTiles,
+    ),
+    _Way(
+        lambda product: product.numerics == "bytes",
+        gemm_bytes.gemm_bytes,
+        gemm_bytes.default_tiles,
+        gemm_bytes.GemmBytesTiles,
+    ),
     _Way(lambda product: product.tokens <= gemm_few.MOST_TOKENS, gemm_few.gemm_few, gemm_few.default_tiles, gemm_few.FewTiles),
     _Way(lambda product: True, gemm.gemm, gemm.default_tiles, gemm.GemmTiles),
 )

@@ -37,6 +37,8 @@ class Buffers:
     x: Ssa
     weight: Ssa
     y: Ssa
+    x_scales: Ssa | None = None
+    x_sums: Ssa | None = None
     norm: Ssa | None = None
     chosen: Ssa | None = None
     bias: Ssa | None = None

@@ -24,7 +24,7 @@ Rows of x from `length` on are not multiplied, but for those that fill the last 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
@@ -88,12 +88,12 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmTiles:
     token_blocks = -(-T // min(MOST_TOKENS, budget * 3 // 5))
     tokens = -(-T // (token_blocks * rows)) * rows
     size = units(product.codec)
-    depth = _even_share(-(-product.in_features // size), min(MOST_DEPTH, budget - tokens) // size) * size
+    depth = even_share(-(-product.in_features // size), min(MOST_DEPTH, budget - tokens) // size) * size
     items = row_blocks * shared // together * -(-T // tokens)
     return GemmTiles(rows, wide, together, depth, tokens, workgroups=min(items, PARTS * threads))
 
 
-def _even_share(total: int, most: int) -> int:
+def even_share(total: int, most: int) -> int:
     """The largest part of `total` up to `most` that divides it, if there is one of at least half of `most`."""
     most = min(most, total)
     share = next(n for n in range(most, 0, -1) if total % n == 0)
@@ -102,20 +102,24 @@ def _even_share(total: int, most: int) -> int:
 
 def gemm(product: Product, isa: Isa, tiles: GemmTiles) -> Kernel:
     """The kernel of a product of many tokens. ValueError for tiles that do not fit."""
-    write = lambda b, buffers: _Gemm(b, product, isa, tiles, buffers).write()
+    write = lambda b, buffers: Gemm(b, product, isa, tiles, buffers).write()
     return product_kernel(product, isa, tiles, f"gemm_{product.name}", tiles.workgroups, write)
 
 
-class _Gemm:
-    """Writes the body of one kernel."""
+class Gemm:
+    """Writes the body of one kernel; `tiles` have the fields of GemmTiles."""
 
-    def __init__(self, b: Body, product: Product, isa: Isa, tiles: GemmTiles, buffers: Buffers):
-        self.b, self.tiles, self.buffers = b, tiles, buffers
+    def __init__(self, b: Body, product: Product, isa: Isa, tiles: Any, buffers: Buffers):
+        self.b, self.product, self.isa, self.tiles, self.buffers = b, product, isa, tiles, buffers
         self.lanes, self.T, self.in_features = isa.lanes, product.tokens, product.in_features
         self.row_blocks, self.columns = product.weight_shape[0], LANES * tiles.row_blocks
-        self.panel = Panel(b, product.format, isa, buffers.weight, tiles.depth, tiles.row_blocks)
+        self.panel = self._panel()
         self.sums = b.stack(tiles.tokens, self.columns)
         self.finish = Finish(b, product, self.lanes, buffers, self.sums)
+
+    def _panel(self) -> Any:
+        """What has the weights of a step on the stack, and `fill(first_block, k, depth)`."""
+        return Panel(self.b, self.product.format, self.isa, self.buffers.weight, self.tiles.depth, self.tiles.row_blocks)
 
     def write(self) -> None:
         b, tiles = self.b, self.tiles

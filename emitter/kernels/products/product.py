@@ -9,12 +9,13 @@ import numpy as np
 from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.products.epilogue import Epilogue
 from castiron.emitter.kernels.weights.packing import packed_shape, unpack
+from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded_types
 from castiron.emitter.kernels.writing.rms import rms_normed
 from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.types import F32, I8, I32, TensorType
 
-# What happens to x before it is multiplied; "exact" leaves it f32.
-NUMERICS = ("exact",)
+# What happens to x before it is multiplied: "exact" leaves it f32, "bytes" is `weights.x_bytes`.
+NUMERICS = ("exact", "bytes")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Product:
             raise ValueError(f"a product has {self.tokens} pairs, of which each row of x cannot have {self.per_row}")
         packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
         single = self.tokens == 1 and not self.experts
+        if self.numerics == "bytes" and (self.experts or single or not self.format.quantised):
+            raise ValueError(f"no kernel takes bytes of x for {self.tokens} tokens, {self.experts} experts and {self.codec}")
         for option, there, fits in (
             ("rms_eps", self.rms_eps is not None, single),
             ("length", self.length, not single),
@@ -74,7 +77,7 @@ class Product:
     def suffix(self) -> str:
         """The part of a name that is made by what is fused."""
         norm = "" if self.rms_eps is None else f"_rms{number(self.rms_eps)}"
-        return norm + self.epilogue.name + "_length" * self.length
+        return "_bytes" * (self.numerics == "bytes") + norm + self.epilogue.name + "_length" * self.length
 
     @property
     def format(self) -> Codec:
@@ -96,15 +99,20 @@ class Product:
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
     def operands(self) -> dict[str, TensorType]:
-        """What its kernel takes, in order: x, (norm), weight, (chosen), (bias), (residual), (length).
+        """What its kernel takes, in order: x, (x_scales, x_sums), (norm), weight, (chosen), (bias), (residual), (length).
 
+        With bytes x, x_scales and x_sums are what `weights.x_bytes` makes of x with the groups of the codec.
         norm [in] is the RMS norm's weight, chosen i32 [tokens] the expert of each pair, length an i32 that counts rows
         of x.
         """
         row_blocks, *record = self.weight_shape
         y, scalar = self.results()["y"], TensorType((), I32)
+        rows, bytes_ = self.tokens // self.per_row, self.numerics == "bytes"
+        rounded = rounded_types(rows, self.in_features, self.format.group or 1)
         every = {
-            "x": (True, TensorType((self.tokens // self.per_row, self.in_features), F32)),
+            "x": (True, rounded["y"] if bytes_ else TensorType((rows, self.in_features), F32)),
+            "x_scales": (bytes_, rounded["scales"]),
+            "x_sums": (bytes_, rounded["sums"]),
             "norm": (self.rms_eps is not None, TensorType((self.in_features,), F32)),
             "weight": (True, TensorType((max(1, self.experts) * row_blocks, *record), I8)),
             "chosen": (self.experts > 0, TensorType((self.tokens,), I32)),
@@ -119,7 +127,7 @@ class Product:
 
     def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
         """NumPy definition over `operands`, sums in f64."""
-        x = x.astype(np.float64)
+        x = of_bytes(x, given["x_scales"]) if self.numerics == "bytes" else x.astype(np.float64)
         if self.rms_eps is not None:
             x = rms_normed(x, given["norm"], self.rms_eps)
         real = self.per_row * int(given["length"]) if self.length else self.tokens

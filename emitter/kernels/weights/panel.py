@@ -48,7 +48,7 @@ class Panel:
         codes = records.group_codes(block, record, group)
         decoded = []
         for v in range(records.vectors):
-            scale, base = self._scale_and_base(block, record, group, v)
+            scale, base = records.scale_and_base(block, record, group, v)
             scaled = {1.0: scale}
             weights = []
             for k, factor in enumerate(map(float, code_factors(self.codec))):
@@ -59,18 +59,3 @@ class Panel:
                 weights.append(weight)
             decoded.append(weights)
         return decoded
-
-    def _scale_and_base(self, block: Index, record: Index, group: Index, v: int) -> tuple[Ssa, Ssa | None]:
-        """weight = scale * stored code + base."""
-        b, records, codec = self.b, self.records, self.codec
-        scale, base = records.d(block, record, v), records.m(block, record, v)
-        factor = records.group_scale(block, record, group, v)
-        if factor is not None:
-            scale = b.mulf(scale, factor)
-        if base is not None:
-            factor = records.group_minimum(block, record, group, v)
-            base = base if factor is None else b.mulf(base, factor)
-            return scale, base if codec.minimum > 0 else b.mulf(base, b.splat(-1.0, records.lanes))
-        if codec.offset:
-            base = b.mulf(scale, b.splat(-codec.offset, records.lanes))
-        return scale, base

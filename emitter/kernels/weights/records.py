@@ -36,45 +36,60 @@ class Records:
         self.lanes = isa.lanes
         self.vectors = LANES // isa.lanes
 
-    def _rows(self, at: tuple[Index, Index, Index], v: int, element: str, bits: int) -> Ssa:
+    def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
         """Vector v of the 16 elements that stand at byte `at` = (block, record, offset)."""
         width = self.lanes * bits // 8
         block, record, offset = at
-        data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, v * width))
+        data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, self.b.mul(v, width)))
         return data if bits == 8 else self.b.bitcast(data, self.lanes, element)
 
-    def _widened(self, op: str, value: Ssa, element: str) -> Ssa:
+    def widened(self, op: str, value: Ssa, element: str) -> Ssa:
         type = vector_type(width_of(value), element)
         return self.b.let(f"arith.{op} {value} : {value.type} to {type}", type)
 
-    def _f16(self, at: tuple[Index, Index, Index], v: int) -> Ssa:
-        return self._widened("extf", self._rows(at, v, "f16", 16), "f32")
+    def _f16(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
+        return self.widened("extf", self.rows(at, v, "f16", 16), "f32")
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
         """Ask for the cache line of that byte, which may stand past the end of the weight."""
         at = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
         self.b.do(f"memref.prefetch {self.weight}[{at}], read, locality<3>, data : {self.weight.type}")
 
-    def d(self, block: Index, record: Index, v: int) -> Ssa:
+    def d(self, block: Index, record: Index, v: Index) -> Ssa:
         return self._f16((block, record, self.layout.d), v)
 
-    def m(self, block: Index, record: Index, v: int) -> Ssa | None:
+    def m(self, block: Index, record: Index, v: Index) -> Ssa | None:
         return None if self.layout.m is None else self._f16((block, record, self.layout.m), v)
 
-    def _factor(self, start: int | None, signed: bool, block: Index, record: Index, group: Index, v: int) -> Ssa | None:
+    def _factor(self, start: int | None, signed: bool, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
         if start is None:
             return None
         at = (block, record, self.b.add(self.b.mul(group, LANES), start))
-        wide = self._widened("extsi" if signed else "extui", self._rows(at, v, "i8", 8), "i32")
-        return self._widened("sitofp", wide, "f32")
+        wide = self.widened("extsi" if signed else "extui", self.rows(at, v, "i8", 8), "i32")
+        return self.widened("sitofp", wide, "f32")
 
-    def group_scale(self, block: Index, record: Index, group: Index, v: int) -> Ssa | None:
+    def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
         """The factor of d for a group, None where it is one."""
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
-    def group_minimum(self, block: Index, record: Index, group: Index, v: int) -> Ssa | None:
+    def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
         """The factor of m for a group, None where it is one."""
         return self._factor(self.layout.minima, False, block, record, group, v)
+
+    def scale_and_base(self, block: Index, record: Index, group: Index, v: Index, bias: int = 0) -> tuple[Ssa, Ssa | None]:
+        """weight = scale * (stored code + bias) + base, of a group."""
+        b, codec = self.b, self.codec
+        scale, base = self.d(block, record, v), self.m(block, record, v)
+        factor = self.group_scale(block, record, group, v)
+        if factor is not None:
+            scale = b.mulf(scale, factor)
+        if base is not None:
+            factor = self.group_minimum(block, record, group, v)
+            base = base if factor is None else b.mulf(base, factor)
+            return scale, base if codec.minimum > 0 else b.mulf(base, b.splat(-1.0, self.lanes))
+        if codec.offset + bias:
+            base = b.mulf(scale, b.splat(-(codec.offset + bias), self.lanes))
+        return scale, base
 
     def codes_at(self, group: Index) -> Index:
         """Byte offset of a group's codes in its record."""
@@ -83,14 +98,14 @@ class Records:
     def group_codes(self, block: Index, record: Index, group: Index) -> GroupCodes:
         return GroupCodes(self, block, record, self.codes_at(group))
 
-    def elements(self, block: Index, record: Index, v: int) -> list[Ssa]:
+    def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
         """The k of a record of a float codec, each an f32 vector."""
         at = (block, record, 0)
         if self.codec.name == "f32":
-            return [self._rows(at, v, "f32", 32)]
+            return [self.rows(at, v, "f32", 32)]
         if self.codec.name == "f16":
             return [self._f16(at, v)]
-        pair = self._rows(at, v, "i32", 32)
+        pair = self.rows(at, v, "i32", 32)
         even = self.b.binary("shli", pair, self.b.isplat(16, self.lanes))
         odd = self.b.binary("andi", pair, self.b.isplat(-65536, self.lanes))
         return [self.b.bitcast(half, self.lanes, "f32") for half in (even, odd)]
@@ -101,12 +116,12 @@ class GroupCodes:
 
     def __init__(self, records: Records, block: Index, record: Index, offset: Index):
         self.records, self.block, self.record, self.offset = records, block, record, offset
-        self._words: dict[tuple[int, int], Ssa] = {}
+        self._words: dict[tuple[int, Index], Ssa] = {}
 
-    def _word(self, word: int, v: int) -> Ssa:
+    def _word(self, word: int, v: Index) -> Ssa:
         if (word, v) not in self._words:
             at = (self.block, self.record, self.records.b.add(self.offset, 4 * LANES * word))
-            self._words[word, v] = self.records._rows(at, v, "i32", 32)
+            self._words[word, v] = self.records.rows(at, v, "i32", 32)
         return self._words[word, v]
 
     def _masked(self, value: Ssa, mask: int) -> Ssa:
@@ -115,12 +130,12 @@ class GroupCodes:
     def _shifted(self, value: Ssa, shift: int) -> Ssa:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, width_of(value)))
 
-    def _stored(self, k: int, v: int) -> Ssa:
+    def _stored(self, k: int, v: Index) -> Ssa:
         """Code k, still times a power of two, as i32."""
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
-            return r._widened("extsi", r._rows(at, v, "i8", 8), "i32")
+            return r.widened("extsi", r.rows(at, v, "i8", 8), "i32")
         fields = r.layout.fields
         beyond = k - fields * r.layout.words
         if beyond >= 0:
@@ -137,6 +152,6 @@ class GroupCodes:
             return self._shifted(self._word(word, v), shift)
         return self._masked(self._word(word, v), ((1 << bits) - 1) << shift)
 
-    def code(self, k: int, v: int) -> Ssa:
+    def code(self, k: int, v: Index) -> Ssa:
         """Code k of vector v as stored (`offset` not taken off) times 1 / `code_factors`[k], exactly, as f32."""
-        return self.records._widened("sitofp", self._stored(k, v), "f32")
+        return self.records.widened("sitofp", self._stored(k, v), "f32")
