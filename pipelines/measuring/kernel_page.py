@@ -12,6 +12,7 @@ import jinja2
 
 from castiron.pipelines.measuring.kernel_times import REST, of_limit, rest_ms, where
 
+
 @dataclass
 class Frame:
     """A module, or a kernel in it, with the milliseconds below it."""
