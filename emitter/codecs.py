@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from castiron.emitter.types import DTYPES, to_f32
+
 _ROWS_AT_ONCE_BYTES = 1 << 22  # bounds the temporaries of a dequantisation, not its result
 
 
@@ -167,7 +169,8 @@ def row_bytes(codec_name: str, in_features: int) -> int:
     return blocks * codec.block_bytes
 
 
-def _in_features(codec: Codec, raw: np.ndarray) -> int:
+def in_features_of(codec: Codec, raw: np.ndarray) -> int:
+    """Elements of a row of raw [..., row_bytes]. ValueError if it is not whole blocks."""
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
         raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes: it takes a multiple of {codec.block_bytes}")
@@ -176,12 +179,9 @@ def _in_features(codec: Codec, raw: np.ndarray) -> int:
 
 def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
     raw = np.ascontiguousarray(raw)
-    if codec.name == "f32":
-        return raw.view("<f4")
-    if codec.name == "f16":
-        return raw.view("<f2").astype(np.float32)
-    if codec.name == "bf16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if not codec.quantised:
+        dtype = DTYPES[codec.name]
+        return to_f32(raw.view(dtype.numpy.newbyteorder("<")), dtype)
     return values(codec, codec.split(raw.reshape(-1, codec.block_bytes))).reshape(len(raw), -1)
 
 
@@ -203,7 +203,7 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
     """raw [..., row_bytes] u8 -> values [..., in] f32, bit for bit those of `gguf.quants.dequantize`."""
     codec = codec_of(codec_name)
-    result = np.empty((*raw.shape[:-1], _in_features(codec, raw)), np.float32)
+    result = np.empty((*raw.shape[:-1], in_features_of(codec, raw)), np.float32)
     if result.size:
         rows, out = raw.reshape(-1, raw.shape[-1]), result.reshape(-1, result.shape[-1])
         step = rows_at_once(raw.shape[-1])

@@ -6,13 +6,9 @@ from collections.abc import Callable
 
 from castiron.emitter.ir import Op
 from castiron.emitter.types import F32, I32, TensorType
-from castiron.emitter.verifier import STABLEHLO_ARITY, STABLEHLO_RULES, Table
+from castiron.emitter.verifier import STABLEHLO, Rule, shapes_of
 
 _FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
-
-
-def _shapes(op: Op) -> tuple[tuple[int, ...], ...]:
-    return tuple(v.shape for v in (*op.operands, op.results[0]))
 
 
 def _weight(op: Op) -> str | None:
@@ -20,13 +16,13 @@ def _weight(op: Op) -> str | None:
 
 
 def _embedding(op: Op) -> str | None:
-    tokens, table, rows = _shapes(op)
+    tokens, table, rows = shapes_of(op)
     ok = op.operands[0].dtype is I32 and len(tokens) == 1 and len(table) == 2
     return None if ok and rows == (*tokens, table[1]) else "needs tokens [T] and a table [vocab, hidden]"
 
 
 def _linear(op: Op) -> str | None:
-    x, weight, *bias, y = _shapes(op)
+    x, weight, *bias, y = shapes_of(op)
     ok = len(x) == len(weight) == 2 and x[1] == weight[1] and y == (x[0], weight[0])
     return None if ok and bias in ([], [weight[:1]]) else "needs x [T, in], a weight [out, in] and at most a bias [out]"
 
@@ -89,7 +85,7 @@ def _route(op: Op) -> str | None:
 
 
 def _experts(op: Op) -> str | None:
-    x, chosen, weights, gate, up, down, y = _shapes(op)
+    x, chosen, weights, gate, up, down, y = shapes_of(op)
     count, inner = op.attrs["experts"], gate[0] // op.attrs["experts"]
     ok = x == y and chosen == weights and chosen[0] == x[0] and op.attrs["function"] in _FUNCTIONS
     ok = ok and gate == up == (count * inner, x[1]) and down == (count * x[1], inner)
@@ -102,30 +98,18 @@ def _argmax_rows(op: Op) -> str | None:
     return None if ok else "needs logits [vocab] or [rows, vocab]"
 
 
-LAYERS = Table(
-    {
-        **STABLEHLO_ARITY,
-        "weight": (0, 1),
-        **dict.fromkeys(("activation", "argmax_rows"), (1, 1)),
-        **dict.fromkeys(("embedding", "rms_norm", "head_norms"), (2, 1)),
-        "route": (1, 2),
-        "rope": (4, 1),
-        "experts": (6, 1),
-        "attention": (None, 3),
-    },
-    {
-        **STABLEHLO_RULES,
-        "weight": _weight,
-        "embedding": _embedding,
-        "linear": _linear,
-        "rms_norm": _norm(1, 1),
-        "layer_norm": _norm(2, 1),
-        "head_norms": _norm(1, 2),
-        "rope": _rope,
-        "attention": _attention,
-        "activation": _activation,
-        "route": _route,
-        "experts": _experts,
-        "argmax_rows": _argmax_rows,
-    },
-)
+LAYERS: dict[str, Rule] = {
+    **STABLEHLO,
+    "weight": Rule(0, 1, _weight),
+    "embedding": Rule(2, 1, _embedding),
+    "linear": Rule(None, 1, _linear),
+    "rms_norm": Rule(2, 1, _norm(1, 1)),
+    "layer_norm": Rule(None, 1, _norm(2, 1)),
+    "head_norms": Rule(2, 1, _norm(1, 2)),
+    "rope": Rule(4, 1, _rope),
+    "attention": Rule(None, 3, _attention),
+    "activation": Rule(1, 1, _activation),
+    "route": Rule(1, 2, _route),
+    "experts": Rule(6, 1, _experts),
+    "argmax_rows": Rule(1, 1, _argmax_rows),
+}

@@ -231,6 +231,13 @@ def activation(x: Value, kind: str) -> Value:
     return append("activation", (x,), (x.type,), {"function": kind})[0]
 
 
+def gated_mlp(step: Step, x: Value, intermediate: int, function: str, bias: bool = False) -> Value:
+    """`down_proj(function(gate_proj(x)) * up_proj(x))` (arXiv:2002.05202): [T, hidden] to [T, hidden]."""
+    gate = activation(linear(step, x, "gate_proj", intermediate, bias), function)
+    up = linear(step, x, "up_proj", intermediate, bias)
+    return linear(step, ops.multiply(gate, up), "down_proj", x.shape[1], bias)
+
+
 def scaled(x: Value, factor: float) -> Value:
     """x times a constant; the value itself for 1."""
     return x if factor == 1.0 else ops.multiply(x, ops.constant(factor, F32, x.shape))

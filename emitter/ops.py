@@ -5,7 +5,7 @@ Semantics are those of the StableHLO specification (github.com/openxla/stablehlo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -16,7 +16,7 @@ from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, from_f
 
 FLOAT_UNARY = ("negate", "exponential", "log", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs")
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power")
-BITWISE = ("and", "or", "shift_left", "shift_right_logical")
+BITWISE = ("and", "or")
 COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
 
 
@@ -51,108 +51,41 @@ def iota(shape: Sequence[int], dim: int, dtype: DType = I32) -> Value:
     return _one("iota", (), TensorType(tuple(shape), dtype), dim=dim)
 
 
-def _unary(kind: str, x: Value) -> Value:
-    if x.dtype.kind != "float":
-        raise fail(kind, "the operand must be of a float type", (x,))
-    return _one(kind, (x,), x.type)
+def _unary(kind: str) -> Callable[[Value], Value]:
+    def unary(x: Value) -> Value:
+        if x.dtype.kind != "float":
+            raise fail(kind, "the operand must be of a float type", (x,))
+        return _one(kind, (x,), x.type)
+
+    unary.__name__ = kind
+    return unary
 
 
-def negate(x: Value) -> Value:
-    return _unary("negate", x)
+def _binary(kind: str) -> Callable[[Value, Value], Value]:
+    def binary(a: Value, b: Value) -> Value:
+        type_ = _same(kind, a, b)
+        if type_.dtype is I1:
+            raise fail(kind, "booleans are not numbers", (a, b))
+        return _one(kind, (a, b), type_)
+
+    binary.__name__ = kind
+    return binary
 
 
-def exponential(x: Value) -> Value:
-    return _unary("exponential", x)
+def _bitwise(kind: str) -> Callable[[Value, Value], Value]:
+    def bitwise(a: Value, b: Value) -> Value:
+        type_ = _same(kind, a, b)
+        if type_.dtype.kind == "float":
+            raise fail(kind, "operands must be integers or booleans", (a, b))
+        return _one(kind, (a, b), type_)
+
+    bitwise.__name__ = kind
+    return bitwise
 
 
-def log(x: Value) -> Value:
-    return _unary("log", x)
-
-
-def sqrt(x: Value) -> Value:
-    return _unary("sqrt", x)
-
-
-def rsqrt(x: Value) -> Value:
-    return _unary("rsqrt", x)
-
-
-def tanh(x: Value) -> Value:
-    return _unary("tanh", x)
-
-
-def logistic(x: Value) -> Value:
-    return _unary("logistic", x)
-
-
-def cosine(x: Value) -> Value:
-    return _unary("cosine", x)
-
-
-def sine(x: Value) -> Value:
-    return _unary("sine", x)
-
-
-def abs_(x: Value) -> Value:
-    return _unary("abs", x)
-
-
-def _binary(kind: str, a: Value, b: Value) -> Value:
-    type_ = _same(kind, a, b)
-    if type_.dtype is I1:
-        raise fail(kind, "booleans are not numbers", (a, b))
-    return _one(kind, (a, b), type_)
-
-
-def add(a: Value, b: Value) -> Value:
-    return _binary("add", a, b)
-
-
-def subtract(a: Value, b: Value) -> Value:
-    return _binary("subtract", a, b)
-
-
-def multiply(a: Value, b: Value) -> Value:
-    return _binary("multiply", a, b)
-
-
-def divide(a: Value, b: Value) -> Value:
-    return _binary("divide", a, b)
-
-
-def maximum(a: Value, b: Value) -> Value:
-    return _binary("maximum", a, b)
-
-
-def minimum(a: Value, b: Value) -> Value:
-    return _binary("minimum", a, b)
-
-
-def power(a: Value, b: Value) -> Value:
-    return _binary("power", a, b)
-
-
-def _bitwise(kind: str, a: Value, b: Value, allow_bool: bool) -> Value:
-    type_ = _same(kind, a, b)
-    if type_.dtype.kind == "float" or (type_.dtype is I1 and not allow_bool):
-        raise fail(kind, "operands must be integers" + (" or booleans" if allow_bool else ""), (a, b))
-    return _one(kind, (a, b), type_)
-
-
-def and_(a: Value, b: Value) -> Value:
-    return _bitwise("and", a, b, True)
-
-
-def or_(a: Value, b: Value) -> Value:
-    return _bitwise("or", a, b, True)
-
-
-def shift_left(a: Value, b: Value) -> Value:
-    return _bitwise("shift_left", a, b, False)
-
-
-def shift_right_logical(a: Value, b: Value) -> Value:
-    return _bitwise("shift_right_logical", a, b, False)
+negate, exponential, log, sqrt, rsqrt, tanh, logistic, cosine, sine, abs_ = map(_unary, FLOAT_UNARY)
+add, subtract, multiply, divide, maximum, minimum, power = map(_binary, ARITHMETIC)
+and_, or_ = map(_bitwise, BITWISE)
 
 
 def compare(direction: str, a: Value, b: Value) -> Value:
@@ -177,22 +110,6 @@ def convert(x: Value, dtype: DType) -> Value:
         # IREE calls a runtime routine for it that it does not link, also by way of f32, which it folds.
         raise fail("convert", "integers do not convert to bf16; compute in f32", (x,))
     return x if x.dtype is dtype else _one("convert", (x,), TensorType(x.shape, dtype))
-
-
-def bitcast_convert(x: Value, dtype: DType) -> Value:
-    """Reinterpret bits: the last extent shrinks or grows with the element size, as StableHLO defines."""
-    wide, narrow = dtype.bits, x.dtype.bits
-    if I1 in (x.dtype, dtype):
-        raise fail("bitcast_convert", "booleans have no defined bits", (x,))
-    if wide == narrow:
-        shape = x.shape
-    elif wide > narrow and x.shape and x.shape[-1] * narrow == wide:
-        shape = x.shape[:-1]
-    elif wide < narrow:
-        shape = (*x.shape, narrow // wide)
-    else:
-        raise fail("bitcast_convert", f"the last extent does not make up one {dtype}", (x,))
-    return _one("bitcast_convert", (x,), TensorType(shape, dtype))
 
 
 def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Value:

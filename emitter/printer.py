@@ -172,21 +172,20 @@ def _select(op: Op, args: list[str]) -> str:
     return f"stablehlo.select {', '.join(args)} : {op.operands[0].type}, {op.results[0].type}"
 
 
-def _with_dims(op: Op, args: list[str]) -> str:
-    return f"stablehlo.{op.kind} {args[0]}, dims = {list(op.attrs['dims'])} : {_types(op)}"
+def _with(attr: str) -> Callable[[Op, list[str]], str]:
+    """Of an operation whose one attribute is `attr`, a number or several."""
+
+    def text(op: Op, args: list[str]) -> str:
+        value = op.attrs[attr]
+        shown = value if isinstance(value, int) else list(value)
+        return f"stablehlo.{op.kind} {', '.join(args)}, {attr} = {shown} : {_types(op)}"
+
+    return text
 
 
 def _slice(op: Op, args: list[str]) -> str:
     bounds = ", ".join(f"{s}:{s + n}" for s, n in zip(op.attrs["starts"], op.results[0].shape))
     return f"stablehlo.slice {args[0]} [{bounds}] : {_types(op)}"
-
-
-def _dynamic_slice(op: Op, args: list[str]) -> str:
-    return f"stablehlo.dynamic_slice {', '.join(args)}, sizes = {list(op.attrs['sizes'])} : {_types(op)}"
-
-
-def _concatenate(op: Op, args: list[str]) -> str:
-    return f"stablehlo.concatenate {', '.join(args)}, dim = {op.attrs['dim']} : {_types(op)}"
 
 
 def _dot_general(op: Op, args: list[str]) -> str:
@@ -264,15 +263,15 @@ def _attribute(value: Any) -> str:
 
 _PRINT: dict[str, Callable[[Op, list[str]], str]] = {
     **dict.fromkeys((*FLOAT_UNARY, *ARITHMETIC, *BITWISE), _elementwise),
-    **dict.fromkeys(("convert", "bitcast_convert", "reshape", "dynamic_update_slice"), _typed),
-    **dict.fromkeys(("broadcast_in_dim", "transpose"), _with_dims),
+    **dict.fromkeys(("convert", "reshape", "dynamic_update_slice"), _typed),
+    **dict.fromkeys(("broadcast_in_dim", "transpose"), _with("dims")),
     "constant": _constant,
     "iota": lambda op, _args: f"stablehlo.iota dim = {op.attrs['dim']} : {op.results[0].type}",
     "compare": _compare,
     "select": _select,
     "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "concatenate": _concatenate,
+    "dynamic_slice": _with("sizes"),
+    "concatenate": _with("dim"),
     "dot_general": _dot_general,
     "reduce": _reduce,
     "argmax": _argmax,

@@ -113,32 +113,22 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
     return Rotary(np.float32(1.0) / (short * wavelengths), holds, attention_factor)
 
 
+_ORIGINAL = "original_max_position_embeddings"
 # kind: (builder, keys it needs, keys it may have)
 _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] = {
-    "default": (_default, frozenset(), frozenset()),
-    "linear": (_linear, frozenset({"factor"}), frozenset()),
-    # It changes frequencies only past the length that a config allows.
-    "dynamic": (_default, frozenset({"factor"}), frozenset()),
-    "llama3": (
-        _llama3,
-        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-        frozenset(),
-    ),
-    "yarn": (
-        _yarn,
-        frozenset({"factor", "original_max_position_embeddings"}),
-        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    ),
-    "longrope": (
-        _longrope,
-        frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
-        frozenset({"factor", "attention_factor"}),
-    ),
+    kind: (build, frozenset(needed.split()), frozenset(optional.split()))
+    for kind, build, needed, optional in (
+        ("default", _default, "", ""),
+        ("linear", _linear, "factor", ""),
+        # It changes frequencies only past the length that a config allows.
+        ("dynamic", _default, "factor", ""),
+        ("llama3", _llama3, f"factor low_freq_factor high_freq_factor {_ORIGINAL}", ""),
+        ("yarn", _yarn, f"factor {_ORIGINAL}", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
+        ("longrope", _longrope, f"short_factor long_factor {_ORIGINAL}", "factor attention_factor"),
+        # What Phi-3's first configs called it.
+        ("su", _longrope, f"short_factor long_factor {_ORIGINAL}", "factor attention_factor"),
+    )
 }
-# What Phi-3's first configs called it.
-_KINDS["su"] = _KINDS["longrope"]
-
-_ORIGINAL = "original_max_position_embeddings"
 WITH_ORIGINAL_LENGTH = frozenset(kind for kind, (_, needed, _) in _KINDS.items() if _ORIGINAL in needed)
 
 

@@ -16,12 +16,11 @@ class EmitError(Exception):
 class DType:
     """An element type.
 
-    `mlir` is its StableHLO spelling; `numpy` is how an array of it is stored (bf16, which numpy lacks, is stored as
+    `name` is its StableHLO spelling; `numpy` is how an array of it is stored (bf16, which numpy lacks, is stored as
     its upper 16 bits in uint16).
     """
 
     name: str
-    mlir: str
     bits: int
     kind: str  # "float", "int", "uint" or "bool"
     numpy: np.dtype
@@ -30,29 +29,17 @@ class DType:
         return self.name
 
 
-def _dtype(name: str, mlir: str, bits: int, kind: str, numpy: str) -> DType:
-    return DType(name, mlir, bits, kind, np.dtype(numpy))
-
-
-F32 = _dtype("f32", "f32", 32, "float", "float32")
-F16 = _dtype("f16", "f16", 16, "float", "float16")
-BF16 = _dtype("bf16", "bf16", 16, "float", "uint16")
-I1 = _dtype("i1", "i1", 1, "bool", "bool")
-I8 = _dtype("i8", "i8", 8, "int", "int8")
-UI8 = _dtype("ui8", "ui8", 8, "uint", "uint8")
-I32 = _dtype("i32", "i32", 32, "int", "int32")
-UI32 = _dtype("ui32", "ui32", 32, "uint", "uint32")
-I64 = _dtype("i64", "i64", 64, "int", "int64")
+F32 = DType("f32", 32, "float", np.dtype("float32"))
+F16 = DType("f16", 16, "float", np.dtype("float16"))
+BF16 = DType("bf16", 16, "float", np.dtype("uint16"))
+I1 = DType("i1", 1, "bool", np.dtype("bool"))
+I8 = DType("i8", 8, "int", np.dtype("int8"))
+UI8 = DType("ui8", 8, "uint", np.dtype("uint8"))
+I32 = DType("i32", 32, "int", np.dtype("int32"))
+UI32 = DType("ui32", 32, "uint", np.dtype("uint32"))
+I64 = DType("i64", 64, "int", np.dtype("int64"))
 
 DTYPES: dict[str, DType] = {d.name: d for d in (F32, F16, BF16, I1, I8, UI8, I32, UI32, I64)}
-
-
-def dtype(name: str) -> DType:
-    """The element type of this name; the only place where an unknown one is refused."""
-    try:
-        return DTYPES[name]
-    except KeyError:
-        raise EmitError(f"element type {name!r} is not supported; use one of {', '.join(DTYPES)}") from None
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ class TensorType:
         return self.elements * max(self.dtype.bits, 8) // 8
 
     def __str__(self) -> str:
-        return "tensor<" + "".join(f"{n}x" for n in self.shape) + self.dtype.mlir + ">"
+        return "tensor<" + "".join(f"{n}x" for n in self.shape) + self.dtype.name + ">"
 
     __repr__ = __str__
 

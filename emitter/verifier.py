@@ -17,15 +17,16 @@ from castiron.emitter.types import BF16, DTYPES, F32, I1, I32, EmitError, Tensor
 
 
 @dataclass(frozen=True)
-class Table:
-    """Of each kind of operation, how many operands and results it has (None where that varies), and what is wrong with one,
-    in words, or None."""
+class Rule:
+    """How many operands and results a kind of operation has (None where that varies), and what is wrong with one, in words,
+    or None."""
 
-    arity: Mapping[str, tuple[int | None, int | None]]
-    rules: Mapping[str, Callable[[Op], str | None]]
+    operands: int | None
+    results: int | None
+    problem: Callable[[Op], str | None]
 
 
-def check(module: Module, table: Table) -> None:
+def check(module: Module, table: Mapping[str, Rule]) -> None:
     """Check definitions, types, unused inputs and parameters, element types and names of the whole module."""
     if not module.functions:
         raise EmitError(f"module {module.name} has no function")
@@ -37,7 +38,7 @@ def check(module: Module, table: Table) -> None:
         raise EmitError(f"module {module.name}: no function reads parameter {', '.join(unread)}")
 
 
-def _check_function(module: Module, function: Function, table: Table, read: set[str]) -> None:
+def _check_function(module: Module, function: Function, table: Mapping[str, Rule], read: set[str]) -> None:
     defined = set()
     used = set()
 
@@ -69,10 +70,10 @@ def _check_function(module: Module, function: Function, table: Table, read: set[
             used.add(operand)
         for result in op.results:
             define(result, op)
-        rule = table.rules.get(op.kind)
+        rule = table.get(op.kind)
         if rule is None:
             raise wrong(op, "no such operation in a graph of this form")
-        problem = _miscounted(op, *table.arity.get(op.kind, (None, 1))) or _guarded(rule, op)
+        problem = _miscounted(rule, op) or _guarded(rule, op)
         if problem:
             types = ", ".join(str(v.type) for v in op.operands)
             raise wrong(op, f"{problem}; operands ({types}), results ({', '.join(str(v.type) for v in op.results)})")
@@ -99,16 +100,16 @@ def _check_function(module: Module, function: Function, table: Table, read: set[
         raise wrong(None, "two outputs cannot live in the storage of one input")
 
 
-def _miscounted(op: Op, operands: int | None, results: int | None) -> str | None:
-    if operands is not None and len(op.operands) != operands:
-        return f"takes {operands} operands"
-    return f"has {results} results" if results is not None and len(op.results) != results else None
+def _miscounted(rule: Rule, op: Op) -> str | None:
+    if rule.operands is not None and len(op.operands) != rule.operands:
+        return f"takes {rule.operands} operands"
+    return f"has {rule.results} results" if rule.results is not None and len(op.results) != rule.results else None
 
 
-def _guarded(rule: Callable[[Op], str | None], op: Op) -> str | None:
+def _guarded(rule: Rule, op: Op) -> str | None:
     """What the rule says; a graph so broken that the rule trips over it is wrong too."""
     try:
-        return rule(op)
+        return rule.problem(op)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         return f"malformed attributes or shapes ({error!r})"
 
@@ -126,7 +127,7 @@ def _distinct(dims, rank: int) -> bool:
     return len(set(dims)) == len(dims) and all(0 <= d < rank for d in dims)
 
 
-def _shapes(op: Op) -> tuple[tuple[int, ...], ...]:
+def shapes_of(op: Op) -> tuple[tuple[int, ...], ...]:
     return tuple(v.shape for v in (*op.operands, op.results[0]))
 
 
@@ -171,16 +172,8 @@ def _convert(op: Op) -> str | None:
     return None if op.operands[0].shape == op.results[0].shape else "shapes differ"
 
 
-def _bitcast(op: Op) -> str | None:
-    narrow, wide = sorted((op.operands[0].type, op.results[0].type), key=lambda t: -t.rank)
-    if I1 in (narrow.dtype, wide.dtype):
-        return "booleans have no defined bits"
-    split = () if narrow.dtype.bits == wide.dtype.bits else (wide.dtype.bits // narrow.dtype.bits,)
-    return None if narrow.shape == (*wide.shape, *split) else "bits do not add up"
-
-
 def _broadcast(op: Op) -> str | None:
-    (shape, result), dims = _shapes(op), op.attrs["dims"]
+    (shape, result), dims = shapes_of(op), op.attrs["dims"]
     ok = len(dims) == len(shape) and sorted(dims) == list(dims) and _distinct(dims, len(result))
     ok = ok and all(n in (1, result[d]) for n, d in zip(shape, dims))
     return None if ok else f"dims {dims} do not fit"
@@ -191,16 +184,13 @@ def _reshape(op: Op) -> str | None:
 
 
 def _transpose(op: Op) -> str | None:
-    (shape, result), dims = _shapes(op), op.attrs["dims"]
-    return (
-        None
-        if len(dims) == len(shape) and _distinct(dims, len(shape)) and tuple(shape[d] for d in dims) == result
-        else f"dims {dims} do not fit"
-    )
+    (shape, result), dims = shapes_of(op), op.attrs["dims"]
+    ok = len(dims) == len(shape) and _distinct(dims, len(shape)) and tuple(shape[d] for d in dims) == result
+    return None if ok else f"dims {dims} do not fit"
 
 
 def _slice(op: Op) -> str | None:
-    (shape, result), starts = _shapes(op), op.attrs["starts"]
+    (shape, result), starts = shapes_of(op), op.attrs["starts"]
     ok = len(shape) == len(result) == len(starts) and all(s >= 0 and s + r <= n for s, r, n in zip(starts, result, shape))
     return None if ok else "the window leaves the operand"
 
@@ -229,7 +219,7 @@ def _concatenate(op: Op) -> str | None:
 
 
 def _dot(op: Op) -> str | None:
-    (a, b, result), (ca, cb), (ba, bb) = _shapes(op), op.attrs["contract"], op.attrs["batch"]
+    (a, b, result), (ca, cb), (ba, bb) = shapes_of(op), op.attrs["contract"], op.attrs["batch"]
     if len({v.dtype for v in (*op.operands, *op.results)}) != 1:
         return "element types differ"
     if not (_distinct(ca + ba, len(a)) and _distinct(cb + bb, len(b)) and len(ca) == len(cb)):
@@ -244,12 +234,8 @@ def _reduce(op: Op) -> str | None:
     x, dims = op.operands[0], op.attrs["dims"]
     if x.dtype.kind != "float" or op.attrs["reducer"] not in ("add", "maximum") or not _distinct(dims, x.type.rank):
         return "only sums and maxima of floats, over dimensions of the operand"
-    left = tuple(n for i, n in enumerate(x.shape) if i not in dims)
-    ok = (
-        x.dtype is op.results[0].dtype
-        and left == op.results[0].shape
-        and op.operands[1].type == TensorType((), op.results[0].dtype)
-    )
+    left = TensorType(tuple(n for i, n in enumerate(x.shape) if i not in dims), x.dtype)
+    ok = op.results[0].type == left and op.operands[1].type == TensorType((), x.dtype)
     return None if ok else "the result or the initial value has another type"
 
 
@@ -261,7 +247,7 @@ def _argmax(op: Op) -> str | None:
 
 
 def _gather(op: Op) -> str | None:
-    (table, ids, result) = _shapes(op)
+    (table, ids, result) = shapes_of(op)
     ok = len(table) == 2 and len(ids) == 1 and op.operands[1].dtype is I32
     return None if ok and result == (*ids, table[1]) else "the result has another shape"
 
@@ -274,41 +260,29 @@ def _kernel(op: Op) -> str | None:
     return None if list(op.attrs["indices"]) == kernel.indices else "an index operand is missing"
 
 
-_UNARY = (*FLOAT_UNARY, "convert", "bitcast_convert", "broadcast_in_dim", "reshape", "transpose", "slice")
-_BINARY = (*ARITHMETIC, *BITWISE, "compare", "dot_general", "reduce", "gather")
-
-STABLEHLO_ARITY: dict[str, tuple[int | None, int | None]] = {
-    **dict.fromkeys(("constant", "iota"), (0, 1)),
-    **dict.fromkeys(_UNARY, (1, 1)),
-    **dict.fromkeys(_BINARY, (2, 1)),
-    "select": (3, 1),
-    "argmax": (4, 2),
+STABLEHLO: dict[str, Rule] = {
+    **dict.fromkeys(FLOAT_UNARY, Rule(1, 1, _elementwise(lambda kind: kind == "float"))),
+    **dict.fromkeys(ARITHMETIC, Rule(2, 1, _elementwise(lambda kind: kind != "bool"))),
+    **dict.fromkeys(BITWISE, Rule(2, 1, _elementwise(lambda kind: kind != "float"))),
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), Rule(None, 1, _moves(_dynamic))),
+    "constant": Rule(0, 1, _constant),
+    "iota": Rule(0, 1, _iota),
+    "compare": Rule(2, 1, _compare),
+    "select": Rule(3, 1, _select),
+    "convert": Rule(1, 1, _convert),
+    "broadcast_in_dim": Rule(1, 1, _moves(_broadcast)),
+    "reshape": Rule(1, 1, _moves(_reshape)),
+    "transpose": Rule(1, 1, _moves(_transpose)),
+    "slice": Rule(1, 1, _moves(_slice)),
+    "concatenate": Rule(None, 1, _moves(_concatenate)),
+    "dot_general": Rule(2, 1, _dot),
+    "reduce": Rule(2, 1, _reduce),
+    "argmax": Rule(4, 2, _argmax),
+    "gather": Rule(2, 1, _moves(_gather)),
 }
 
-STABLEHLO_RULES: dict[str, Callable[[Op], str | None]] = {
-    **dict.fromkeys(FLOAT_UNARY, _elementwise(lambda kind: kind == "float")),
-    **dict.fromkeys(ARITHMETIC, _elementwise(lambda kind: kind != "bool")),
-    **dict.fromkeys(("and", "or"), _elementwise(lambda kind: kind != "float")),
-    **dict.fromkeys(("shift_left", "shift_right_logical"), _elementwise(lambda kind: kind in ("int", "uint"))),
-    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _moves(_dynamic)),
-    "constant": _constant,
-    "iota": _iota,
-    "compare": _compare,
-    "select": _select,
-    "convert": _convert,
-    "bitcast_convert": _bitcast,
-    "broadcast_in_dim": _moves(_broadcast),
-    "reshape": _moves(_reshape),
-    "transpose": _moves(_transpose),
-    "slice": _moves(_slice),
-    "concatenate": _moves(_concatenate),
-    "dot_general": _dot,
-    "reduce": _reduce,
-    "argmax": _argmax,
-    "gather": _moves(_gather),
+LOWERED: dict[str, Rule] = {
+    **STABLEHLO,
+    "parameter": Rule(0, 1, lambda op: None),
+    "kernel": Rule(None, None, _kernel),
 }
-
-LOWERED = Table(
-    {**STABLEHLO_ARITY, "parameter": (0, 1), "kernel": (None, None)},
-    {**STABLEHLO_RULES, "parameter": lambda op: None, "kernel": _kernel},
-)

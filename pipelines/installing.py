@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import shlex
 import sys
 from pathlib import Path
@@ -38,6 +37,8 @@ def clone() -> Path | None:
 
 def requirements(extra: str) -> list[str]:
     """The packages of an extra, as the metadata of the installed castiron has them."""
+    import importlib.metadata
+
     marker = f'extra == "{extra}"'
     lines = (line.partition(";") for line in importlib.metadata.requires("castiron") or ())
     return [name.strip() for name, _, condition in lines if condition.strip().replace("'", '"') == marker]

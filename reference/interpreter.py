@@ -116,19 +116,6 @@ def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(b < 0, inverse, positive)
 
 
-def _shift(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """A shift of the bits: zeros come in, and a shift of the whole width or more leaves zero."""
-
-    def rule(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        bits = op.results[0].dtype.bits
-        unsigned = np.dtype(f"uint{bits}")
-        a, b = np.ascontiguousarray(a).view(unsigned), np.ascontiguousarray(b).view(unsigned)
-        shifted = np.where(b < bits, function(a, np.minimum(b, bits - 1).astype(unsigned)), 0).astype(unsigned)
-        return shifted.view(op.results[0].dtype.numpy).reshape(op.results[0].shape)
-
-    return rule
-
-
 def _compare(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     dtype = op.operands[0].dtype
     if dtype.kind == "float":
@@ -150,10 +137,6 @@ def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
     wide = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
     inside = np.clip(wide, float(limits.min), np.nextafter(2.0**63, 0) if target.bits == 64 else float(limits.max))
     return np.where(wide >= float(limits.max), limits.max, inside.astype(target.numpy)).astype(target.numpy)
-
-
-def _bitcast(op: Op, x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1).view(op.results[0].dtype.numpy).reshape(op.results[0].shape)
 
 
 def _broadcast(op: Op, x: np.ndarray) -> np.ndarray:
@@ -258,14 +241,11 @@ _RULES: dict[str, Callable[..., np.ndarray | tuple[np.ndarray, ...]]] = {
     "power": _float(_power),
     "and": lambda op, a, b: np.asarray(a & b),
     "or": lambda op, a, b: np.asarray(a | b),
-    "shift_left": _shift(np.left_shift),
-    "shift_right_logical": _shift(np.right_shift),
     "constant": lambda op: np.broadcast_to(op.attrs["value"], op.results[0].shape),
     "iota": _iota,
     "compare": _compare,
     "select": lambda op, pred, a, b: np.asarray(np.where(pred, a, b)),
     "convert": lambda op, x: convert(x, op.operands[0].dtype, op.results[0].dtype),
-    "bitcast_convert": _bitcast,
     "broadcast_in_dim": _broadcast,
     "reshape": lambda op, x: x.reshape(op.results[0].shape),
     "transpose": lambda op, x: x.transpose(op.attrs["dims"]),

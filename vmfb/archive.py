@@ -12,11 +12,11 @@ import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_folder, clear
+from castiron.vmfb.cache import cache_folder, clear, replacing
 from castiron.vmfb.manifest import FILES, BundleError, File
 
 MANIFEST = "manifest.json"
@@ -42,6 +42,11 @@ class Part:
     def __str__(self) -> str:
         return str(self.path)
 
+    @classmethod
+    def of(cls, path: Path) -> Part:
+        """All of a file."""
+        return cls(path, 0, path.stat().st_size)
+
     def read_bytes(self) -> bytes:
         with open(self.path, "rb") as file:
             file.seek(self.offset)
@@ -52,21 +57,21 @@ class Part:
         with open(self.path, "rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[self.offset : self.offset + self.size]
 
-    def sha256(self) -> str:
-        """In hex."""
-        digest = hashlib.sha256()
-        for data in self.chunks():
-            digest.update(data)
-        return digest.hexdigest()
-
-    def chunks(self) -> Iterator[bytes]:
-        """The bytes in pieces; fewer than `size` if the file ends before."""
+    def sha256(self, write: Callable[[bytes], object] = lambda piece: None) -> str:
+        """In hex; `write` gets every piece of the bytes on the way, which are fewer than `size` if the file ends before."""
+        digest, left = hashlib.sha256(), self.size
         with open(self.path, "rb") as file:
             file.seek(self.offset)
-            left = self.size
-            while left and (data := file.read(min(left, _CHUNK))):
-                left -= len(data)
-                yield data
+            while left and (piece := file.read(min(left, _CHUNK))):
+                left -= len(piece)
+                digest.update(piece)
+                write(piece)
+        return digest.hexdigest()
+
+
+def other_bytes(place: Part | Path) -> BundleError:
+    """For a file whose sha256 is not that of the manifest."""
+    return BundleError(f"{place} is not the file that was written (sha256); compile the bundle again")
 
 
 def parts_of(path: Path) -> dict[str, Part]:
@@ -107,21 +112,12 @@ def unpacked(part: Part, name: str, file: File) -> Path:
             os.utime(place)
             return place
     clear(("unpacked",), KEPT_DAYS)
-    partial = place.with_name(f".{name}.{os.getpid()}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        with open(partial, "wb") as copy:
-            for data in part.chunks():
-                digest.update(data)
-                copy.write(data)
-        if digest.hexdigest() != file.sha256:
-            raise BundleError(f"{part} is not the file that was written (sha256); compile the bundle again")
-        os.replace(partial, place)
+        with replacing(place) as copy:
+            if part.sha256(copy.write) != file.sha256:
+                raise other_bytes(part)
     except OSError as error:
         raise BundleError(f"{part} cannot be unpacked into {place.parent}: {error.strerror}; unzip it, and give that") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return place
 
 
@@ -135,29 +131,26 @@ def write_archive(
     """
     if out.is_dir():
         raise BundleError(f"{out} is a directory; give the name of a file")
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     done, total = 0, sum(part.size for part in parts.values())
+
+    def put(piece: bytes) -> None:
+        nonlocal done
+        entry.write(piece)
+        done += len(piece)
+        if progress:
+            progress(done, total)
+
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        with replacing(out) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for name, part in parts.items():
-                digest = hashlib.sha256()
                 end = done + part.size
                 # Always ZIP64: the size of the header is then known before.
                 with archive.open(_entry(name, file.tell(), part.size), "w", force_zip64=True) as entry:
-                    for data in part.chunks():
-                        digest.update(data)
-                        entry.write(data)
-                        done += len(data)
-                        if progress:
-                            progress(done, total)
-                if done < end or hashes.get(name, digest.hexdigest()) != digest.hexdigest():
-                    raise BundleError(f"{part} is not the file that was written (sha256); compile the bundle again")
-        os.replace(partial, out)
+                    digest = part.sha256(put)
+                if done < end or hashes.get(name, digest) != digest:
+                    raise other_bytes(part)
     except OSError as error:
         raise BundleError(f"{out} cannot be written: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _entry(name: str, at: int, size: int) -> zipfile.ZipInfo:

@@ -48,7 +48,7 @@ class Batch:
                 raise SessionError(f"there is no slot {slot}: the batch has {self.size}")
             session = self.slots[slot]
             if session.position >= session.context or not 0 <= token < session.vocab:
-                session._refuse((token,))
+                session._checked((token,))
         # The smallest batch that reaches the highest slot; one token alone is cheaper by itself.
         size = min((s for s in self._calls if s > max(tokens, default=0)), default=None)
         if size is None or len(tokens) == 1:
@@ -74,4 +74,4 @@ class Batch:
         """Saves the logits of the slots that are not stepped, which the next call would overwrite."""
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:
-                session._last = session._last.keep()
+                session._last = session._last.logits()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from castiron.vmfb.archive import MANIFEST, Part, parts_of, unpacked, write_archive
+from castiron.vmfb.archive import MANIFEST, Part, other_bytes, parts_of, unpacked, write_archive
 from castiron.vmfb.cache import cache_root, keep
 from castiron.vmfb.cpu import host_arch, host_cpu
 from castiron.vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
@@ -79,7 +78,7 @@ def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], 
     place, out = bundle.path, Path(out)
     if out.exists() and place.exists() and out.samefile(place):
         raise BundleError(f"{out} is the bundle itself; give another file")
-    head = bundle.packed[MANIFEST] if bundle.packed else Part(place / MANIFEST, 0, (place / MANIFEST).stat().st_size)
+    head = bundle.packed[MANIFEST] if bundle.packed else Part.of(place / MANIFEST)
     files = bundle.manifest.files
     write_archive(
         {MANIFEST: head, **{name: bundle.part(name) for name in files}}, {n: f.sha256 for n, f in files.items()}, out, progress
@@ -110,8 +109,8 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
             f"{', '.join(missing)}; compile it again with --target {choices}"
         )
     try:
-        runtime = importlib.metadata.version("iree-base-runtime")
-    except importlib.metadata.PackageNotFoundError:
+        from iree.runtime.version import VERSION as runtime
+    except ModuleNotFoundError:
         raise BundleError(f"running {path} needs the IREE runtime: pip install iree-base-runtime") from None
     # IREE promises no bytecode compatibility between its minor versions.
     wanted = manifest.versions.iree.split(".")[:2]
@@ -130,7 +129,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, packed: Mapping[st
     for name, file in manifest.files.items():
         try:
             # Of a directory the sizes are what the files have, not what the manifest says.
-            parts[name] = packed[name] if packed else Part(path / name, 0, (path / name).stat().st_size)
+            parts[name] = packed[name] if packed else Part.of(path / name)
             stat = parts[name].path.stat()
         except (OSError, KeyError):
             raise BundleError(f"{path / name} is missing or cannot be read; compile the bundle again") from None
@@ -146,18 +145,12 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, packed: Mapping[st
                 return
     for name, file in manifest.files.items():
         try:
-            digest = parts[name].sha256() if packed else file_sha256(path / name)
+            digest = parts[name].sha256()
         except OSError as error:
             raise BundleError(f"{path / name} cannot be read: {error.strerror}") from None
         if digest != file.sha256:
-            raise BundleError(f"{path / name} is not the file that was written (sha256); compile the bundle again")
+            raise other_bytes(path / name)
     keep(stamp, json.dumps(marks).encode())
-
-
-def file_sha256(path: Path) -> str:
-    """In hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class BundleWriter:
@@ -166,8 +159,8 @@ class BundleWriter:
         with BundleWriter(directory) as writer:
             writer.write("tokenizer.json", data)
             compile_mlir(text, target, writer.path("model.vmfb"))
-            written = write_irpa(writer.path("weights.irpa"), entries)
-            writer.commit(manifest, {"weights.irpa": written.sha256})
+            sha256 = write_irpa(writer.path("weights.irpa"), entries)
+            writer.commit(manifest, {"weights.irpa": sha256})
 
     An existing bundle at `directory` is replaced; anything else there, an empty directory excepted, is a BundleError
     on entering.
@@ -206,7 +199,8 @@ class BundleWriter:
         files = {}
         for name in FILES:
             if (path := self.directory / name).is_file():
-                files[name] = File(path.stat().st_size, known.get(name) or file_sha256(path))
+                part = Part.of(path)
+                files[name] = File(part.size, known.get(name) or part.sha256())
         if absent := [name for name, required in FILES.items() if required and name not in files]:
             raise BundleError(f"{self.target} would lack {absent[0]}")
         manifest = replace(manifest, files=files)
@@ -262,8 +256,6 @@ class BundleWriter:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True

@@ -12,12 +12,12 @@ import functools
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 # What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
 KINDS = {
@@ -108,6 +108,8 @@ def unwritable(place: Path | str, reason: str) -> None:
 
 @functools.cache
 def _temporary() -> Path:
+    import tempfile
+
     folder = Path(tempfile.mkdtemp(prefix="castiron-"))
 
     def remove() -> None:
@@ -121,10 +123,18 @@ def _temporary() -> Path:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes `path` whole or not at all, so that a concurrent reader never sees half a file."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when it is whole, and leaves nothing if it does not come to that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        temporary.write_bytes(data)
+        with open(temporary, "wb") as file:
+            yield file
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -134,12 +144,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def held() -> tuple[Held, ...]:
     """What there is of each kind, in the order of `KINDS`."""
-    found = []
-    for kind in KINDS:
-        stats = [stat for _, stat in _files(kind)]
-        newest = max((stat.st_mtime for stat in stats), default=None)
-        found.append(Held(kind, len(stats), sum(stat.st_size for stat in stats), newest))
-    return tuple(found)
+    return tuple(_held(kind, [stat for _, stat in _files(kind)]) for kind in KINDS)
+
+
+def _held(kind: str, stats: Sequence[os.stat_result]) -> Held:
+    newest = max((stat.st_mtime for stat in stats), default=None)
+    return Held(kind, len(stats), sum(stat.st_size for stat in stats), newest)
 
 
 def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Held, ...]:
@@ -149,7 +159,7 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
     """
     now, removed = time.time(), []
     for kind in kinds:
-        files, size, newest = 0, 0, None
+        gone = []
         for path, stat in list(_files(kind)):
             least = older_than_days * 86400
             if _is_hidden(path):
@@ -157,8 +167,8 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
             if now - stat.st_mtime >= least:
                 path.unlink(missing_ok=True)
                 _remove_empty(path.parent)
-                files, size, newest = files + 1, size + stat.st_size, max(newest or 0.0, stat.st_mtime)
-        removed.append(Held(kind, files, size, newest))
+                gone.append(stat)
+        removed.append(_held(kind, gone))
     return tuple(removed)
 
 

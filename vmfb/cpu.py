@@ -6,22 +6,21 @@ import ctypes
 import functools
 import os
 import platform
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 # Only features that change the instructions LLVM chooses for our code; those for cryptography or the kernel do not
-# make a bundle less portable. Left the name in /proc/cpuinfo, right LLVM's.
-X86_CPUINFO = {
-    "pni": "sse3", "ssse3": "ssse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "sse4a": "sse4a", "cx16": "cx16",
-    "popcnt": "popcnt", "movbe": "movbe", "abm": "lzcnt", "bmi1": "bmi", "bmi2": "bmi2", "gfni": "gfni",
-    "avx": "avx", "f16c": "f16c", "fma": "fma", "fma4": "fma4", "xop": "xop", "tbm": "tbm", "avx2": "avx2",
-    "avx_vnni": "avxvnni", "avx_vnni_int8": "avxvnniint8", "avx_vnni_int16": "avxvnniint16", "avx_ifma": "avxifma",
-    "avx_ne_convert": "avxneconvert", "avx512f": "avx512f", "avx512cd": "avx512cd", "avx512bw": "avx512bw",
-    "avx512dq": "avx512dq", "avx512vl": "avx512vl", "avx512ifma": "avx512ifma", "avx512vbmi": "avx512vbmi",
-    "avx512_vbmi2": "avx512vbmi2", "avx512_vnni": "avx512vnni", "avx512_bitalg": "avx512bitalg",
-    "avx512_vpopcntdq": "avx512vpopcntdq", "avx512_bf16": "avx512bf16", "avx512_fp16": "avx512fp16",
-    "avx512_vp2intersect": "avx512vp2intersect", "amx_tile": "amx-tile", "amx_int8": "amx-int8", "amx_bf16": "amx-bf16",
-    "apx": "apxf",
-}  # fmt: skip
+# make a bundle less portable. LLVM's names, which /proc/cpuinfo and macOS spell otherwise only in case and punctuation.
+X86 = """
+    sse3 ssse3 sse4.1 sse4.2 sse4a cx16 popcnt movbe lzcnt bmi bmi2 gfni avx f16c fma fma4 xop tbm avx2
+    avxvnni avxvnniint8 avxvnniint16 avxifma avxneconvert avx512f avx512cd avx512bw avx512dq avx512vl avx512ifma
+    avx512vbmi avx512vbmi2 avx512vnni avx512bitalg avx512vpopcntdq avx512bf16 avx512fp16 avx512vp2intersect
+    amx-tile amx-int8 amx-bf16 apxf
+""".split()
+# What has another name there.
+X86_OTHERWISE = {"pni": "sse3", "abm": "lzcnt", "bmi1": "bmi", "apx": "apxf", "avx1.0": "avx"}
+# Left the name in /proc/cpuinfo, right LLVM's.
 ARM_CPUINFO = {
     "asimd": "neon", "crc32": "crc", "atomics": "lse", "asimdrdm": "rdm", "asimdhp": "fullfp16", "asimddp": "dotprod",
     "asimdfhm": "fp16fml", "fcma": "complxnum", "lrcpc": "rcpc", "i8mm": "i8mm", "bf16": "bf16", "sve": "sve",
@@ -36,13 +35,6 @@ ARM_SYSCTL = {
     "hw.optional.arm.FEAT_I8MM": "i8mm", "hw.optional.arm.FEAT_BF16": "bf16", "hw.optional.arm.FEAT_SME": "sme",
     "hw.optional.arm.FEAT_SME2": "sme2",
 }  # fmt: skip
-X86_SYSCTL = {
-    "SSE3": "sse3", "SSSE3": "ssse3", "SSE4.1": "sse4.1", "SSE4.2": "sse4.2", "CX16": "cx16", "POPCNT": "popcnt",
-    "MOVBE": "movbe", "LZCNT": "lzcnt", "BMI1": "bmi", "BMI2": "bmi2", "AVX1.0": "avx", "F16C": "f16c", "FMA": "fma",
-    "AVX2": "avx2", "AVX512F": "avx512f", "AVX512CD": "avx512cd", "AVX512BW": "avx512bw", "AVX512DQ": "avx512dq",
-    "AVX512VL": "avx512vl", "AVX512IFMA": "avx512ifma", "AVX512VBMI": "avx512vbmi", "AVX512VNNI": "avx512vnni",
-}  # fmt: skip
-
 _ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
 
@@ -92,8 +84,14 @@ def cpuinfo_features(text: str, arch: str) -> frozenset[str]:
     """The features in the text of a /proc/cpuinfo."""
     fields = _fields(text)
     if arch == "x86_64":
-        return frozenset(X86_CPUINFO[flag] for flag in fields.get("flags", "").split() if flag in X86_CPUINFO)
+        return _x86(fields.get("flags", "").split())
     return frozenset(ARM_CPUINFO[flag] for flag in fields.get("Features", "").split() if flag in ARM_CPUINFO)
+
+
+def _x86(words: Iterable[str]) -> frozenset[str]:
+    plain = lambda name: re.sub("[._-]", "", name.lower())
+    known = {plain(name): name for name in X86} | {plain(other): name for other, name in X86_OTHERWISE.items()}
+    return frozenset(known[plain(word)] for word in words if plain(word) in known)
 
 
 def _cpuinfo() -> str:
@@ -119,8 +117,7 @@ def _darwin_features(arch: str) -> frozenset[str]:
     if arch == "aarch64":
         return frozenset(name for key, name in ARM_SYSCTL.items() if _sysctl_int(key))
     groups = ("machdep.cpu.features", "machdep.cpu.leaf7_features", "machdep.cpu.extfeatures")
-    words = " ".join(_sysctl_text(group) for group in groups).split()
-    return frozenset(X86_SYSCTL[word] for word in words if word in X86_SYSCTL)
+    return _x86(" ".join(_sysctl_text(group) for group in groups).split())
 
 
 def _sysctl(name: str) -> bytes:

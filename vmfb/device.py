@@ -10,8 +10,6 @@ import threading
 import iree.runtime as rt
 from iree.runtime._binding import create_hal_driver
 
-from castiron.vmfb.cpu import physical_cores
-
 # How long a worker looks for work before it sleeps. Within a call workers hardly wait; between two tokens a few
 # microseconds are bridged. Measured on 2 cores, SmolLM2-135M: 10 gives the steadiest tokens (p90 5.2 ms, with 0 or 50
 # 5.6 to 7 at the same median), 500 takes a fifth from the thread that asks.
@@ -20,11 +18,6 @@ SPIN_US = 10
 _lock = threading.Lock()
 _this_thread = threading.local()
 _devices: dict[int, rt.HalDevice] = {}
-
-
-def default_threads() -> int:
-    """One per physical core: hyperthreads share the vector units that a kernel keeps full."""
-    return physical_cores()
 
 
 def give_way() -> None:

@@ -10,7 +10,8 @@ from math import prod
 from pathlib import Path
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.device import default_threads, task_flags
+from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.device import task_flags
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 from castiron.vmfb.program import SCOPE
 
@@ -47,18 +48,28 @@ def profile(
 
     The states hold zeros, which cost what anything else costs. BundleError if the tools fail.
     """
-    threads = threads or default_threads()
-    command = _command(bundle.file(MODEL), bundle.file(WEIGHTS), function, position, threads, repeats)
-    timed = json.loads(_tool("iree-benchmark-module", *command))["benchmarks"][0]
+    options = bundle.file(MODEL), bundle.file(WEIGHTS), function, position, threads or physical_cores(), repeats
+    timed = json.loads(_tool("iree-benchmark-module", *_command(*options)))["benchmarks"][0]
     scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[timed["time_unit"]]
-    return Profile(function.name, position, threads, timed["real_time"] * scale, _dispatches(command, repeats))
+    return Profile(function.name, position, options[4], timed["real_time"] * scale, dispatches(*options))
 
 
 def dispatches(
-    model: Path, weights: Path, function: EntryPoint, *, position: int, threads: int, repeats: int
+    model: Path, weights: Path, function: EntryPoint, position: int, threads: int, repeats: int
 ) -> tuple[Dispatch, ...]:
     """Those of `profile`, for a vmfb and parameters that need not be in one bundle."""
-    return _dispatches(_command(model, weights, function, position, threads, repeats), repeats)
+    command = _command(model, weights, function, position, threads, repeats)
+    with tempfile.TemporaryDirectory() as directory:
+        trace = f"{directory}/trace.ireeprof"
+        profiling = ("--device_profiling_mode=host-execution", f"--device_profiling_output={trace}")
+        _tool("iree-benchmark-module", *command, *profiling)
+        rows = [json.loads(line) for line in _tool("iree-profile", "dispatch", "--format=jsonl", trace).splitlines()]
+    found = (
+        Dispatch(row["key"], row["count"] // repeats, row["total_ns"] / repeats * 1e-9, prod(row["last_workgroup_count"]))
+        for row in rows
+        if row["type"] == "host_dispatch_group"
+    )
+    return tuple(sorted(found, key=lambda dispatch: -dispatch.seconds))
 
 
 def _command(model: Path, weights: Path, function: EntryPoint, position: int, threads: int, repeats: int) -> list[str]:
@@ -66,8 +77,9 @@ def _command(model: Path, weights: Path, function: EntryPoint, position: int, th
     values = ["0", str(position), *[str(function.width)] * (function.role in ("prefill", "embed"))]
     values += ["0"] * (len(function.inputs) - len(values))
     inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, values, strict=True)]
+    devices = ("--device=local-sync",) if threads == 1 else ("--device=local-task", *task_flags(threads))
     return [
-        *_device_flags(threads),
+        *devices,
         f"--module={model}",
         f"--parameters={SCOPE}={weights}",
         f"--function={function.name}",
@@ -75,27 +87,6 @@ def _command(model: Path, weights: Path, function: EntryPoint, position: int, th
         "--benchmark_format=json",
         *inputs,
     ]
-
-
-def _dispatches(command: list[str], repeats: int) -> tuple[Dispatch, ...]:
-    with tempfile.TemporaryDirectory() as directory:
-        trace = f"{directory}/trace.ireeprof"
-        profiling = ("--device_profiling_mode=host-execution", f"--device_profiling_output={trace}")
-        _tool("iree-benchmark-module", *command, *profiling)
-        rows = [json.loads(line) for line in _tool("iree-profile", "dispatch", "--format=jsonl", trace).splitlines()]
-    found = [
-        Dispatch(row["key"], row["count"] // repeats, row["total_ns"] / repeats * 1e-9, prod(row["last_workgroup_count"]))
-        for row in rows
-        if row["type"] == "host_dispatch_group"
-    ]
-    found.sort(key=lambda dispatch: -dispatch.seconds)
-    return tuple(found)
-
-
-def _device_flags(threads: int) -> tuple[str, ...]:
-    if threads == 1:
-        return ("--device=local-sync",)
-    return ("--device=local-task", *task_flags(threads))
 
 
 def _tool(name: str, *arguments: str) -> str:

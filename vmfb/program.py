@@ -18,7 +18,8 @@ import iree.runtime as rt
 import numpy as np
 
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.device import default_threads, device, give_way
+from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.device import device, give_way
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
@@ -54,7 +55,8 @@ class Program:
         # Of the thread that runs it; what it calls may take it again.
         owned = threading.RLock()
         self.take, self.leave = owned.acquire, owned.release
-        self.threads = threads or default_threads()
+        # Hyperthreads share the vector units that a kernel keeps full.
+        self.threads = threads or physical_cores()
         self.device = device(self.threads)
         try:
             instance = rt.VmInstance()
@@ -62,26 +64,22 @@ class Program:
             # Mapped here, since VmModule.mmap asks for permission to write; kept, since the runtime takes memory as it is.
             self._mapped = bundle.part(WEIGHTS).map(), bundle.part(MODEL).map()
             parameters.load_from_file_handle(rt.FileHandle.wrap_memory(self._mapped[0]), "irpa")
-            self._module = rt.VmModule.wrap_buffer(instance, self._mapped[1])
+            self.module = rt.VmModule.wrap_buffer(instance, self._mapped[1])
             # Loads every weight global: here a missing or short parameter shows.
             self.context = rt.VmContext(
                 instance,
                 [
                     rt.create_hal_module(instance, self.device),
                     rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE)),
-                    self._module,
+                    self.module,
                 ],
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise BundleError(f"the IREE runtime refuses {bundle.path} ({reason}); compile the bundle again") from None
-        exported = set(self._module.function_names)
+        exported = set(self.module.function_names)
         if absent := [f.name for f in self.manifest.functions if f.name not in exported]:
             raise BundleError(f"{bundle.path / MODEL} has no function {absent[0]}; compile the bundle again")
-
-    def function(self, name: str) -> rt.VmFunction:
-        """The exported function `name`."""
-        return self._module.lookup_function(name)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
         """A buffer of zeros that Python and the program share; no page of it exists until it is written."""
@@ -151,7 +149,7 @@ class Call:
 
     def __init__(self, program: Program, entry: EntryPoint, operands: Sequence[Buffer]):
         self._operands = tuple(operands)
-        self._function, self._run = program.function(entry.name), program.context.invoke
+        self._function, self._run = program.module.lookup_function(entry.name), program.context.invoke
         self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(len(entry.outputs))
         for operand in operands:
             self._arguments.push_ref(operand.view)
@@ -176,27 +174,27 @@ class Call:
 
         self._run = counted
 
+    def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """A result where it lies; `shape` is given where it is known, since asking for it costs time."""
+        view = self._results.get_as_object(index, rt.HalBufferView)
+        return view.map().asarray(tuple(view.shape) if shape is None else shape, dtype)
+
     def argmax(self) -> int:
         """Result 0 of a function with one."""
-        view = self._results.get_as_object(0, rt.HalBufferView)
-        return int(view.map().asarray((), _I32))
+        return int(self._result(0, _I32, ()))
 
     def argmaxes(self, count: int) -> list[int]:
         """Result 0 of a function with `count` of them."""
-        view = self._results.get_as_object(0, rt.HalBufferView)
-        return view.map().asarray((count,), _I32).tolist()
+        return self._result(0, _I32, (count,)).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
         """Result 1, f32 `[vocab]`, or row `row` of `[rows, vocab]`; a copy."""
-        view = self._results.get_as_object(1, rt.HalBufferView)
-        if row is None:
-            return view.map().asarray((self._vocab,), _F32).copy()
-        return view.map().asarray(tuple(view.shape), _F32)[row].copy()
+        found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
+        return found.copy()
 
     def rows(self, count: int) -> np.ndarray:
         """The first `count` rows of result 0, f32 `[rows, hidden]`; a copy."""
-        view = self._results.get_as_object(0, rt.HalBufferView)
-        return view.map().asarray(tuple(view.shape), _F32)[:count].copy()
+        return self._result(0, _F32)[:count].copy()
 
 
 _calls: weakref.WeakSet[Call] = weakref.WeakSet()

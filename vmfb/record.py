@@ -49,8 +49,6 @@ def from_json(kind: Any, value: Json, path: str = "") -> Any:
     if origin is dict:
         pairs = _expect(dict, value, path)
         return {key: from_json(arguments[1], item, f"{path}.{key}") for key, item in pairs.items()}
-    if kind is dict:
-        return _expect(dict, value, path)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return _expect(kind, value, path)

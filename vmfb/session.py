@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
@@ -59,7 +58,7 @@ class Session:
         self._embed = calls("embed", place, length)
         # The kernels skip rows past the length; StableHLO alone computes them.
         self._padding = 0.0 if manifest.lowering == "kernels" else 1.0
-        self._last: Call | Row | _Kept | None = None
+        self._last: Call | Row | np.ndarray | None = None
 
     @property
     def position(self) -> int:
@@ -71,7 +70,7 @@ class Session:
         """Appends one token and returns the most probable next one (the lowest id of equals)."""
         position = self._position
         if position >= self.context or not 0 <= token < self.vocab:
-            self._refuse((token,))
+            self._checked((token,))
         self._token_word[0] = token
         self._position_word[0] = position
         call = self._decode
@@ -93,10 +92,7 @@ class Session:
         `progress` gets (tokens done, tokens in all) after every chunk. SessionError, before any work, for no tokens,
         an id outside the vocabulary or an end past the context.
         """
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or self._position + ids.size > self.context \
-                or ids.min() < 0 or ids.max() >= self.vocab:  # fmt: skip
-            self._refuse(tokens)
+        ids = self._checked(tokens)
         done, total = 0, int(ids.size)
         best = 0
         for width, count in chunks(total, self._position, self.context, self.manifest.prefill_widths, self._padding):
@@ -133,8 +129,7 @@ class Session:
         if len(tokens) not in self._verify:
             widths = ", ".join(map(str, self._verify)) or "none: compile the bundle with --speculate"
             raise SessionError(f"{len(tokens)} tokens cannot be verified at once; the bundle's widths are {widths}")
-        if self._position + len(tokens) > self.context or min(tokens) < 0 or max(tokens) >= self.vocab:
-            self._refuse(tokens)
+        self._checked(tokens)
         call, buffer = self._verify[len(tokens)]
         buffer.array[:] = tokens
         self._position_word[0] = self._position
@@ -150,11 +145,9 @@ class Session:
         SessionError for a bundle without embed functions, no tokens, an id outside the vocabulary or an end past the context,
         which is counted in whole calls here. There are no logits after it.
         """
-        ids = np.asarray(tokens)
         if not self._embed:
             raise SessionError("this bundle gives no hidden states: compile it with --embed 128")
-        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.vocab:
-            self._refuse(tokens)
+        ids = self._checked(tokens)
         widest = max(self._embed)
         parts = [ids[start : start + widest] for start in range(0, ids.size, widest)]
         widths = [min(width for width in self._embed if width >= part.size) for part in parts]
@@ -244,29 +237,32 @@ class Session:
         """The logits after the last token, f32 `[vocab]`, a copy; SessionError before a token or after a rewind."""
         if self._last is None:
             raise SessionError("there are no logits yet: prefill or step first")
-        return self._last.logits()
+        return self._last.copy() if isinstance(self._last, np.ndarray) else self._last.logits()
 
     @alone
     def fork(self) -> Session:
         """A session of its own that goes on from here, with a copy of the states."""
         other = Session(self.program)
         other.copy_from(self, self._position)
-        other._last = self._last and _Kept(self._last.logits())
+        other._last = None if self._last is None else self.logits()
         return other
 
-    def _refuse(self, tokens: Sequence[int]) -> NoReturn:
-        """Says what is wrong with `tokens`."""
+    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+        """`tokens` as an array; SessionError if the session cannot take them."""
         ids = np.asarray(tokens)
         if not ids.size:
             raise SessionError("there are no tokens to take")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise SessionError(f"tokens are {ids.dtype}{list(ids.shape)}, not a list of whole numbers")
-        if outside := [int(t) for t in ids if not 0 <= t < self.vocab]:
-            raise SessionError(f"token {outside[0]} is outside the vocabulary of {self.vocab}")
-        raise SessionError(
-            f"{ids.size} token{'s' * (ids.size > 1)} from position {self._position} would end past the context of "
-            f"{self.context}: shorten the prompt or compile with a larger --context"
-        )
+        if ids.min() < 0 or ids.max() >= self.vocab:
+            outside = next(int(t) for t in ids if not 0 <= t < self.vocab)
+            raise SessionError(f"token {outside} is outside the vocabulary of {self.vocab}")
+        if self._position + ids.size > self.context:
+            raise SessionError(
+                f"{ids.size} token{'s' * (ids.size > 1)} from position {self._position} would end past the context of "
+                f"{self.context}: shorten the prompt or compile with a larger --context"
+            )
+        return ids
 
 
 class Row:
@@ -277,20 +273,6 @@ class Row:
 
     def logits(self) -> np.ndarray:
         return self.call.logits(self.row)
-
-    def keep(self) -> _Kept:
-        """The same, past the next call."""
-        return _Kept(self.logits())
-
-
-class _Kept:
-    """Logits that outlive the call that made them."""
-
-    def __init__(self, logits: np.ndarray):
-        self._logits = logits
-
-    def logits(self) -> np.ndarray:
-        return self._logits.copy()
 
 
 def _margin(logits: np.ndarray) -> float:

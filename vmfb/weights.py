@@ -10,7 +10,6 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -29,21 +28,13 @@ class WeightsError(Exception):
     """Tensors that cannot be written; one sentence."""
 
 
-@dataclass(frozen=True)
-class IrpaFile:
-    """What was written: the whole file's sha256 in hex, its size and the tensors' bytes without padding."""
-
-    sha256: str
-    size: int
-    data_bytes: int
-
-
 def write_irpa(
     path: Path,
     entries: Iterable[tuple[str, np.ndarray | Callable[[], np.ndarray], tuple[tuple[int, ...], np.dtype]]],
     progress: Callable[[int, int], None] | None = None,
-) -> IrpaFile:
-    """Writes `entries`, (name, data, (shape, dtype)) each, in their order; the file is complete or absent.
+) -> str:
+    """Writes `entries`, (name, data, (shape, dtype)) each, in their order, and returns the file's sha256 in hex; the file is
+    complete or absent.
 
     `data` is an array or a function that makes it, called once, when its turn comes, and dropped after. It must have
     the shape and the item size announced (bf16 as uint16 is fine: the file holds bytes, not types). `progress` gets
@@ -77,7 +68,7 @@ def write_irpa(
                 written += size
                 if progress:
                     progress(written, total)
-            return IrpaFile(digest.hexdigest(), file.tell(), total)
+            return digest.hexdigest()
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -18,7 +18,7 @@ import numpy as np
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import lane_max
+from castiron.emitter.kernels.writing.vectors import lane_max, tree
 from castiron.emitter.types import F32, I32, TensorType
 
 BLOCK = 512  # logits that are compared by their maximum alone; a multiple of 8 vectors of every instruction set
@@ -41,10 +41,7 @@ def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
             with b.loop(low, high, ways * width, carry=[b.splat(float("-inf"), width)] * ways) as loop:
                 starts = [b.add(loop.index, i * width) for i in range(ways)]
                 loop.give(*[b.maxf(b.vload(logits, width, *lead, i), m) for i, m in zip(starts, loop.values, strict=True)])
-            tops = loop.results
-            while len(tops) > 1:
-                tops = [b.maxf(x, y) for x, y in zip(tops[::2], tops[1::2], strict=True)]
-            return lane_max(b, tops[0])
+            return lane_max(b, tree(b.maxf, loop.results))
 
         with b.loop(0, whole, BLOCK, carry=[least, b.index(0)]) as loop:
             top = block_max(loop.index, b.add(loop.index, BLOCK), isa.lanes, 8)

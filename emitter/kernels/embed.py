@@ -42,9 +42,7 @@ def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kern
 
     def write(b: Body, ids: Ssa, weight: Ssa, y: Ssa) -> None:
         panel = Panel(b, codec, isa, weight, depth, 1)
-        workgroup = b.workgroup()
-        low = b.div(b.mul(workgroup, T), workgroups)
-        high = b.div(b.mul(b.add(workgroup, 1), T), workgroups)
+        low, high = b.share(T, b.workgroup(), workgroups)
         whole = hidden // depth * depth
         with b.loop(low, high) as token:
             id = b.max(b.min(b.to_index(b.load(ids, token.index)), vocab - 1), 0)

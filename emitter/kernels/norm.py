@@ -13,12 +13,10 @@ for the result: it is in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width
+from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
 from castiron.emitter.kernels.writing.symbols import number
@@ -27,9 +25,6 @@ from castiron.emitter.types import F32, I32, TensorType
 
 ROWS = 4  # that a workgroup takes
 
-Read = Callable[[Index, int], Ssa]
-Store = Callable[[Ssa, Index], None]
-
 
 def rms_norm(T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False) -> Kernel:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019; HF `LlamaRMSNorm`).
@@ -37,18 +32,7 @@ def rms_norm(T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False)
     x [T, hidden], weight [hidden], (length i32) -> y [T, hidden]. With `length` only rows < length are computed, the
     others are zero.
     """
-
-    def write_row(b: Body, read: Read, store: Store, weight: Ssa, bias: Ssa | None) -> None:
-        inverse = inverse_rms(b, read, hidden, eps, isa.lanes)
-        width = largest_width(isa.lanes, hidden)
-        scale = b.broadcast(inverse, width)
-        with b.loop(0, hidden, width) as d:
-            store(b.mulf(b.mulf(read(d.index, width), scale), b.vload(weight, width, d.index)), d.index)
-
-    def define(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-        return rms_normed(x, weight, eps)
-
-    return _norm(f"rms_norm_{T}x{hidden}_{number(eps)}", T, hidden, False, length, isa, write_row, define)
+    return norm("rms_norm", T, hidden, eps, isa, length)
 
 
 def layer_norm(T: int, hidden: int, eps: float, bias: bool = True, *, isa: Isa, length: bool = False) -> Kernel:
@@ -57,56 +41,37 @@ def layer_norm(T: int, hidden: int, eps: float, bias: bool = True, *, isa: Isa, 
     x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]; `length` as in `rms_norm`. The
     variance is that of the centred row, in a second pass.
     """
-
-    def write_row(b: Body, read: Read, store: Store, weight: Ssa, bias: Ssa | None) -> None:
-        mean = b.divf(row_sum(b, hidden, isa.lanes, read), b.f32(hidden))
-
-        def centred(d: Index, width: int) -> Ssa:
-            return b.subf(read(d, width), b.broadcast(mean, width))
-
-        inverse = inverse_rms(b, centred, hidden, eps, isa.lanes)
-        width = largest_width(isa.lanes, hidden)
-        scale = b.broadcast(inverse, width)
-        with b.loop(0, hidden, width) as d:
-            y = b.mulf(b.mulf(centred(d.index, width), scale), b.vload(weight, width, d.index))
-            store(y if bias is None else b.addf(y, b.vload(bias, width, d.index)), d.index)
-
-    def define(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-        y = rms_normed(x - x.mean(axis=-1, keepdims=True), weight, eps)
-        return y if bias is None else y + bias
-
-    name = f"layer_norm_{T}x{hidden}_{number(eps)}" + "_bias" * bias
-    return _norm(name, T, hidden, bias, length, isa, write_row, define)
+    return norm("layer_norm", T, hidden, eps, isa, length, bias)
 
 
-def _norm(
-    name: str,
-    T: int,
-    hidden: int,
-    with_bias: bool,
-    with_length: bool,
-    isa: Isa,
-    write_row: Callable[[Body, Read, Store, Ssa, Ssa | None], None],
-    define: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray],
-) -> Kernel:
-    """The kernel around `write_row`, which normalises one row, and its definition in f64."""
+def norm(kind: str, T: int, hidden: int, eps: float, isa: Isa, with_length: bool, with_bias: bool = False) -> Kernel:
+    """The one kernel that both are: a layer norm centres the row first, and may add a bias."""
+    centred = kind == "layer_norm"
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)
     operands = {"x": rows, "weight": row}
     if with_bias:
         operands["bias"] = row
     if with_length:
         operands["length"] = TensorType((), I32)
+    width = largest_width(isa.lanes, hidden)
+
+    def write_row(b: Body, t: Ssa, x: Ssa, weight: Ssa, y: Ssa, bias: Ssa | None) -> None:
+        read = lambda d, width: b.vload(x, width, t, d)
+        element = read
+        if centred:
+            mean = b.divf(row_sum(b, hidden, isa.lanes, read), b.f32(hidden))
+            element = lambda d, width: b.subf(read(d, width), b.broadcast(mean, width))
+        scale = b.broadcast(inverse_rms(b, element, hidden, eps, isa.lanes), width)
+        with b.loop(0, hidden, width) as d:
+            value = b.mulf(b.mulf(element(d.index, width), scale), b.vload(weight, width, d.index))
+            b.vstore(value if bias is None else b.addf(value, b.vload(bias, width, d.index)), y, t, d.index)
 
     def write(b: Body, x: Ssa, weight: Ssa, y: Ssa, bias: Ssa | None = None, length: Ssa | None = None) -> None:
-        width = largest_width(isa.lanes, hidden)
         low = b.mul(b.workgroup(), ROWS)
         high = b.min(b.add(low, ROWS), T)
-        end = high if length is None else b.max(b.min(b.to_index(b.load(length)), high), low)
+        end = b.real(length, low, high)
         with b.loop(low, end) as loop:
-            t = loop.index
-            read = lambda d, width: b.vload(x, width, t, d)
-            store = lambda value, d: b.vstore(value, y, t, d)
-            write_row(b, read, store, weight, bias)
+            write_row(b, loop.index, x, weight, y, bias)
         if length is not None:
             with b.loop(end, high) as loop, b.loop(0, hidden, width) as d:
                 b.vstore(b.splat(0.0, width), y, loop.index, d.index)
@@ -115,11 +80,13 @@ def _norm(
         x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, length: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         y, real = np.zeros((T, hidden), np.float32), T if length is None else int(length)
-        y[:real] = define(x[:real].astype(np.float64), weight.astype(np.float64), bias)
+        wide = x[:real].astype(np.float64)
+        wide = wide - wide.mean(axis=-1, keepdims=True) if centred else wide
+        y[:real] = rms_normed(wide, weight.astype(np.float64), eps) + (0 if bias is None else bias)
         return {"y": y}
 
     return write_kernel(
-        name + "_length" * with_length + f"_{isa.name}_r{ROWS}",
+        f"{kind}_{T}x{hidden}_{number(eps)}" + "_bias" * with_bias + "_length" * with_length + f"_{isa.name}_r{ROWS}",
         operands,
         {"y": rows},
         -(-T // ROWS),

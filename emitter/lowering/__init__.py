@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from castiron.emitter.ir import Function, Module
 from castiron.emitter.kernels.products.choosing import kernel_of
@@ -20,24 +19,16 @@ from castiron.emitter.types import EmitError
 from castiron.emitter.verifier import LOWERED, check
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """What a lowering may make use of: the vector unit, and the product calls for it."""
-
-    isa: Isa
-    project: Projector
-
-
-def _portable(function: Function, machine: _Machine) -> tuple[Function, Mapping[str, Rule]]:
+def _portable(function: Function, isa: Isa, project: Projector) -> tuple[Function, Mapping[str, Rule]]:
     return function, portable.RULES
 
 
-def _kernels(function: Function, machine: _Machine) -> tuple[Function, Mapping[str, Rule]]:
-    return fuse(function, NORM_LIMIT), kernels.Context(machine.isa, machine.project).rules()
+def _kernels(function: Function, isa: Isa, project: Projector) -> tuple[Function, Mapping[str, Rule]]:
+    return fuse(function, NORM_LIMIT), kernels.Context(isa, project).rules()
 
 
 # Of each lowering, what it makes of a function first, and its rule for each kind of operation.
-LOWERINGS: dict[str, Callable[[Function, _Machine], tuple[Function, Mapping[str, Rule]]]] = {
+LOWERINGS: dict[str, Callable[[Function, Isa, Projector], tuple[Function, Mapping[str, Rule]]]] = {
     "kernels": _kernels,
     "portable": _portable,
 }
@@ -68,6 +59,6 @@ def lower(
     project = Projector(lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)), numerics)
     lowered = Module(module.name)
     for function in module.functions.values():
-        rewrite(*LOWERINGS[lowering](function, _Machine(ISAS[isa], project)), lowered)
+        rewrite(*LOWERINGS[lowering](function, ISAS[isa], project), lowered)
     check(lowered, LOWERED)
     return lowered

@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 from castiron.emitter import ops
-from castiron.emitter.ir import Op, Value, current_function
+from castiron.emitter.ir import Op, Value, current_function, parameter
 from castiron.emitter.kernels.argmax import argmax as argmax_kernel
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
-from castiron.emitter.kernels.norm import layer_norm as layer_norm_kernel
-from castiron.emitter.kernels.norm import rms_norm as rms_norm_kernel
+from castiron.emitter.kernels.embed import embed as embed_kernel
+from castiron.emitter.kernels.norm import norm as norm_kernel
 from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
-from castiron.emitter.lowering.projection import Projector, embed
+from castiron.emitter.lowering.projection import Projector, packed_param
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.types import I32, TensorType
 
@@ -42,24 +42,19 @@ def _length(rows: int) -> Value | None:
 
 
 def embedding(c: Context, op: Op, tokens: Value, weight: Stored) -> Value:
-    return embed(tokens, weight.weight, c.isa)
+    (vocab, hidden), codec = weight.weight.shape, weight.weight.codec
+    kernel = embed_kernel(codec, vocab, hidden, tokens.shape[0], isa=c.isa)
+    return ops.kernel_call(kernel, ids=tokens, weight=parameter(packed_param([weight.weight])))["y"]
 
 
-def rms_norm(c: Context, op: Op, x: Value, weight: Stored) -> Value:
+def norm(c: Context, op: Op, x: Value, *stored: Stored) -> Value:
     if x.type.rank != 2:
-        return portable.rms_norm(op, x, weight)
-    return _norm(c, rms_norm_kernel, op, x, weight=weight.value())
-
-
-def layer_norm(c: Context, op: Op, x: Value, weight: Stored, bias: Stored | None = None) -> Value:
-    given = {"weight": weight.value()} | ({"bias": bias.value()} if bias else {})
-    return _norm(c, partial(layer_norm_kernel, bias=bias is not None), op, x, **given)
-
-
-def _norm(c: Context, maker: Rule, op: Op, x: Value, **given: Value) -> Value:
-    length = _length(x.shape[0])
-    kernel = maker(*x.shape, op.attrs["eps"], isa=c.isa, length=length is not None)
-    return ops.kernel_call(kernel, x=x, **given, **({} if length is None else {"length": length}))["y"]
+        return portable.RULES[op.kind](op, x, *stored)
+    given = {name: part.value() for name, part in zip(("weight", "bias"), stored)}
+    if (length := _length(x.shape[0])) is not None:
+        given["length"] = length
+    kernel = norm_kernel(op.kind, x.shape[0], x.shape[1], op.attrs["eps"], c.isa, "length" in given, "bias" in given)
+    return ops.kernel_call(kernel, x=x, **given)["y"]
 
 
 def product(c: Context, op: Op, x: Value, *operands: Any) -> Value:
@@ -135,8 +130,7 @@ def argmax_rows(c: Context, op: Op, logits: Value) -> Value:
 
 RULES: dict[str, Rule] = {
     "embedding": embedding,
-    "rms_norm": rms_norm,
-    "layer_norm": layer_norm,
+    **dict.fromkeys(("rms_norm", "layer_norm"), norm),
     "product": product,
     "experts": experts,
     "fused_attention": fused_attention,

@@ -9,23 +9,14 @@ import numpy as np
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Param, Value, parameter
-from castiron.emitter.kernels.embed import embed as embed_kernel
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
-from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I8, TensorType
 
 # A projection of one token takes its RMS norm in up to this width: every workgroup computes the norm again.
 NORM_LIMIT = 8192
-
-
-def embed(tokens: Value, weight: Weight, isa: Isa) -> Value:
-    """Rows `tokens` [T] of the packed weight [vocab, hidden]: [T, hidden]."""
-    vocab, hidden = weight.shape
-    kernel = embed_kernel(weight.codec, vocab, hidden, tokens.shape[0], isa=isa)
-    return ops.kernel_call(kernel, ids=tokens, weight=parameter(packed_param([weight])))["y"]
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,43 @@ class ConfigReader:
             entry = {**entry, "original_max_position_embeddings": original}
         return rotary(entry.get("rope_theta") or theta, rotary_dim, entry, max_positions)
 
+    def decoder(
+        self,
+        max_positions: Any = ...,
+        theta: float = 10000.0,
+        partial: float | None = None,
+        *,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
+        eps: float | None = None,
+        hidden_act: str | None = None,
+        tied: bool | None = None,
+        rotary: Rotary | None = None,
+    ) -> dict[str, Any]:
+        """The fields of a `DecoderConfig`, as keyword arguments.
+
+        max_positions, theta, partial: HF's defaults for `rotary`; without the first, the key must be there. The others are
+        fields that a family has read itself, because its key or HF's default for it is not the one below.
+        """
+        hidden, heads = self.take("hidden_size"), self.take("num_attention_heads")
+        if head_dim is None:
+            head_dim = self.take("head_dim", hidden // heads)
+        if rotary is None:
+            rotary = self.rotary(head_dim, self.take("max_position_embeddings", max_positions), theta, partial)
+        return {
+            "vocab": self.take("vocab_size"),
+            "hidden": hidden,
+            "intermediate": self.take("intermediate_size"),
+            "layers": self.take("num_hidden_layers"),
+            "heads": heads,
+            "kv_heads": self.take("num_key_value_heads") if kv_heads is None else kv_heads,
+            "head_dim": head_dim,
+            "eps": self.number("rms_norm_eps", 1e-6) if eps is None else eps,
+            "hidden_act": self.choice("hidden_act", ACTIVATION_NAMES, "silu") if hidden_act is None else hidden_act,
+            "tied": self.flag("tie_word_embeddings", False) if tied is None else tied,
+            "rotary": rotary,
+        }
+
     def finish(self) -> None:
         """Raise for every key that nobody took and that HF's model may read; note the others."""
         rest = sorted(set(self.config) - self._taken - HARMLESS)

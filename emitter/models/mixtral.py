@@ -5,66 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    attention,
-    embedding,
-    experts,
-    linear,
-    lm_head,
-    rms_norm,
-    rope,
-    rotary_tables,
-    route,
-    split_heads,
-    wanted_rows,
-)
-from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from castiron.emitter.layers import attention, experts, linear, rms_norm, rope, rotary_tables, route, split_heads
+from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
-from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
 
 @dataclass(frozen=True, eq=False)
-class Config:
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int
-    eps: float
-    hidden_act: str
+class Config(DecoderConfig):
     experts: int
     experts_per_token: int
     window: int | None
-    tied: bool
-    rotary: Rotary
 
     @classmethod
     def read(cls, config: dict) -> Config:
         """From a `config.json`; raises EmitError for anything that is not understood."""
         c = ConfigReader(config)
-        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
-        head_dim = c.take("head_dim", hidden // heads)
-        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 131072), theta=1000000.0)
         read = cls(
-            vocab=c.take("vocab_size"),
-            hidden=hidden,
-            intermediate=c.take("intermediate_size"),
-            layers=c.take("num_hidden_layers"),
-            heads=heads,
-            kv_heads=c.take("num_key_value_heads"),
-            head_dim=head_dim,
-            max_positions=rotary.positions,
-            eps=c.number("rms_norm_eps", 1e-5),
-            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "silu"),
+            **c.decoder(max_positions=131072, theta=1000000.0, eps=c.number("rms_norm_eps", 1e-5)),
             experts=c.take("num_local_experts"),
             experts_per_token=c.take("num_experts_per_tok", 2),
             window=c.nullable("sliding_window", None),
-            tied=c.flag("tie_word_embeddings", False),
-            rotary=rotary,
         )
         c.finish()
         return read
@@ -96,11 +58,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 def forward(step: Step, c: Config) -> Value:
     """Logits [rows, vocab] of the rows that the step wants."""
-    tables = rotary_tables(step, c.rotary)
-    with scope("model"):
-        x = embedding(step, "embed_tokens", c.vocab, c.hidden)
-        for layer in range(c.layers):
-            with scope(f"layers.{layer}"):
-                x = block(step, c, layer, x, tables)
-        x = rms_norm(step, wanted_rows(step, x), "norm", c.eps)
-    return lm_head(step, x, c.vocab, c.tied)
+    return decoder(step, c, block, rotary_tables(step, c.rotary))

@@ -5,61 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    activation,
-    attention,
-    embedding,
-    linear,
-    lm_head,
-    rms_norm,
-    rope,
-    rotary_tables,
-    split_heads,
-    wanted_rows,
-)
-from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.ops import add, multiply
-from castiron.emitter.rotary import Rotary
+from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.models.decoder import DecoderConfig, decoder
+from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
 @dataclass(frozen=True, eq=False)
-class Config:
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int
-    eps: float
-    hidden_act: str
+class Config(DecoderConfig):
     attention_bias: bool
-    tied: bool
-    rotary: Rotary
 
     @classmethod
     def read(cls, config: dict) -> Config:
         """From a `config.json`; raises EmitError for anything that is not understood."""
         c = ConfigReader(config)
-        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
-        head_dim = c.take("head_dim", hidden // heads)
-        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 2048))
         read = cls(
-            vocab=c.take("vocab_size"),
-            hidden=hidden,
-            intermediate=c.take("intermediate_size"),
-            layers=c.take("num_hidden_layers"),
-            heads=heads,
-            kv_heads=c.take("num_key_value_heads", heads),
-            head_dim=head_dim,
-            max_positions=rotary.positions,
-            eps=c.number("rms_norm_eps", 1e-5),
-            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "silu"),
+            **c.decoder(
+                max_positions=2048,
+                kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
+                eps=c.number("rms_norm_eps", 1e-5),
+            ),
             attention_bias=c.flag("attention_bias", False),
-            tied=c.flag("tie_word_embeddings", False),
-            rotary=rotary,
         )
         c.finish()
         return read
@@ -75,28 +42,15 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def mlp(step: Step, c: Config, x: Value) -> Value:
-    gate = activation(linear(step, x, "gate_proj", c.intermediate), c.hidden_act)
-    up = linear(step, x, "up_proj", c.intermediate)
-    return linear(step, multiply(gate, up), "down_proj", c.hidden)
-
-
 def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
     with scope("self_attn"):
         h = self_attention(step, c, layer, x, tables)
     x = add(x, rms_norm(step, h, "post_attention_layernorm", c.eps))
     with scope("mlp"):
-        h = mlp(step, c, x)
+        h = gated_mlp(step, x, c.intermediate, c.hidden_act)
     return add(x, rms_norm(step, h, "post_feedforward_layernorm", c.eps))
 
 
 def forward(step: Step, c: Config) -> Value:
     """Logits [rows, vocab] of the rows that the step wants."""
-    tables = rotary_tables(step, c.rotary)
-    with scope("model"):
-        x = embedding(step, "embed_tokens", c.vocab, c.hidden)
-        for layer in range(c.layers):
-            with scope(f"layers.{layer}"):
-                x = block(step, c, layer, x, tables)
-        x = rms_norm(step, wanted_rows(step, x), "norm", c.eps)
-    return lm_head(step, x, c.vocab, c.tied)
+    return decoder(step, c, block, rotary_tables(step, c.rotary))

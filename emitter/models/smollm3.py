@@ -5,43 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    activation,
-    attention,
-    embedding,
-    linear,
-    lm_head,
-    rms_norm,
-    rope,
-    rotary_tables,
-    split_heads,
-    wanted_rows,
-)
-from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.ops import add, multiply
-from castiron.emitter.rotary import Rotary
+from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.models.decoder import DecoderConfig, decoder
+from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
 
 @dataclass(frozen=True, eq=False)
-class Config:
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int
-    eps: float
-    hidden_act: str
+class Config(DecoderConfig):
     turns: list[bool]
     windows: list[int | None]
     attention_bias: bool
     mlp_bias: bool
-    tied: bool
-    rotary: Rotary
 
     @classmethod
     def read(cls, config: dict) -> Config:
@@ -52,26 +29,12 @@ class Config:
         turns = rotary_layers(c, layers)
         window = c.nullable("sliding_window", None)
         slides = c.flag("use_sliding_window", False) and window is not None
-        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
-        head_dim = c.take("head_dim", hidden // heads)
-        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 32768), theta=2000000.0)
         read = cls(
-            vocab=c.take("vocab_size"),
-            hidden=hidden,
-            intermediate=c.take("intermediate_size"),
-            layers=layers,
-            heads=heads,
-            kv_heads=c.take("num_key_value_heads"),
-            head_dim=head_dim,
-            max_positions=rotary.positions,
-            eps=c.number("rms_norm_eps", 1e-6),
-            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "silu"),
+            **c.decoder(max_positions=32768, theta=2000000.0, tied=c.flag("tie_word_embeddings", True)),
             turns=turns,
             windows=c.windows(layers, window, lambda layer: slides and not turns[layer]),
             attention_bias=c.flag("attention_bias", False),
             mlp_bias=c.flag("mlp_bias", False),
-            tied=c.flag("tie_word_embeddings", True),
-            rotary=rotary,
         )
         c.finish()
         return read
@@ -96,28 +59,15 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def mlp(step: Step, c: Config, x: Value) -> Value:
-    gate = activation(linear(step, x, "gate_proj", c.intermediate, c.mlp_bias), c.hidden_act)
-    up = linear(step, x, "up_proj", c.intermediate, c.mlp_bias)
-    return linear(step, multiply(gate, up), "down_proj", c.hidden, c.mlp_bias)
-
-
 def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
     h = rms_norm(step, x, "input_layernorm", c.eps)
     with scope("self_attn"):
         x = add(x, self_attention(step, c, layer, h, tables))
     h = rms_norm(step, x, "post_attention_layernorm", c.eps)
     with scope("mlp"):
-        return add(x, mlp(step, c, h))
+        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act, c.mlp_bias))
 
 
 def forward(step: Step, c: Config) -> Value:
     """Logits [rows, vocab] of the rows that the step wants."""
-    tables = rotary_tables(step, c.rotary)
-    with scope("model"):
-        x = embedding(step, "embed_tokens", c.vocab, c.hidden)
-        for layer in range(c.layers):
-            with scope(f"layers.{layer}"):
-                x = block(step, c, layer, x, tables)
-        x = rms_norm(step, wanted_rows(step, x), "norm", c.eps)
-    return lm_head(step, x, c.vocab, c.tied)
+    return decoder(step, c, block, rotary_tables(step, c.rotary))

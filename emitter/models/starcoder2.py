@@ -5,40 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    activation,
-    attention,
-    embedding,
-    layer_norm,
-    linear,
-    lm_head,
-    rope,
-    rotary_tables,
-    split_heads,
-    wanted_rows,
-)
+from castiron.emitter.layers import activation, attention, layer_norm, linear, rope, rotary_tables, split_heads
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
-from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
 
 @dataclass(frozen=True, eq=False)
-class Config:
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int
-    eps: float
-    hidden_act: str
+class Config(DecoderConfig):
     window: int | None
     bias: bool
-    tied: bool
-    rotary: Rotary
 
     @classmethod
     def read(cls, config: dict) -> Config:
@@ -48,24 +25,15 @@ class Config:
         c.require("norm_type", "layer_norm")
         c.require("mlp_type", "default")
         c.require("scale_attn_weights", True)
-        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
-        head_dim = c.take("head_dim", hidden // heads)
-        rotary = c.rotary(head_dim, c.take("max_position_embeddings", 4096))
         read = cls(
-            vocab=c.take("vocab_size"),
-            hidden=hidden,
-            intermediate=c.take("intermediate_size"),
-            layers=c.take("num_hidden_layers"),
-            heads=heads,
-            kv_heads=c.take("num_key_value_heads"),
-            head_dim=head_dim,
-            max_positions=rotary.positions,
-            eps=c.number("norm_epsilon", 1e-5),
-            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
+            **c.decoder(
+                max_positions=4096,
+                eps=c.number("norm_epsilon", 1e-5),
+                hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
+                tied=c.flag("tie_word_embeddings", True),
+            ),
             window=c.nullable("sliding_window", None),
             bias=c.flag("use_bias", True),
-            tied=c.flag("tie_word_embeddings", True),
-            rotary=rotary,
         )
         c.finish()
         return read
@@ -96,11 +64,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 def forward(step: Step, c: Config) -> Value:
     """Logits [rows, vocab] of the rows that the step wants."""
-    tables = rotary_tables(step, c.rotary)
-    with scope("model"):
-        x = embedding(step, "embed_tokens", c.vocab, c.hidden)
-        for layer in range(c.layers):
-            with scope(f"layers.{layer}"):
-                x = block(step, c, layer, x, tables)
-        x = layer_norm(step, wanted_rows(step, x), "norm", c.eps)
-    return lm_head(step, x, c.vocab, c.tied)
+    return decoder(step, c, block, rotary_tables(step, c.rotary), norm=layer_norm)

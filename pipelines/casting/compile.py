@@ -233,7 +233,7 @@ def compile_model(
         facts["threads"], facts["products"] = options.threads_or_cores, products_of(module)
         facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        bundle = writer.commit(_manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights.sha256})
+        bundle = writer.commit(_manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights})
     return CompileReport(bundle.path, False, seconds, _sizes(bundle))
 
 

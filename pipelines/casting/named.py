@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from castiron.pipelines.casting.cast import cast
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import is_gguf
 from castiron.vmfb.bundle import Bundle, open_bundle
@@ -17,11 +16,12 @@ def bundle_of(place: str) -> Bundle:
     `open_bundle` and `compile_model` raise, PipelineError for a name that is nothing.
     """
     path = Path(place)
-    if path.exists():
-        return cast(path, tells=True) if is_checkpoint(path) else open_bundle(path)
+    if path.exists() and not is_checkpoint(path):
+        return open_bundle(path)
+    from castiron.pipelines.casting.cast import cast
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
-    if place in CATALOGUE:
+    if path.exists() or place in CATALOGUE:
         return cast(place, tells=True)
     raise PipelineError(
         f"{place} is neither a bundle, as castiron compile makes them, nor a GGUF file, nor an HF directory, nor a name of "

@@ -9,7 +9,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from castiron.vmfb.bundle import Bundle, BundleWriter, file_sha256
+from castiron.vmfb.archive import Part
+from castiron.vmfb.bundle import Bundle, BundleWriter
 from castiron.vmfb.manifest import LOG, MODEL, TEXT, BundleError, EntryPoint
 from castiron.vmfb.program import Program
 from castiron.vmfb.targets import missing_features
@@ -29,7 +30,7 @@ def repack(bundle: Bundle, module: Path, out: Path) -> Bundle:
     check_functions(module, bundle.manifest.functions)
     old = bundle.manifest
     runtime = importlib.metadata.version("iree-base-runtime")
-    fact = {"module": str(module.resolve()), "sha256": file_sha256(module), "runtime": runtime}
+    fact = {"module": str(module.resolve()), "sha256": Part.of(module).sha256(), "runtime": runtime}
     compile_ = {key: value for key, value in old.compile.items() if key not in OF_THE_MODULE} | {"repacked": fact}
     versions = replace(old.versions, iree=runtime)
     manifest = replace(old, compile=compile_, versions=versions, accuracy=None, speed=None)

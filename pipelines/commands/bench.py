@@ -62,14 +62,14 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.measuring.machine import Machine, describe
     from castiron.pipelines.measuring.workload import Workload
     from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.device import default_threads
+    from castiron.vmfb.cpu import physical_cores
 
     if args.chart:
         check_chart()
     bundle = open_bundle(args.bundle)
     # Speculation brings prompts of its own.
     prompt, depth = (1, 0) if args.speculation else (args.prompt, args.depth)
-    settings = Settings(args.threads or default_threads(), prompt, args.gen, depth, args.rounds)
+    settings = Settings(args.threads or physical_cores(), prompt, args.gen, depth, args.rounds)
     check(settings, bundle)
     if args.speculation:
         return speculation(bundle, settings, args)

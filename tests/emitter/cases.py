@@ -147,13 +147,6 @@ def power(draw, dtype: DType):
 
 
 @st.composite
-def shift(draw, kind: str, function, dtype: DType):
-    type_, rng = TensorType(draw(shapes), dtype), draw(generators)
-    amount = rng.integers(0, dtype.bits + 3, type_.shape).astype(dtype.numpy)
-    return Case(kind, ((type_, any_bits(rng, type_)), (type_, amount)), function)
-
-
-@st.composite
 def compare(draw, dtype: DType):
     type_, rng = TensorType(draw(shapes), dtype), draw(generators)
     a, b = any_bits(rng, type_), any_bits(rng, type_)
@@ -187,22 +180,6 @@ def convert_floats(draw, source: DType):
     values = filled(rng, type_, -70000, 70000, (65519.0, 65520.0, 1e-3, 1.00390625, 1.01171875, -0.0, np.inf, np.nan))
     targets = [t for t in FLOATS if t is not source]
     return Case("convert", ((type_, values),), lambda x: [ops.convert(x, t) for t in targets])
-
-
-@st.composite
-def bitcast(draw, source: DType):
-    """To every type of the same or another size for which the last extent comes out even."""
-    shape, rng = draw(shapes), draw(generators)
-    wider = draw(st.sampled_from([64, 32, 16]))
-    shape = (*shape[:3], max(1, wider // source.bits))
-    type_ = TensorType(shape, source)
-
-    def build(x: Value) -> list[Value]:
-        targets = [t for t in NUMBERS if t.bits <= source.bits or t.bits == source.bits * shape[-1]]
-        return [ops.bitcast_convert(x, t) for t in targets]
-
-    # Bits that are a NaN as any of the types may come back as another NaN, so the values stay small.
-    return Case("bitcast_convert", ((type_, filled(rng, type_, 1, 100)),), build)
 
 
 @st.composite
@@ -371,14 +348,8 @@ def _strategies() -> list[tuple[st.SearchStrategy[Case], int]]:
     found += [(elementwise("divide", ops.divide, d, 2), 1) for d in FLOATS] + [(divide_integers(d), 1) for d in INTS]
     found += [(power(d), 1) for d in (*FLOATS, I32, UI8)]
     found += [(elementwise(k, f, d, 2), 1) for k, f in {"and": ops.and_, "or": ops.or_}.items() for d in (*INTS, I1)]
-    shifts = {"shift_left": ops.shift_left, "shift_right_logical": ops.shift_right_logical}
-    found += [(shift(k, f, d), 1) for k, f in shifts.items() for d in INTS]
     found += [(strategy(d), 1) for strategy in (compare, select, convert) for d in ALL]
-    found += (
-        [(convert_floats(d), 1) for d in FLOATS]
-        + [(bitcast(d), 1) for d in NUMBERS]
-        + [(iota(d), 1) for d in NUMBERS if d is not BF16]
-    )
+    found += [(convert_floats(d), 1) for d in FLOATS] + [(iota(d), 1) for d in NUMBERS if d is not BF16]
     found += [(strategy(d), 1) for strategy in moves for d in (BF16, I1, UI8, I64)] + [(strategy(F32), 2) for strategy in moves]
     found += [(dot_general(F32), 8)] + [(dot_general(d), 1) for d in NUMBERS[1:]]
     found += [(reduce(kind, d), 2) for kind in ("add", "maximum") for d in FLOATS]

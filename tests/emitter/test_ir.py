@@ -6,7 +6,7 @@ import pytest
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, Param, Source, append, current_function, current_path, parameter, scope, users
-from castiron.emitter.types import DTYPES, F32, I32, EmitError, TensorType, dtype
+from castiron.emitter.types import F32, I32, EmitError, TensorType
 
 ROW = TensorType((4,), F32)
 
@@ -92,9 +92,3 @@ def test_users_count_outputs_too():
 def test_extents_are_natural_numbers(shape):
     with pytest.raises(EmitError, match="non-negative integers"):
         TensorType(shape, F32)
-
-
-def test_element_types_are_a_closed_table():
-    assert all(dtype(name) is found for name, found in DTYPES.items())
-    with pytest.raises(EmitError, match="'f64' is not supported; use one of f32, f16"):
-        dtype("f64")

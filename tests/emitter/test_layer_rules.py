@@ -79,7 +79,7 @@ def test_what_families_write_holds_and_is_not_lowered(family):
 
 
 def test_every_operation_of_the_table_is_damaged_here():
-    assert set(DAMAGE) == set(LAYERS.rules) - set(LOWERED.rules)
+    assert set(DAMAGE) == set(LAYERS) - set(LOWERED)
 
 
 @pytest.mark.parametrize(("kind", "what", "value", "sentence"), [(k, *row) for k, rows in DAMAGE.items() for row in rows])

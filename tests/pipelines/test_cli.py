@@ -201,11 +201,12 @@ def test_help_names_every_option_and_shows_examples(command, capsys):
     assert "--json" in text or command in ("chat", "serve", "completion")
 
 
-def test_run_loads_neither_compiler_nor_torch_nor_jinja(bundle):
+def test_run_loads_nothing_that_it_does_not_use(bundle):
     code = (
         "import sys; from castiron.pipelines.cli import main; status = main(sys.argv[1:])\n"
         "print(status, sorted(m for m in sys.modules if m in "
-        "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'castiron.emitter', 'castiron.pipelines.checkpoints')))"
+        "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'email', 'castiron.emitter', "
+        "'castiron.pipelines.checkpoints', 'castiron.pipelines.casting.cast')))"
     )
     command = [sys.executable, "-c", code, "run", bundle, "--tokens", "1,2", "-n", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,9 +1,10 @@
-"""Completion is what the parsers know: bash is asked, the texts for zsh and fish are read."""
+"""Completion is what the parsers know: bash is asked, zsh and fish too where they are, and all texts are read."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,49 @@ def test_the_script_is_one_that_bash_reads(tmp_path: Path, found):
     for shell in ("bash", "zsh"):
         (tmp_path / shell).write_text(SHELLS[shell](found))
     assert subprocess.run(["bash", "-n", str(tmp_path / "bash")], env=os.environ).returncode == 0
+
+
+# The completion system's own functions print what they are given.
+ZSH = """
+compdef() {}
+_describe() { print -l -- ${(P)2%%:*} }
+compadd() { shift; print -l -- $@ }
+_files() { print -l -- *(N) }
+source ./script; words=("$@"); CURRENT=$#; PREFIX=${@[-1]}; _castiron
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("castiron ", {*cli.COMMANDS, "help"}),
+        ("castiron help ", set(cli.COMMANDS)),
+        ("castiron compile x --weights ", {"native", "f32", "bf16", "f16"}),
+        ("castiron run build/x --templ", {"--template-arg"}),
+        ("castiron compile m", {"model.gguf"}),
+        ("castiron compile smol", {"smollm2-135m-instruct"}),
+        ("castiron pack m", {"model.gguf"}),
+    ],
+)
+def test_every_shell_that_is_here_offers_the_same(line, offered, complete, found, tmp_path):
+    words = line.split(" ")
+    answers = {"bash": complete(line)}
+    (tmp_path / "model.gguf").touch()
+    if shutil.which("fish"):
+        (tmp_path / "script").write_text(SHELLS["fish"](found))
+        program = f"source ./script; complete -C {shlex.quote(line)}"
+        done = subprocess.run(["fish", "--no-config", "-c", program], cwd=tmp_path, capture_output=True, text=True)
+        assert not done.stderr, done.stderr
+        answers["fish"] = [row.partition("\t")[0] for row in done.stdout.splitlines()]
+    if shutil.which("zsh"):
+        (tmp_path / "script").write_text(SHELLS["zsh"](found))
+        done = subprocess.run(["zsh", "-f", "-c", ZSH, "zsh", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert not done.stderr, done.stderr
+        answers["zsh"] = done.stdout.splitlines()
+    for shell, answer in answers.items():
+        fitting = {word for word in answer if word.startswith(words[-1])} - {"script"}
+        # Where nothing is offered bash's own completion takes over, with the files.
+        assert fitting == offered or (shell == "bash" and line == "castiron pack m" and not answer), shell
 
 
 @pytest.mark.parametrize("command", ["completion bash", "list", "inspect", "help compile"])

@@ -9,7 +9,6 @@ import pytest
 from castiron.emitter.kernels.products import gemv
 from castiron.emitter.kernels.products.choosing import default_tiles, kernel_of
 from castiron.emitter.kernels.products.product import Product
-from castiron.emitter.kernels.writing.body import Body
 from castiron.emitter.kernels.writing.isa import AVX2
 from castiron.pipelines import cli
 from castiron.pipelines.casting.compile import Options
@@ -167,12 +166,12 @@ def test_findings_are_kept_and_compiled_in(checkpoint, five_chains_are_faster, t
 
 def test_a_faster_kernel_that_is_wrong_is_dropped(checkpoint, five_chains_are_faster, monkeypatch, capsys):
     """The sum of five chains leaves one out here."""
-    right = gemv.tree_sum
+    right = gemv.tree
 
-    def wrong(b: Body, parts):
-        return right(b, parts[1:] if len(parts) == 5 else parts)
+    def wrong(combine, parts):
+        return right(combine, parts[1:] if len(parts) == 5 else parts)
 
-    monkeypatch.setattr(gemv, "tree_sum", wrong)
+    monkeypatch.setattr(gemv, "tree", wrong)
     kernel_of.cache_clear()
     found, err = tune(checkpoint, capsys, "--functions", "verify_4,prefill_8")
     kernel_of.cache_clear()

@@ -48,7 +48,7 @@ def write(directory: Path, *, text: bool = True, source: dict | None = None) -> 
         manifest = replace(
             toy_bundle.manifest(CONTEXT, WIDTHS, target), config=CONFIG, tokens=Tokens(None, (EOS,)), source=source or {}
         )
-        writer.commit(manifest, {WEIGHTS: written.sha256})
+        writer.commit(manifest, {WEIGHTS: written})
     return Path(directory)
 
 

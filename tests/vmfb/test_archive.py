@@ -161,7 +161,7 @@ def test_weights_are_pages_of_the_file_and_not_a_copy(toy_dir, tmp_path):
     """200 MB of a weight that nothing uses: anonymous memory must not grow by them."""
     import dataclasses
 
-    from castiron.vmfb.bundle import file_sha256
+    from castiron.vmfb.archive import Part
     from castiron.vmfb.manifest import File, dump
     from tests.vmfb import toy
 
@@ -169,7 +169,7 @@ def test_weights_are_pages_of_the_file_and_not_a_copy(toy_dir, tmp_path):
     entries = {**toy.weights(), "large": np.zeros(200_000_000, np.uint8)}
     write_irpa(copy / WEIGHTS, [(name, a, (a.shape, a.dtype)) for name, a in entries.items()])
     manifest = open_bundle(toy_dir).manifest
-    files = {**manifest.files, WEIGHTS: File((copy / WEIGHTS).stat().st_size, file_sha256(copy / WEIGHTS))}
+    files = {**manifest.files, WEIGHTS: File((copy / WEIGHTS).stat().st_size, Part.of(copy / WEIGHTS).sha256())}
     (copy / "manifest.json").write_bytes(dump(dataclasses.replace(manifest, files=files)))
     out = tmp_path / "large.castiron"
     pack_bundle(open_bundle(copy), out)

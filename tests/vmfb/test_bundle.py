@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from castiron.vmfb import bundle as bundles
+from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import BundleWriter, open_bundle
 from castiron.vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, entry_points, parse
 from castiron.vmfb.record import to_json
@@ -160,8 +160,8 @@ def test_what_is_no_bundle_is_refused(tmp_path):
 
 def test_a_second_opening_hashes_nothing_until_a_file_is_touched(copy, monkeypatch):
     hashed = []
-    plain = bundles.file_sha256
-    monkeypatch.setattr(bundles, "file_sha256", lambda path: hashed.append(path.name) or plain(path))
+    plain = Part.sha256
+    monkeypatch.setattr(Part, "sha256", lambda part: hashed.append(part.path.name) or plain(part))
     open_bundle(copy)
     first, hashed[:] = sorted(hashed), []
     assert first == sorted([MODEL, WEIGHTS, "compile.log"])

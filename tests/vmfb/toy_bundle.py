@@ -29,4 +29,4 @@ def write(directory: Path, context: int, widths: tuple[int, ...], *, target: Tar
         compile_mlir(toy.module_text(context, widths), target, writer.path(MODEL), cache_dir=cache_dir)
         entries = [(name, array, (array.shape, array.dtype)) for name, array in toy.weights().items()]
         written = write_irpa(writer.path(WEIGHTS), entries)
-        return writer.commit(manifest(context, widths, target), {WEIGHTS: written.sha256})
+        return writer.commit(manifest(context, widths, target), {WEIGHTS: written})

@@ -146,26 +146,18 @@ def attention_decode(
                     with b.loop(b.mul(base, layout.group), b.mul(b.add(base, per), layout.group)) as head:
                         parts.join(head.index, count, out, work.width)
 
-    def reference(
-        qkv: np.ndarray,
-        position: np.ndarray,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
-        counters: np.ndarray,
-        layer: int,
-        **given: np.ndarray,
-    ) -> dict[str, np.ndarray]:
-        k_cache, v_cache = k_cache.copy(), v_cache.copy()
+    def reference(position: np.ndarray, layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
+        k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
         out = np.zeros(out_type.shape, np.float32)
         for i, own in enumerate(np.reshape(position, -1).tolist()):
             if own < 0 and batch:
                 continue
             at = i * (layers // rows) + layer
-            q, k, v = prepared_heads(layout, qkv[i : i + 1], np.array([own]), given)
+            q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
             k_cache[at, own], v_cache[at, own] = k[0], v[0]
             out[i] = attend(q, k_cache[at], v_cache[at], [own], scale, window, softcap).reshape(-1)
-        parts = np.zeros(parts_type.shape, np.float32)
-        return {"out": out, "k_cache": k_cache, "v_cache": v_cache, "counters": np.zeros_like(counters), "parts": parts}
+        idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
+        return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 
     def seen(position: int) -> int:
         return min(position + 1, window or context)

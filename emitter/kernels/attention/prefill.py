@@ -33,7 +33,7 @@ from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.symbols import number
-from castiron.emitter.kernels.writing.vectors import exp, transpose
+from castiron.emitter.kernels.writing.vectors import exp, outer, transpose
 from castiron.emitter.types import F32, I32, TensorType
 
 KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
@@ -215,11 +215,8 @@ class _Tile:
             for i in range(unroll):
                 d = b.add(loop.index, i)
                 queries = [b.vload(self.q, shape.width, d, c) for c in self.lanes]
-                fresh = []
-                for row, carried in zip(rows, batches(sums, shape.vectors), strict=True):
-                    k = b.broadcast(b.load(self.k_cache, self.layer, row, self.head, d), shape.width)
-                    fresh += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
-                sums = fresh
+                keys = (b.broadcast(b.load(self.k_cache, self.layer, row, self.head, d), shape.width) for row in rows)
+                sums = outer(b, keys, queries, sums)
             loop.give(*sums)
         never = b.splat(NEVER, shape.width)
         for v, c in enumerate(self.lanes):

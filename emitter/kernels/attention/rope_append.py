@@ -58,21 +58,12 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
                 with b.loop(0, hd, width) as d:
                     b.vstore(values.load(b, d.index, width), v_cache, *cached, d.index)
 
-    def reference(
-        qkv: np.ndarray,
-        start: np.ndarray,
-        length: np.ndarray,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
-        layer: int,
-        **given: np.ndarray,
-    ) -> dict[str, np.ndarray]:
-        positions = int(start) + np.arange(T)
-        q, k, v = prepared_heads(layout, qkv, positions, given)
-        k_cache, v_cache = k_cache.copy(), v_cache.copy()
-        real = positions[: int(length)]
-        k_cache[layer, real] = k[: int(length)]
-        v_cache[layer, real] = v[: int(length)]
+    def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
+        positions, length = int(given["start"]) + np.arange(T), int(given["length"])
+        q, k, v = prepared_heads(layout, given["qkv"], positions, given)
+        k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
+        k_cache[layer, positions[:length]] = k[:length]
+        v_cache[layer, positions[:length]] = v[:length]
         return {"q": q.reshape(T, -1).astype(np.float32), "k_cache": k_cache, "v_cache": v_cache}
 
     return write_kernel(

@@ -32,7 +32,7 @@ from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_h
 from castiron.emitter.kernels.attention.scores import NEVER, capped
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
+from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, outer
 
 TILE = 48  # positions, whole vectors of every instruction set; from 32 to 96 the time differs by a few percent
 LINE = 16  # f32 elements of a cache line
@@ -203,11 +203,8 @@ class Workgroup:
                         for base, ahead_from in (self.bases[0], following), (self.bases[1], row):
                             self.touch(base, ahead_from, share, rows * self.width)
                     queries = [b.vload(self.q, self.width, g, d) for g in held]
-                    fresh = []
-                    for r, carried in enumerate(batches(sums, count)):
-                        k = b.vload(self.k_cache, self.width, self.token.layer, b.add(row, r), head, d)
-                        fresh += [b.fma(k, q, total) for q, total in zip(queries, carried, strict=True)]
-                    sums = fresh
+                    cached = (self.k_cache, self.width, self.token.layer)
+                    sums = outer(b, (b.vload(*cached, b.add(row, r), head, d) for r in range(rows)), queries, sums)
                 loop.give(*sums)
             for i, g in enumerate(held):
                 b.vstore(capped(b, lane_sums(b, loop.results[i::count]), self.softcap), self.scores, g, j)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import erf, pi, sqrt
 
@@ -42,6 +43,18 @@ ACTIVATIONS = {
     "gelu_tanh": (_gelu_tanh, lambda x: 0.5 * x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))),
     "gelu": (_gelu, lambda x: 0.5 * x * (1 + np.vectorize(erf, otypes=[np.float64])(x * sqrt(0.5)))),
 }
+
+
+def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
+    """store(0) for 16 results from 16 * block on, or store(n) for the n that the last block has of them."""
+    last, ragged = divmod(out_features, LANES)
+    if not ragged:
+        store(0)
+        return
+    with b.when(b.less(block, last)):
+        store(0)
+    with b.when(b.equal(block, last)):
+        store(ragged)
 
 
 @dataclass(frozen=True)

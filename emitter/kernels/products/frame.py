@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from typing import ClassVar
 
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
 from castiron.emitter.kernels.products.product import Product
@@ -13,11 +14,16 @@ from castiron.emitter.kernels.writing.isa import Isa
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a search may vary of a kernel, all of it whole numbers above 0; results change by rounding only."""
+    """What a search may vary of a kernel, all of it whole numbers above 0; results change by rounding only.
+
+    letters: one for each field, before its value in the name of the kernel.
+    """
+
+    letters: ClassVar[str]
 
     @property
     def name(self) -> str:
-        raise NotImplementedError
+        return "".join(f"{letter}{value}" for letter, value in zip(self.letters, astuple(self), strict=True))
 
     def fit(self, product: Product) -> bool:
         """Whether the kernel can have these tiles."""

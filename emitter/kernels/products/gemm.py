@@ -24,6 +24,7 @@ Rows of x from `length` on are not multiplied, but for those that fill the last 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
@@ -33,6 +34,7 @@ from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Panel, units
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.vectors import outer
 
 MOST_DEPTH = 288  # 18 KB of panel for 16 columns: more would push x out of the L1 cache
 MOST_TOKENS = 132  # more of them push x out of the L2 cache between blocks of columns
@@ -55,10 +57,7 @@ class GemmTiles(Tiles):
     unroll: int = 8
     workgroups: int = 12
 
-    @property
-    def name(self) -> str:
-        sizes = f"r{self.rows}w{self.wide}b{self.row_blocks}d{self.depth}t{self.tokens}"
-        return f"{sizes}u{self.unroll}g{self.workgroups}"
+    letters: ClassVar = "rwbdtug"
 
     @property
     def stack_bytes(self) -> int:
@@ -103,12 +102,8 @@ def _even_share(total: int, most: int) -> int:
 
 def gemm(product: Product, isa: Isa, tiles: GemmTiles) -> Kernel:
     """The kernel of a product of many tokens. ValueError for tiles that do not fit."""
-    prefix = f"gemm_{product.codec}_{product.tokens}x{product.out_features}x{product.in_features}{product.suffix}"
-
-    def write(b: Body, buffers: Buffers) -> None:
-        _Gemm(b, product, isa, tiles, buffers).write()
-
-    return product_kernel(product, isa, tiles, prefix, tiles.workgroups, write)
+    write = lambda b, buffers: _Gemm(b, product, isa, tiles, buffers).write()
+    return product_kernel(product, isa, tiles, f"gemm_{product.name}", tiles.workgroups, write)
 
 
 class _Gemm:
@@ -126,9 +121,7 @@ class _Gemm:
         b, tiles = self.b, self.tiles
         groups = self.row_blocks // tiles.row_blocks
         items = groups * -(-self.T // tiles.tokens)
-        workgroup = b.workgroup()
-        low = b.div(b.mul(workgroup, items), tiles.workgroups)
-        high = b.div(b.mul(b.add(workgroup, 1), items), tiles.workgroups)
+        low, high = b.share(items, b.workgroup(), tiles.workgroups)
         with b.loop(low, high) as item:
             self._item(b.mul(b.rem(item.index, groups), tiles.row_blocks), b.mul(b.div(item.index, groups), tiles.tokens))
 
@@ -136,9 +129,7 @@ class _Gemm:
         """All results of `tiles.row_blocks` and `tiles.tokens` tokens."""
         b, tiles = self.b, self.tiles
         last = b.min(b.add(first, tiles.tokens), self.T)
-        end = last
-        if self.buffers.length is not None:
-            end = b.max(b.min(b.to_index(b.load(self.buffers.length)), last), first)
+        end = b.real(self.buffers.length, first, last)
         with b.when(b.less(first, end)):
             self._products(first_block, first, end)
         self.finish.store(first_block, tiles.row_blocks, first, end, last)
@@ -183,12 +174,8 @@ class _Gemm:
 
             def step(j: Index, sums: list[Ssa]) -> list[Ssa]:
                 weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
-                done = []
-                for r in range(rows):
-                    x = b.broadcast(b.load(self.buffers.x, b.add(token, r), b.add(k, j)), lanes)
-                    mine = sums[r * len(weights) : (r + 1) * len(weights)]
-                    done += [b.fma(x, weight, total) for weight, total in zip(weights, mine, strict=True)]
-                return done
+                x = (b.broadcast(b.load(self.buffers.x, b.add(token, r), b.add(k, j)), lanes) for r in range(rows))
+                return outer(b, x, weights, sums)
 
             sums = [b.vload(self.sums, lanes, *sum_at) for sum_at in at]
             whole = depth // unroll * unroll

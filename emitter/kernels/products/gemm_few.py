@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
+from typing import ClassVar
 
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
@@ -54,9 +55,7 @@ class FewTiles(Tiles):
     workgroups: int
     unroll: int = 4
 
-    @property
-    def name(self) -> str:
-        return f"r{self.rows}v{self.vectors}w{self.workgroups}u{self.unroll}"
+    letters: ClassVar = "rvwu"
 
     def row_blocks(self, isa: Isa, shared: int) -> int:
         """Row blocks that a workgroup finishes at a time; `shared` is `Epilogue.row_blocks`."""
@@ -78,12 +77,8 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> FewTiles:
 
 def gemm_few(product: Product, isa: Isa, tiles: FewTiles) -> Kernel:
     """The kernel of a product of up to MOST_TOKENS tokens. ValueError for tiles that do not fit."""
-    prefix = f"few_{product.codec}_{product.tokens}x{product.out_features}x{product.in_features}{product.suffix}"
-
-    def write(b: Body, buffers: Buffers) -> None:
-        _Few(b, product, isa, tiles, buffers).write()
-
-    return product_kernel(product, isa, tiles, prefix, tiles.workgroups, write)
+    write = lambda b, buffers: _Few(b, product, isa, tiles, buffers).write()
+    return product_kernel(product, isa, tiles, f"few_{product.name}", tiles.workgroups, write)
 
 
 class _Few:
@@ -112,16 +107,12 @@ class _Few:
         self.finish = Finish(b, product, self.lanes, buffers, self.sums)
 
     def write(self) -> None:
-        b, tiles, length = self.b, self.tiles, self.buffers.length
-        end: Index = self.T
-        if length is not None:
-            end = b.max(b.min(b.to_index(b.load(length)), self.T), 0)
+        b = self.b
+        end = b.real(self.buffers.length, 0, self.T)
         if self.codec.quantised and self.chunk == self.count:
             self.x.fill(0, self.count * self.layout.elements)
         sets = -(-self.row_blocks // self.set)
-        workgroup = b.workgroup()
-        low = b.div(b.mul(workgroup, sets), tiles.workgroups)
-        high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
+        low, high = b.share(sets, b.workgroup(), self.tiles.workgroups)
         with b.loop(low, high, self.batch) as batch:
             first = b.mul(batch.index, self.set)
             last = b.min(b.mul(b.min(b.add(batch.index, self.batch), high), self.set), self.row_blocks)

@@ -27,15 +27,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.products.epilogue import each_block
 from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.packing import LANES, layout
-from castiron.emitter.kernels.weights.prepared_x import PreparedX, bytes_per_element, tree_sum
+from castiron.emitter.kernels.weights.prepared_x import PreparedX, bytes_per_element
 from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.vectors import tree
 
 AHEAD_BYTES = 5 << 10  # by which weights are asked for early
 BATCH = 32  # sets of row blocks whose sums wait on the stack, 4 KB, where x does not fit at once
@@ -59,9 +62,7 @@ class GemvTiles(Tiles):
     ahead: int = 16
     unroll: int = 4
 
-    @property
-    def name(self) -> str:
-        return f"w{self.workgroups}b{self.together}c{self.chains}a{self.ahead}u{self.unroll}"
+    letters: ClassVar = "wbcau"
 
     def fit(self, product: Product) -> bool:
         return self.together <= 2 or not product.glu
@@ -87,9 +88,7 @@ def gemv(product: Product, isa: Isa, tiles: GemvTiles) -> Kernel:
     """The kernel of a product of one token. ValueError for tiles that do not fit."""
     prefix = f"gemv_{product.codec}_{product.out_features}x{product.in_features}{product.suffix}"
 
-    def write(b: Body, buffers: Buffers) -> None:
-        Gemv(b, product, isa, tiles, buffers).write(b.workgroup())
-
+    write = lambda b, buffers: Gemv(b, product, isa, tiles, buffers).write(b.workgroup())
     return product_kernel(product, isa, tiles, prefix, tiles.workgroups, write)
 
 
@@ -119,12 +118,11 @@ class Gemv:
 
     def write(self, workgroup: Index) -> None:
         """Share `workgroup` of `tiles.workgroups`."""
-        b, tiles, elements = self.b, self.tiles, self.layout.elements
+        b, elements = self.b, self.layout.elements
         chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
         chunk = -(-self.count // chunks)  # records
         sets = -(-self.row_blocks // self.set)
-        low = b.div(b.mul(workgroup, sets), tiles.workgroups)
-        high = b.div(b.mul(b.add(workgroup, 1), sets), tiles.workgroups)
+        low, high = b.share(sets, workgroup, self.tiles.workgroups)
         self._ask_for_the_first(low)
         x, norm = self.buffers.x, self.buffers.norm
         self.x = PreparedX(b, self.codec, self.lanes, x, norm, self.rms_eps, self.in_features, chunk * elements, row=self.x_row)
@@ -255,7 +253,7 @@ class Gemv:
             for n, (i, v) in enumerate(self.sides):
                 code, so_far = codes[i].code(k, v), sums[n][k % chains]
                 sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
-        return [tree_sum(b, [part for part in parts if part is not None]) for parts in sums]
+        return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
 
     def _float_products(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
         b, chains, unroll, elements = self.b, self.tiles.chains, self.tiles.unroll, self.layout.elements
@@ -281,7 +279,7 @@ class Gemv:
         sums = list(loop.results)
         for i, record in enumerate(range(first + whole, last)):
             add(record, sums, i)
-        return [tree_sum(b, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
+        return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
     def _finish(self, row_blocks: list[Index], totals: list[Ssa]) -> None:
         """Store the results of a set of row blocks."""
@@ -297,27 +295,15 @@ class Gemv:
         """Store 16 results from 16 * block on, of which the last row block may have fewer."""
         b, buffers, row = self.b, self.buffers, self.y_row
         column = b.mul(block, LANES)
-        ragged = self.out_features % LANES
 
-        def store_whole() -> None:
-            for v, y in enumerate(results):
-                at = b.add(column, v * self.lanes)
-                b.vstore(self.epilogue.finish(b, y, buffers.bias, buffers.residual, row, at), buffers.y, row, at)
+        def store(ragged: int) -> None:
+            for lane in range(0, ragged or LANES, 1 if ragged else self.lanes):
+                at, y = b.add(column, lane), results[lane // self.lanes]
+                y = b.extract(y, lane % self.lanes) if ragged else y
+                y = self.epilogue.finish(b, y, buffers.bias, buffers.residual, row, at)
+                (b.store if ragged else b.vstore)(y, buffers.y, row, at)
 
-        def store_ragged() -> None:
-            for lane in range(ragged):
-                at = b.add(column, lane)
-                y = b.extract(results[lane // self.lanes], lane % self.lanes)
-                b.store(self.epilogue.finish(b, y, buffers.bias, buffers.residual, row, at), buffers.y, row, at)
-
-        if not ragged:
-            store_whole()
-            return
-        end = self.out_features // LANES
-        with b.when(b.less(block, end)):
-            store_whole()
-        with b.when(b.equal(block, end)):
-            store_ragged()
+        each_block(b, self.out_features, block, store)
 
 
 def _share(items: list, i: int, parts: int) -> list:

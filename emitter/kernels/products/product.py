@@ -117,29 +117,20 @@ class Product:
     def results(self) -> dict[str, TensorType]:
         return {"y": TensorType((self.tokens, self.out_features), F32)}
 
-    def define(
-        self,
-        x: np.ndarray,
-        weight: np.ndarray,
-        norm: np.ndarray | None = None,
-        chosen: np.ndarray | None = None,
-        bias: np.ndarray | None = None,
-        residual: np.ndarray | None = None,
-        length: np.ndarray | None = None,
-    ) -> dict[str, np.ndarray]:
-        """NumPy definition, sums in f64."""
+    def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        """NumPy definition over `operands`, sums in f64."""
         x = x.astype(np.float64)
-        if norm is not None and self.rms_eps is not None:
-            x = rms_normed(x, norm, self.rms_eps)
-        real = self.tokens if length is None else self.per_row * int(length)
+        if self.rms_eps is not None:
+            x = rms_normed(x, given["norm"], self.rms_eps)
+        real = self.per_row * int(given["length"]) if self.length else self.tokens
         products = np.zeros((self.tokens, self.weight_rows))
-        if chosen is None:
+        if not self.experts:
             products = x @ self._unpacked(weight).T
         else:
             weights = weight.reshape(self.experts, *self.weight_shape)
             for pair in range(real):
-                products[pair] = x[pair // self.per_row] @ self._unpacked(weights[chosen[pair]]).T
-        y = self.epilogue.define(products, self.out_features, bias, residual)
+                products[pair] = x[pair // self.per_row] @ self._unpacked(weights[given["chosen"][pair]]).T
+        y = self.epilogue.define(products, self.out_features, given.get("bias"), given.get("residual"))
         y[real:] = 0
         return {"y": y}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from castiron.emitter.kernels.products.epilogue import each_block
 from castiron.emitter.kernels.products.frame import Buffers
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.packing import LANES
@@ -24,18 +27,11 @@ class Finish:
         with b.loop(0, b.div(row_blocks, shared)) as i:
             block = b.add(b.div(first_block, shared), i.index)
             column = b.mul(block, LANES)
-            ragged = self.out_features % LANES
-            if not ragged:
-                self._block(i.index, column, first, end, last, None)
-            else:
-                final = -(-self.out_features // LANES) - 1
-                with b.when(b.less(block, final)):
-                    self._block(i.index, column, first, end, last, None)
-                with b.when(b.equal(block, final)):
-                    self._block(i.index, column, first, end, last, ragged)
+            store = partial(self._block, i.index, column, first, end, last)
+            each_block(b, self.out_features, block, store)
 
-    def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int | None) -> None:
-        """16 columns of the result, or the first `ragged` of them."""
+    def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
+        """16 columns of the result, or the first `ragged` of them if that is not 0."""
         b, buffers, lanes = self.b, self.buffers, self.lanes
         shared = self.epilogue.row_blocks
 

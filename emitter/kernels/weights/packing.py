@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, row_bytes, rows_at_once, values
+from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_features_of, row_bytes, rows_at_once, values
 
 LANES = 16
 
@@ -60,7 +60,6 @@ def layout(codec: Codec) -> Layout:
     if not codec.quantised:
         elements = 2 if codec.name == "bf16" else 1
         return Layout(elements * codec.block_bytes * LANES, elements)
-    assert codec.split is not None, "a quantised codec has parts"
     groups = codec.block // codec.group
     parts = codec.split(np.zeros((1, codec.block_bytes), np.uint8))
     offset, offsets = 2 * LANES, {}
@@ -117,7 +116,6 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarra
         raw = np.pad(raw, ((0, 0), (0, rest * element)))
         lanes = raw.reshape(row_blocks, LANES, -1, record.size // LANES)
         return np.ascontiguousarray(lanes.transpose(0, 2, 1, 3)).reshape(row_blocks, -1, record.size)
-    assert codec.split is not None, "a quantised codec has parts"
     parts = codec.split(np.ascontiguousarray(raw).reshape(-1, codec.block_bytes))
     count = raw.shape[1] // codec.block_bytes
     packed = np.empty((row_blocks, count, record.size), np.uint8)
@@ -141,10 +139,7 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
     """raw [out, row_bytes] u8 -> packed weight u8 of `packed_shape`. ValueError if a row is not whole codec blocks."""
     codec = codec_of(codec_name)
     record = layout(codec)
-    if raw.shape[1] % codec.block_bytes:
-        raise ValueError(f"a {codec.name} row has {raw.shape[1]} bytes: it takes a multiple of {codec.block_bytes}")
-    in_features = raw.shape[1] // codec.block_bytes * codec.block
-    packed = np.empty(packed_shape(codec_name, len(raw), in_features), np.uint8)
+    packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
     step = -(-rows_at_once(raw.shape[1]) // LANES)
     for start in range(0, len(packed), step):
         rows = raw[start * LANES : (start + step) * LANES]

@@ -15,15 +15,31 @@ def units(codec_name: str) -> int:
     return codec.group if codec.quantised else layout(codec).elements
 
 
-class Decoder:
-    """f32 weights of 16 rows out of the packed weight."""
+class Panel:
+    """`depth` k of so many `row_blocks` of the packed weight, decoded to f32 on the stack."""
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa):
-        self.b, self.codec = b, codec
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
+        self.b, self.codec, self.row_blocks, self.lanes = b, codec, row_blocks, isa.lanes
         self.records = Records(b, codec, isa, weight)
         self.unit = units(codec.name)
+        self.values = b.stack(depth, LANES * row_blocks)
 
-    def unit_of(self, block: Index, unit: Index) -> list[list[Ssa]]:
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        """Decode k to k + depth of row blocks `first_block` and up."""
+        b, unit = self.b, self.unit
+        with b.loop(0, self.row_blocks) as i, b.loop(0, -(-depth // unit)) as u:
+            block = b.add(first_block, i.index)
+            column = b.mul(i.index, LANES)
+            for v, weights in enumerate(self._decoded(block, b.add(b.div(k, unit), u.index))):
+                for j, weight in enumerate(weights):
+                    row = b.add(b.mul(u.index, unit), j)
+                    b.vstore(weight, self.values, row, b.add(column, v * self.lanes))
+
+    def row(self, k: Index, column: Index) -> Ssa:
+        """One vector of row k of the panel."""
+        return self.b.vload(self.values, self.lanes, k, column)
+
+    def _decoded(self, block: Index, unit: Index) -> list[list[Ssa]]:
         """[vectors][unit size] weights of unit number `unit` (k from unit * size up)."""
         records, groups = self.records, self.records.layout.groups
         if not self.codec.quantised:
@@ -58,28 +74,3 @@ class Decoder:
         if codec.offset:
             base = b.mulf(scale, b.splat(-codec.offset, records.lanes))
         return scale, base
-
-
-class Panel:
-    """`depth` k of so many `row_blocks` of the packed weight, decoded to f32 on the stack."""
-
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
-        self.b, self.row_blocks, self.lanes = b, row_blocks, isa.lanes
-        self.decoder = Decoder(b, codec, isa, weight)
-        self.values = b.stack(depth, LANES * row_blocks)
-
-    def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Decode k to k + depth of row blocks `first_block` and up."""
-        b, unit = self.b, self.decoder.unit
-        with b.loop(0, self.row_blocks) as i, b.loop(0, -(-depth // unit)) as u:
-            block = b.add(first_block, i.index)
-            column = b.mul(i.index, LANES)
-            decoded = self.decoder.unit_of(block, b.add(b.div(k, unit), u.index))
-            for v, weights in enumerate(decoded):
-                for j, weight in enumerate(weights):
-                    row = b.add(b.mul(u.index, unit), j)
-                    b.vstore(weight, self.values, row, b.add(column, v * self.lanes))
-
-    def row(self, k: Index, column: Index) -> Ssa:
-        """One vector of row k of the panel."""
-        return self.b.vload(self.values, self.lanes, k, column)

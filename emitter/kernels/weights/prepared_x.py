@@ -5,14 +5,13 @@ Beside it stand the sums over groups of x that minima and offsets of codes need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from castiron.emitter.codecs import Codec
 from castiron.emitter.kernels.weights.records import code_factors
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.writing.rms import inverse_rms
-from castiron.emitter.kernels.writing.vectors import lane_sums
+from castiron.emitter.kernels.writing.vectors import lane_sums, tree
 
 PAD = 16  # elements of the stack between rows of x
 
@@ -24,13 +23,6 @@ def bytes_per_element(codec: Codec) -> float:
 
 def _needs_sums(codec: Codec) -> bool:
     return bool(codec.offset or codec.minimum)
-
-
-def tree_sum(b: Body, parts: Sequence[Ssa]) -> Ssa:
-    """The sum of vectors, in pairs."""
-    while len(parts) > 1:
-        parts = [b.addf(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
-    return parts[0]
 
 
 class PreparedX:
@@ -112,5 +104,5 @@ class PreparedX:
                     x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
                 b.vstore(x, self.values, token, b.add(start, k))
             if self.sums is not None:
-                total = b.extract(lane_sums(b, [tree_sum(b, parts)]), 0)
+                total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
                 b.store(b.mulf(total, b.f32(self.codec.minimum or -self.codec.offset)), self.sums, token, g.index)

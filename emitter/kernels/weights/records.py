@@ -41,8 +41,7 @@ class Records:
         width = self.lanes * bits // 8
         block, record, offset = at
         data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, v * width))
-        type = vector_type(self.lanes, element)
-        return data if bits == 8 else self.b.let(f"vector.bitcast {data} : {data.type} to {type}", type)
+        return data if bits == 8 else self.b.bitcast(data, self.lanes, element)
 
     def _widened(self, op: str, value: Ssa, element: str) -> Ssa:
         type = vector_type(width_of(value), element)
@@ -91,10 +90,10 @@ class Records:
             return [self._rows(at, v, "f32", 32)]
         if self.codec.name == "f16":
             return [self._f16(at, v)]
-        pair, floats = self._rows(at, v, "i32", 32), vector_type(self.lanes)
+        pair = self._rows(at, v, "i32", 32)
         even = self.b.binary("shli", pair, self.b.isplat(16, self.lanes))
         odd = self.b.binary("andi", pair, self.b.isplat(-65536, self.lanes))
-        return [self.b.let(f"vector.bitcast {half} : {half.type} to {floats}", floats) for half in (even, odd)]
+        return [self.b.bitcast(half, self.lanes, "f32") for half in (even, odd)]
 
 
 class GroupCodes:

@@ -192,8 +192,17 @@ class Body:
     def to_index(self, i: Ssa) -> Ssa:
         return self.let(f"arith.index_cast {i} : {i.type} to index", "index")
 
-    def workgroup(self, dimension: int = 0) -> Ssa:
-        return self.let(f"stream.dispatch.workgroup.id[{dimension}] : index", "index")
+    def workgroup(self) -> Ssa:
+        return self.let("stream.dispatch.workgroup.id[0] : index", "index")
+
+    def share(self, count: int, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
+        """First and past-the-last of the items, of `count`, that a workgroup of so many has."""
+        low = self.div(self.mul(workgroup, count), workgroups)
+        return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
+
+    def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
+        """Where the rows low .. high - 1 end if those from `length`, an i32 in memory, on are padding."""
+        return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
     def binary(self, op: str, a: Ssa, b: Ssa) -> Ssa:
         return self.let(f"arith.{op} {a}, {b} : {a.type}", a.type)
@@ -209,6 +218,11 @@ class Body:
 
     def divf(self, a: Ssa, b: Ssa) -> Ssa:
         return self.binary("divf", a, b)
+
+    def bitcast(self, vector: Ssa, width: int, element: str) -> Ssa:
+        """The same bits as `width` elements of another type."""
+        type = vector_type(width, element)
+        return self.let(f"vector.bitcast {vector} : {vector.type} to {type}", type)
 
     def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
         return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
@@ -333,7 +347,7 @@ def executable(
     body = Body()
     arguments: dict[str, Ssa] = {}
     for i, (given, t) in enumerate(tensors.items()):
-        memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.mlir))
+        memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.name))
         zero = body.index(0)
         body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
         arguments[given] = memref

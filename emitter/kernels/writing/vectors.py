@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width, vector_type, width_of
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width, width_of
 
 LOG2_E = 1.44269504088896341
 # ln 2 in two parts: the first has few enough bits that a small integer times it is exact in f32 (Cody and Waite).
@@ -30,12 +30,9 @@ def exp(b: Body, x: Ssa) -> Ssa:
         p = b.fma(p, r, b.splat(coefficient, width))
     p = b.fma(b.mulf(r, r), p, r)
     p = b.addf(p, b.splat(1.0, width))
-    integers = vector_type(width, "i32")
-    bits = b.let(f"vector.bitcast {shifted} : {shifted.type} to {integers}", integers)
-    bits = b.binary("shli", bits, b.isplat(23, width))
+    bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
     bits = b.binary("addi", bits, b.isplat(127 << 23, width))
-    power = b.let(f"vector.bitcast {bits} : {integers} to {x.type}", x.type)
-    return b.mulf(p, power)
+    return b.mulf(p, b.bitcast(bits, width, "f32"))
 
 
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
@@ -80,10 +77,20 @@ def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) 
     ways = largest_width(4, count // width)
     with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
         loop.give(*[b.addf(s, read(b.add(loop.index, i * width), width)) for i, s in enumerate(loop.values)])
-    sums = loop.results
-    while len(sums) > 1:
-        sums = [b.addf(x, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
-    return b.extract(lane_sums(b, sums), 0)
+    return b.extract(lane_sums(b, [tree(b.addf, loop.results)]), 0)
+
+
+def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
+    """All parts combined, in pairs."""
+    while len(parts) > 1:
+        parts = [combine(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[Ssa]) -> list[Ssa]:
+    """sums [rows * columns] + each row's element times each column's; a row is asked for when its turn comes."""
+    totals = iter(sums)
+    return [b.fma(row, column, next(totals)) for row in rows for column in columns]
 
 
 def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:

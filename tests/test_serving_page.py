@@ -1,0 +1,205 @@
+"""The blocks of docs/serving.md are taken as they stand: the unit starts a server and stops it, the proxy stands before one,
+the image is built and answers. Where systemd or nginx is not there, what they would do is done or checked without them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from castiron.vmfb.bundle import open_bundle, pack_bundle
+from tests.pipelines import served as serving
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Path:
+    return serving.bundle(tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def packed(bundle, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "smollm2.castiron"
+    pack_bundle(open_bundle(bundle), out)
+    return out
+
+
+@contextlib.contextmanager
+def started(command: list[str | Path], log: Path, environment: dict[str, str]):
+    """The process of a command that serves, and its address, once it has told it."""
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, cwd="/", env=environment, stdout=subprocess.DEVNULL, stderr=file)
+    try:
+        while not (found := re.search(r"http://\S+", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process, found[0].replace("0.0.0.0", "127.0.0.1")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(url: str, path: str, body: bytes | None = None, key: str | None = None) -> tuple[int, bytes]:
+    """Status and body, whatever the status and the certificate."""
+    request = urllib.request.Request(url + path, body, {"Content-Type": "application/json"})
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=60, context=ssl._create_unverified_context()) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def on_a_free_port(words: list[str]) -> list[str]:
+    """A command line that serves, with any port for the one that it names."""
+    at = words.index("--port")
+    return [*words[: at + 1], "0", *words[at + 2 :]]
+
+
+@pytest.mark.slow
+def test_the_unit_starts_a_server_that_its_stop_ends(packed, tmp_path):
+    unit = block("ini")
+    program = tmp_path / "castiron"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m castiron "$@"\n')
+    program.chmod(0o755)
+    unit = unit.replace("/opt/castiron/bin/castiron", str(program)).replace("/srv/models/smollm2.castiron", str(packed))
+    assert str(program) in unit and str(packed) in unit
+    if shutil.which("systemd-analyze"):
+        (tmp_path / "castiron.service").write_text(unit)
+        checked = subprocess.run(["systemd-analyze", "verify", tmp_path / "castiron.service"], capture_output=True, text=True)
+        # Units of the machine itself may have complaints of their own.
+        assert checked.returncode == 0 and "castiron.service" not in checked.stderr, checked.stderr
+    entries = dict(re.findall(r"^(\w+)=(.*)$", unit, re.MULTILINE))
+    name, _, place = entries["Environment"].partition("=")
+    assert place == f"/var/cache/{entries['CacheDirectory']}"
+    (key_line,) = re.findall(rf"`{entries['EnvironmentFile']}` holds `(\w+)=\.\.\.`", PAGE)
+    environment = {"PATH": os.environ["PATH"], name: str(tmp_path / "cache"), key_line: "secret"}
+    with started(on_a_free_port(shlex.split(entries["ExecStart"])), tmp_path / "log", environment) as (process, url):
+        assert ask(url, "/health")[0] == 200
+        assert ask(url, "/v1/models")[0] == 401 and ask(url, "/v1/models", key="secret")[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(float(entries["TimeoutStopSec"])) == 0
+
+
+@pytest.mark.slow
+def test_the_proxy_stands_before_a_server(bundle, tmp_path):
+    """Streams piece by piece, bounds bodies, hides the metrics; without nginx the server is asked for the same directly."""
+    long = json.dumps({"prompt": "a" * (5 << 20)}).encode()
+    with serving.served(bundle, tmp_path / "log", slow=0.1) as running:
+        if not shutil.which("nginx"):
+            # What the page's client_max_body_size stands for.
+            assert ask(running.url, "/v1/completions", long)[0] == 413
+            assert gaps(running.url) > 0.5
+            return
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=llm.example.org", "-days", "1",
+             "-keyout", tmp_path / "key", "-out", tmp_path / "pem"], check=True, capture_output=True,
+        )  # fmt: skip
+        text = block("nginx").replace("http://127.0.0.1:8000", running.url)
+        text = re.sub(r"/etc/ssl/llm\.example\.org\.(pem|key)", rf"{tmp_path}/\1", text)
+        port = free_port()
+        text = text.replace("listen 443 ssl", f"listen 127.0.0.1:{port} ssl")
+        paths = "".join(f"{n}_temp_path {tmp_path}/{n};\n" for n in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+        head = f"pid {tmp_path}/pid;\nerror_log {tmp_path}/errors;\ndaemon off;\nevents {{}}\n"
+        (tmp_path / "conf").write_text(f"{head}http {{\naccess_log off;\n{paths}{text}}}\n")
+        command = ["nginx", "-p", tmp_path, "-e", tmp_path / "errors", "-c", tmp_path / "conf"]
+        # As root nginx' workers are another user, who may not enter pytest's folders.
+        command += ["-g", "user root;"] if not os.geteuid() else []
+        tested = subprocess.run([*command, "-t"], capture_output=True, text=True)
+        assert tested.returncode == 0, tested.stderr
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as proxy:
+            try:
+                url = f"https://127.0.0.1:{port}"
+                until = time.monotonic() + 20
+                while not (tmp_path / "pid").read_text():
+                    assert proxy.poll() is None and time.monotonic() < until, (tmp_path / "errors").read_text()
+                    time.sleep(0.05)
+                assert ask(url, "/health")[0] == 200
+                assert ask(url, "/metrics")[0] == 403 and ask(running.url, "/metrics")[0] == 200
+                assert ask(url, "/v1/completions", long)[0] == 413
+                assert gaps(url) > 0.5
+            finally:
+                proxy.terminate()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def gaps(url: str) -> float:
+    """Seconds between the first and the last piece of an answer of ten tokens, each of which takes a tenth."""
+    body = {"prompt": "abc", "max_tokens": 10, "stream": True, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60, context=ssl._create_unverified_context()) as reply:
+        times = [time.monotonic() for line in reply if line.startswith(b"data: {")]
+    assert len(times) > 5
+    return times[-1] - times[0]
+
+
+@pytest.mark.slow
+def test_the_image_is_built_and_answers(packed, tmp_path):
+    """Its instructions are carried out in an environment of this machine's Python, in a copy of what the project has in git,
+    with the paths of the image below a folder."""
+    (wheel,) = re.findall(r"`(pip wheel [^`]*)`", PAGE)
+    context, image = tmp_path / "clone", tmp_path / "image"
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(None, names):
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, context / name, follow_symlinks=False)
+    (context / "build").mkdir()
+    shutil.copy(packed, context / "build")
+    for folder in (image, image / "tmp"):
+        folder.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", image / "venv"], check=True)
+    environment = {**os.environ, "PATH": f"{image}/venv/bin:{os.environ['PATH']}"}
+    subprocess.run(shlex.split(wheel), cwd=context, env=environment, check=True, capture_output=True)
+    command: list[str] = []
+    for line in block("dockerfile").replace("\\\n", " ").splitlines():
+        kind, _, rest = line.partition(" ")
+        rest = re.sub(r"(?<= )/(?=tmp/|model)", f"{image}/", f" {rest}").strip()
+        if kind == "RUN":
+            done = subprocess.run(["bash", "-c", rest], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        elif kind == "COPY":
+            source, target = rest.split()
+            shutil.copy(context / source, target)
+        elif kind == "ENV":
+            name, _, value = rest.partition("=")
+            environment[name] = f"{image}{value}"
+        elif kind == "CMD":
+            command = [word.replace("/model", f"{image}/model") for word in json.loads(rest)]
+        else:
+            assert (kind, rest) in {("FROM", "python:3.12-slim"), ("USER", "1000"), ("EXPOSE", "8000")}, line
+    held = subprocess.run([image / "venv/bin/python", "-m", "pip", "list", "--format=json"], capture_output=True, text=True)
+    assert not {"torch", "transformers", "iree-base-compiler"} & {row["name"] for row in json.loads(held.stdout)}
+    environment = {name: environment[name] for name in ("PATH", "CASTIRON_CACHE")}
+    with started(on_a_free_port([image / "venv/bin" / command[0], *command[1:]]), tmp_path / "log", environment) as (_, url):
+        assert ask(url, "/health")[0] == 200
+        body = json.dumps({"messages": serving.MESSAGES, "max_tokens": 3}).encode()
+        status, answer = ask(url, "/v1/chat/completions", body)
+        assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 3
