@@ -33,11 +33,11 @@ _TOKEN_IDS = {
 
 
 class Metadata:
-    """The architecture's own keys, without their prefix, and which of them were asked for."""
+    """The keys under one prefix, by default the architecture's own, without it; and which of them were asked for."""
 
-    def __init__(self, file: GgufFile):
+    def __init__(self, file: GgufFile, prefix: str | None = None):
         self.file = file
-        self.prefix = architecture_name(file) + "."
+        self.prefix = prefix or architecture_name(file) + "."
         self._asked: set[str] = set()
 
     def fail(self, what: str) -> CheckpointError:
