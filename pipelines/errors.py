@@ -7,11 +7,15 @@ class PipelineError(Exception):
     """Something asked of a command that cannot be done; one sentence for the user."""
 
 
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used; the text is one sentence for the user."""
+
+
 # Module and class. A class is looked up only in modules that are already imported, so that the command line does not
 # import torch or the compiler to learn that neither failed.
 USER_ERRORS = (
     ("castiron.pipelines.errors", "PipelineError"),
-    ("castiron.pipelines.checkpoints.checkpoint", "CheckpointError"),
+    ("castiron.pipelines.errors", "CheckpointError"),
     ("castiron.emitter.types", "EmitError"),
     ("castiron.vmfb.compiler", "CompileError"),
     ("castiron.vmfb.targets", "TargetError"),

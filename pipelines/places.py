@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.errors import CheckpointError
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER, HUB = "adapter_config.json", "models--"
@@ -15,14 +15,10 @@ PARTS = (".safetensors", ".json", ".bin", ".pt", ".pth")
 SHOWN = 5
 
 
-class PlaceError(PipelineError):
-    """A path that holds something else than was asked for; the text is one sentence with what to give instead."""
-
-
 def is_bundle(path: Path) -> bool:
-    """A directory with a bundle's manifest, or an archive, by the first bytes of a zip file."""
+    """A directory with a bundle's manifest, or an archive."""
     if path.is_file():
-        return _head(path) == b"PK\3\4"
+        return is_archive(path)
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -30,10 +26,20 @@ def is_bundle(path: Path) -> bool:
     return isinstance(manifest, dict) and "schema" in manifest
 
 
+def is_archive(path: Path) -> bool:
+    """Whether a file begins as a packed bundle does, which is a zip file."""
+    return _head(path) == b"PK\3\4"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does."""
+    return _head(path) == b"GGUF"
+
+
 def checkpoint_path(path: Path) -> Path:
     """Where the checkpoint lies that `path` means: itself, or of a folder of the hub's cache the snapshot in use.
 
-    PlaceError for what is known not to be a checkpoint; a file of another kind and a directory without config.json pass.
+    CheckpointError for what is known not to be a checkpoint; a file of another kind and a directory without config.json pass.
     """
     for holds, answer in _KINDS:
         if holds(path):
@@ -74,18 +80,18 @@ def _refuse_adapter(path: Path) -> Path:
     except (OSError, ValueError, AttributeError, RecursionError):
         base = None
     of = f" of {base[:60]}" if isinstance(base, str) and base else ""
-    raise PlaceError(
+    raise CheckpointError(
         f"{path} is an adapter{of}, not a model: merge it (merge_and_unload and save_pretrained in peft) and give the "
         "directory that this writes"
     )
 
 
 def _refuse_bundle(path: Path) -> Path:
-    raise PlaceError(f"{path} is a bundle, and this needs the checkpoint that it was made from")
+    raise CheckpointError(f"{path} is a bundle, and this needs the checkpoint that it was made from")
 
 
 def _refuse_part(path: Path) -> Path:
-    raise PlaceError(f"{path} is one file of a checkpoint: give its directory, {path.absolute().parent}")
+    raise CheckpointError(f"{path} is one file of a checkpoint: give its directory, {path.absolute().parent}")
 
 
 def _snapshot(path: Path) -> Path:
@@ -101,16 +107,16 @@ def _snapshot(path: Path) -> Path:
     if len(snapshots) == 1:
         return snapshots[0]
     if not snapshots:
-        raise PlaceError(f"{path} is a folder of the hub's cache without a snapshot: fetch the model again")
-    raise PlaceError(f"{path} has several snapshots: give one of {_names(snapshots)}")
+        raise CheckpointError(f"{path} is a folder of the hub's cache without a snapshot: fetch the model again")
+    raise CheckpointError(f"{path} has several snapshots: give one of {_names(snapshots)}")
 
 
 def _refuse_hub(path: Path) -> Path:
-    raise PlaceError(f"{path} is the hub's cache: give a model's folder in it: {_names(sorted(path.glob(HUB + '*')))}")
+    raise CheckpointError(f"{path} is the hub's cache: give a model's folder in it: {_names(sorted(path.glob(HUB + '*')))}")
 
 
 def _refuse_gguf_folder(path: Path) -> Path:
-    raise PlaceError(f"{path} has no config.json and holds GGUF files: give one of {_names(sorted(path.glob('*.gguf')))}")
+    raise CheckpointError(f"{path} has no config.json and holds GGUF files: give one of {_names(sorted(path.glob('*.gguf')))}")
 
 
 def _names(paths: list[Path]) -> str:
@@ -120,7 +126,7 @@ def _names(paths: list[Path]) -> str:
 
 # What tells a kind, and where the checkpoint is then, or why there is none; the first that holds counts.
 _KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Path]], ...] = (
-    (lambda path: path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF", _refuse_part),
+    (lambda path: path.is_file() and path.name.endswith(PARTS) and not is_gguf(path), _refuse_part),
     (is_bundle, _refuse_bundle),
     (_is_adapter, _refuse_adapter),
     (lambda path: path.name.startswith(HUB) and path.is_dir(), _snapshot),

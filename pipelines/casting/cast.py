@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from castiron.pipelines import places
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.progress import Progress
-from castiron.vmfb.archive import MANIFEST
+from castiron.pipelines.progress import Progress, say
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cache import cache_root
 
@@ -25,26 +25,31 @@ Report = Callable[[str, float], None]
 _lock = threading.Lock()
 
 
-def cast(model: str | Path | Bundle, options: Options | None = None, progress: Report | None = None) -> Bundle:
+def cast(
+    model: str | Path | Bundle, options: Options | None = None, progress: Report | None = None, *, tells: bool = False
+) -> Bundle:
     """The bundle of `model`: itself, or at its path; of a GGUF file, an HF directory or a catalogue name, that which is
     compiled below `cache_root()/bundles` with these options, unless it lies there and is up to date.
 
-    `progress(stage, done)` gets the share done of each stage; a terminal has a bar without it. PipelineError for options
-    that a bundle was not asked with; else what `open_bundle` and `compile_model` raise.
+    `progress(stage, done)` gets the share done of each stage; a terminal has a bar without it. With `tells` a line on stderr
+    says that there was none. PipelineError for options that a bundle was not asked with; else what `open_bundle` and
+    `compile_model` raise.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
         if options is not None:
             raise PipelineError(f"{path} is compiled already and takes no options; give the checkpoint that it was made of")
         return model if isinstance(model, Bundle) else open_bundle(path)
-    from castiron.pipelines.casting.compile import Options
+    from castiron.pipelines.casting.compile import Options, existing
 
     options = options or Options()
     known = path if path.exists() else str(model)
     place = cached_place(known, options)
-    if place.exists() and not is_bundle(place):
+    if existing(place) is None:
         # What is left of a bundle that was not wholly cleared away would not be written over.
-        shutil.rmtree(place)
+        shutil.rmtree(place, ignore_errors=True)
+        if tells:
+            say(f"casting {model}, once; castiron compile {model} does it with options of your own")
     return open_bundle(_compile(known, place, options, progress))
 
 
@@ -72,15 +77,7 @@ def options_of(**options: Any) -> Options:
 
 def is_bundle(model: str | Path | Bundle) -> bool:
     """Whether `model` is a bundle, or there is one at its path, a directory or an archive; it need not be whole."""
-    if isinstance(model, Bundle):
-        return True
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return (path / MANIFEST).exists()
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\3\4"
+    return isinstance(model, Bundle) or places.is_bundle(Path(model).expanduser())
 
 
 def cached_place(model: str | Path, options: Options) -> Path:

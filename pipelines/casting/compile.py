@@ -8,7 +8,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -192,34 +193,30 @@ def compile_model(
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     tiles = tuned_tiles(options, target) if tiles is None else tiles
     key = _key(checkpoint, options, target)
-    existing = _existing(out)
-    up_to_date = existing and existing.manifest.compile.get("key") == key and _has_tiles(existing, tiles)
+    before = existing(out)
+    up_to_date = before and before.manifest.compile.get("key") == key and _has_tiles(before, tiles)
     if up_to_date and keep is None:
-        return CompileReport(existing.path, True, {}, _sizes(existing))
+        return CompileReport(before.path, True, {}, _sizes(before))
 
-    class Stage:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        told(name, 0.0)
+        start = time.perf_counter()
+        yield
+        seconds[name] = round(time.perf_counter() - start, 3)
+        told(name, 1.0)
 
-        def __enter__(self) -> None:
-            told(self.name, 0.0)
-            self.start = time.perf_counter()
-
-        def __exit__(self, *error) -> None:
-            seconds[self.name] = round(time.perf_counter() - self.start, 3)
-            told(self.name, 1.0)
-
-    with Stage("emit"):
+    with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
     if keep is not None:
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
-        return CompileReport(existing.path, True, {}, _sizes(existing))
+        return CompileReport(before.path, True, {}, _sizes(before))
     with BundleWriter(out) as writer:
-        with Stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
+        with stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
-        with Stage("pack"):
+        with stage("pack"):
             entries = [
                 (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
                 for p in sorted(module.params.values(), key=lambda p: p.name)
@@ -312,7 +309,8 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
     )
 
 
-def _existing(out: Path) -> Bundle | None:
+def existing(out: Path) -> Bundle | None:
+    """The bundle that stands there, if it can be read."""
     try:
         return open_bundle(out, run=False)
     except BundleError:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.progress import say
+from castiron.pipelines.places import is_gguf
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import BundleError
 
 
 def bundle_of(place: str) -> Bundle:
@@ -18,12 +16,13 @@ def bundle_of(place: str) -> Bundle:
     `open_bundle` and `compile_model` raise, PipelineError for a name that is nothing.
     """
     path = Path(place)
-    if path.exists():
-        return _cast(path) if is_checkpoint(path) else open_bundle(path)
+    if path.exists() and not is_checkpoint(path):
+        return open_bundle(path)
+    from castiron.pipelines.casting.cast import cast
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
-    if place in CATALOGUE:
-        return _cast(place)
+    if path.exists() or place in CATALOGUE:
+        return cast(place, tells=True)
     raise PipelineError(
         f"{place} is neither a bundle, as castiron compile makes them, nor a GGUF file, nor an HF directory, nor a name of "
         f"the catalogue, which has {', '.join(CATALOGUE)}"
@@ -34,26 +33,4 @@ def is_checkpoint(path: Path) -> bool:
     """By the first bytes of a file, by what a directory holds."""
     if path.is_dir():
         return not (path / "manifest.json").exists() and ((path / "config.json").exists() or path.name.startswith("models--"))
-    with open(path, "rb") as file:
-        return file.read(4) == b"GGUF"
-
-
-def _cast(model: str | Path) -> Bundle:
-    """The bundle of a model in the cache, with the options that `castiron compile` has by default; said when it is made."""
-    from castiron.pipelines.casting.cast import cached_place, cast
-    from castiron.pipelines.casting.compile import Options
-
-    out = cached_place(model, Options())
-    if not _opens(out):
-        # What is left of a bundle that was not wholly cleared away would not be written over.
-        shutil.rmtree(out, ignore_errors=True)
-        say(f"casting {model}, once; castiron compile {model} does it with options of your own")
-    return cast(model)
-
-
-def _opens(place: Path) -> bool:
-    try:
-        open_bundle(place, run=False)
-    except BundleError:
-        return False
-    return True
+    return is_gguf(path)

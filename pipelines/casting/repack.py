@@ -80,11 +80,7 @@ def check_functions(module: Path, functions: tuple[EntryPoint, ...]) -> None:
 
 def signature(declaration: str) -> dict[str, tuple[str, ...]]:
     """Types of inputs and outputs out of IREE's own words for a function, as a manifest spells them: `8xi32`, `i32`."""
-    sides = {"input": "inputs", "output": "outputs"}
-    found: dict[str, list[str]] = {"inputs": [], "outputs": []}
-    for side, type_ in re.findall(r"%(input|output)\d+: tensor<([^>]*)>", declaration):
-        found[sides[side]].append(type_)
-    return {side: tuple(types) for side, types in found.items()}
+    return {f"{side}s": tuple(re.findall(rf"%{side}\d+: tensor<([^>]*)>", declaration)) for side in ("input", "output")}
 
 
 def _take(bundle: Bundle, name: str, place: Path) -> None:

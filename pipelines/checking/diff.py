@@ -101,8 +101,7 @@ def _between(function: Function, compared: list[Compared], first: int | None) ->
         return []
 
     def last(name: str) -> int:
-        indices = [i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + ".")]
-        return indices[-1]
+        return max(i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + "."))
 
     end = last(compared[first].module)
     before = [last(c.module) for c in compared[:first]]

@@ -11,6 +11,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.bundle import Bundle
 
 DEFAULT_PROMPTS = "verify_prompts.jsonl"
@@ -108,6 +109,16 @@ def drawn_prompts(vocab: int) -> list[Prompt]:
         Prompt(f"{length} drawn tokens", tokens=tuple(int(token) for token in random.integers(vocab, size=length)))
         for length in DRAWN_LENGTHS
     ]
+
+
+def encoded_prompts(
+    bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
+) -> list[tuple[Prompt, list[int]]]:
+    """The prompts `given`, else those of the file `path`, else castiron's own for a bundle with a tokenizer or without, each
+    with its ids."""
+    vocab, text = bundle.manifest.vocab, load_text(bundle) if bundle.tokenizer else None
+    prompts = given or (read_prompts(path) if path or text else drawn_prompts(vocab))
+    return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
 
 
 def encode(prompt: Prompt, text, vocab: int) -> list[int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.audit import missing_and_left_over
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.places import PlaceError, checkpoint_path
+from castiron.pipelines.places import checkpoint_path
 
 __all__ = ["Checkpoint", "CheckpointError", "Tensor", "find_checkpoint", "missing_and_left_over", "open_checkpoint"]
 
@@ -35,10 +35,7 @@ def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
     path = Path(model)
     # A pipe is neither, and reading its first bytes would take them away.
     if path.is_file() or path.is_dir():
-        try:
-            return checkpoint_path(path)
-        except PlaceError as error:
-            raise CheckpointError(str(error)) from None
+        return checkpoint_path(path)
     if str(model) in CATALOGUE:
         return fetch(str(model), progress=progress)
     known = ", ".join(CATALOGUE)

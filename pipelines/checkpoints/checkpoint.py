@@ -7,10 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.codecs import dequantise
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be used; the text is one sentence for the user."""
+from castiron.pipelines.errors import CheckpointError as CheckpointError
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,30 +8,6 @@ Adding an architecture is adding a row; what a table cannot say is a function in
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """One value of `general.architecture`.
-
-    tensors: leaf of a block's tensor -> HF's leaf; per_index: the same for tensors stacked along their first axis,
-    which HF keeps apart ("{}" takes the index). ints, floats: metadata key without its prefix -> config key.
-    constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
-    permuted: leaf -> metadata key with its number of heads, where the converter reordered rows for the interleaved
-    rotary form. norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
-    """
-
-    model_type: str
-    tensors: Mapping[str, str]
-    per_index: Mapping[str, str] = field(default_factory=dict)
-    ints: Mapping[str, str] = field(default_factory=dict)
-    floats: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, object] = field(default_factory=dict)
-    flags: Mapping[str, str] = field(default_factory=dict)
-    permuted: Mapping[str, str] = field(default_factory=dict)
-    norms_plus_one: bool = False
-    rules: tuple[str, ...] = ()
-
-
 TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 _ATTENTION = {
@@ -61,63 +37,76 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-_HEAD_DIM = {"attention.key_length": "head_dim"}
+_SIZES_AND_HEAD = {**_SIZES, "attention.key_length": "head_dim"}
 _EXPERTS_USED = {"expert_used_count": "num_experts_per_tok"}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _ROPE = {"rope.freq_base": "rope_theta"}
 _RMS = {**_ROPE, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 
 _SILU = {"hidden_act": "silu"}
-_LLAMA_PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-_LLAMA_FLAGS = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+_LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+_ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
+_LLAMA_FLAGS = {**_ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of `general.architecture`; what a row does not say is as most have it.
+
+    tensors: leaf of a block's tensor -> HF's leaf; per_index: the same for tensors stacked along their first axis,
+    which HF keeps apart ("{}" takes the index). ints, floats: metadata key without its prefix -> config key.
+    constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
+    permuted: leaf -> config key of its number of heads, where the converter reordered rows for the interleaved
+    rotary form. norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
+    """
+
+    model_type: str
+    tensors: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TENSORS)
+    per_index: Mapping[str, str] = field(default_factory=dict)
+    ints: Mapping[str, str] = field(default_factory=lambda: _SIZES_AND_HEAD)
+    floats: Mapping[str, str] = field(default_factory=lambda: _RMS)
+    constants: Mapping[str, object] = field(default_factory=lambda: _SILU)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    permuted: Mapping[str, str] = field(default_factory=dict)
+    norms_plus_one: bool = False
+    rules: tuple[str, ...] = ("full_rotary", "rope_scaling")
+
 
 # "llama" files with experts are Mixtral: gguf_config.architecture_of sends them here.
 _MIXTRAL = "llama with experts"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        model_type="llama",
-        tensors=_LLAMA_TENSORS,
-        ints={**_SIZES, **_HEAD_DIM},
-        floats=_RMS,
-        constants=_SILU,
+        "llama",
         flags=_LLAMA_FLAGS,
         permuted=_LLAMA_PERMUTED,
         rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors"),
     ),
     _MIXTRAL: Architecture(
-        model_type="mixtral",
+        "mixtral",
         tensors={**_ATTENTION, **_PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
         per_index={
             "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
             "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
             "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
         },
-        ints={**_SIZES, **_HEAD_DIM, **_EXPERTS_USED, "expert_count": "num_local_experts"},
-        floats=_RMS,
+        ints={**_SIZES_AND_HEAD, **_EXPERTS_USED, "expert_count": "num_local_experts"},
         constants={**_SILU, "sliding_window": None},
         permuted=_LLAMA_PERMUTED,
         rules=("llama_head_dim", "full_rotary", "rope_scaling"),
     ),
-    "qwen2": Architecture(
-        model_type="qwen2",
-        tensors=_LLAMA_TENSORS,
-        ints={**_SIZES, **_HEAD_DIM},
-        floats=_RMS,
-        constants={**_SILU, "use_sliding_window": False, "sliding_window": None},
-        rules=("full_rotary", "rope_scaling"),
-    ),
+    "qwen2": Architecture("qwen2", constants={**_SILU, **_NO_WINDOW}),
     "qwen3": Architecture(
-        model_type="qwen3",
+        "qwen3",
         tensors={**_LLAMA_TENSORS, **_QK_NORMS},
-        ints={**_SIZES, **_HEAD_DIM},
-        floats=_RMS,
-        constants={**_SILU, "use_sliding_window": False, "sliding_window": None},
-        flags={"attention_bias": "attn_q.bias"},
-        rules=("full_rotary", "rope_scaling"),
+        constants={**_SILU, **_NO_WINDOW},
+        flags=_ATTENTION_BIAS,
     ),
     "qwen3moe": Architecture(
-        model_type="qwen3_moe",
+        "qwen3_moe",
         tensors={**_ATTENTION, **_QK_NORMS, **_PRE_NORMS, "ffn_gate_inp": "mlp.gate"},
         per_index={
             "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -125,53 +114,36 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_up_exps": "mlp.experts.{}.up_proj",
         },
         ints={
-            **_SIZES,
-            **_HEAD_DIM,
+            **_SIZES_AND_HEAD,
             **_EXPERTS_USED,
             "expert_count": "num_experts",
             "expert_feed_forward_length": "moe_intermediate_size",
         },
-        floats=_RMS,
         # llama.cpp's graph always normalises the chosen experts' weights and knows no dense layers between
-        constants={
-            **_SILU,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "use_sliding_window": False,
-            "sliding_window": None,
-        },
-        flags={"attention_bias": "attn_q.bias"},
+        constants={**_SILU, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], **_NO_WINDOW},
+        flags=_ATTENTION_BIAS,
         rules=("full_rotary", "rope_scaling", "normalised_experts"),
     ),
     "gemma2": Architecture(
-        model_type="gemma2",
+        "gemma2",
         tensors=_GEMMA_TENSORS,
-        ints={**_SIZES, **_HEAD_DIM, "attention.sliding_window": "sliding_window"},
-        floats={
-            **_RMS,
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        ints={**_SIZES_AND_HEAD, **_WINDOW},
+        floats={**_RMS, "attn_logit_softcapping": "attn_logit_softcapping", **_FINAL_CAP},
         constants=_GEMMA,
         norms_plus_one=True,
         rules=("full_rotary", "gemma_scale", "gemma2_layers"),
     ),
     "gemma3": Architecture(
-        model_type="gemma3_text",
+        "gemma3_text",
         tensors={**_GEMMA_TENSORS, **_QK_NORMS},
-        ints={**_SIZES, **_HEAD_DIM, "attention.sliding_window": "sliding_window"},
-        floats={
-            **_RMS,
-            "rope.freq_base_swa": "rope_local_base_freq",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        ints={**_SIZES_AND_HEAD, **_WINDOW},
+        floats={**_RMS, "rope.freq_base_swa": "rope_local_base_freq", **_FINAL_CAP},
         constants={**_GEMMA, "attn_logit_softcapping": None, "use_bidirectional_attention": False},
         norms_plus_one=True,
         rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
     ),
     "phi3": Architecture(
-        model_type="phi3",
+        "phi3",
         tensors={
             **_PRE_NORMS,
             "attn_qkv": "self_attn.qkv_proj",
@@ -179,32 +151,24 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_up": "mlp.gate_up_proj",
             "ffn_down": "mlp.down_proj",
         },
-        ints={**_SIZES, "attention.sliding_window": "sliding_window"},
-        floats=_RMS,
-        constants=_SILU,
+        ints={**_SIZES, **_WINDOW},
         rules=("partial_rotary", "phi3_rope"),
     ),
     "olmo2": Architecture(
-        model_type="olmo2",
+        "olmo2",
         tensors={**_ATTENTION, **_MLP, **_POST_NORMS, **_QK_NORMS},
         ints=_SIZES,
-        floats=_RMS,
         constants={**_SILU, "attention_bias": False},
-        rules=("full_rotary", "rope_scaling"),
     ),
     "smollm3": Architecture(
-        model_type="smollm3",
-        tensors=_LLAMA_TENSORS,
-        ints={**_SIZES, **_HEAD_DIM},
-        floats=_RMS,
-        constants={**_SILU, "use_sliding_window": False, "sliding_window": None},
+        "smollm3",
+        constants={**_SILU, **_NO_WINDOW},
         flags=_LLAMA_FLAGS,
         permuted=_LLAMA_PERMUTED,
         rules=("full_rotary", "rope_scaling", "smollm3_layers"),
     ),
     "granite": Architecture(
-        model_type="granite",
-        tensors=_LLAMA_TENSORS,
+        "granite",
         ints=_SIZES,
         floats={
             **_RMS,
@@ -213,33 +177,28 @@ ARCHITECTURES: dict[str, Architecture] = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        constants=_SILU,
         flags=_LLAMA_FLAGS,
         permuted=_LLAMA_PERMUTED,
-        rules=("full_rotary", "rope_scaling"),
     ),
     "stablelm": Architecture(
-        model_type="stablelm",
-        tensors=_LLAMA_TENSORS,
+        "stablelm",
         per_index={
             "attn_q_norm": "self_attn.q_layernorm.norms.{}",
             "attn_k_norm": "self_attn.k_layernorm.norms.{}",
         },
         ints=_SIZES,
         floats={**_ROPE, "attention.layer_norm_epsilon": "layer_norm_eps"},
-        constants=_SILU,
         flags={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
         rules=("partial_rotary", "stablelm_residual"),
     ),
     "starcoder2": Architecture(
-        model_type="starcoder2",
+        "starcoder2",
         tensors={**_ATTENTION, **_PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         ints=_SIZES,
         floats={**_ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
         # the converter drops sliding_window, and llama.cpp computes none
         constants={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
         flags={"use_bias": "attn_q.bias"},
-        rules=("full_rotary", "rope_scaling"),
     ),
 }
 

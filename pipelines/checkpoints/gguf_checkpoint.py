@@ -1,7 +1,7 @@
 """A GGUF file as a Checkpoint: HF's names, HF's order of rows, HF's norms; no weight is copied to do so."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,8 +79,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
             name = f"{prefix}{row.per_index[leaf].format(index)}.{suffix}"
             yield _part(file, stored, name, index)
     elif leaf in row.permuted:
-        heads = config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"]
-        yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", heads)
+        yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", config[row.permuted[leaf]])
     else:
         name = f"{prefix}{row.tensors[leaf]}.{suffix}" if leaf in row.tensors else stored.name
         yield _tensor(file, stored, name, row.norms_plus_one and leaf.endswith("norm"))
@@ -88,20 +87,13 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
 
 def _tensor(file: GgufFile, stored: GgufTensor, name: str, plus_one: bool) -> Tensor:
     if plus_one and name != stored.name:
-        return Tensor(name, stored.shape, "f32", stored.name, _minus_one(file, stored))
+        minus_one = lambda: (dequantise(stored.codec, file.rows(stored)) - np.float32(1)).view(np.uint8)
+        return Tensor(name, stored.shape, "f32", stored.name, minus_one)
     return Tensor(name, stored.shape, stored.codec, stored.name, lambda: file.rows(stored))
 
 
 def _part(file: GgufFile, stored: GgufTensor, name: str, index: int) -> Tensor:
     return Tensor(name, stored.shape[1:], stored.codec, stored.name, lambda: file.rows(stored)[index])
-
-
-def _minus_one(file: GgufFile, stored: GgufTensor) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
-        values = dequantise(stored.codec, file.rows(stored)) - np.float32(1)
-        return values.view(np.uint8)
-
-    return read
 
 
 def _unpermuted(file: GgufFile, stored: GgufTensor, name: str, heads: int) -> Tensor:

@@ -14,7 +14,7 @@ from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_architectures import Architecture, architecture_names, architecture_row
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
-from castiron.pipelines.checkpoints.gguf_rope import ROPE_RULES
+from castiron.pipelines.checkpoints.gguf_rope import ROPE_RULES, head_dim
 
 # What llama.cpp takes where a file is silent.
 _ROPE_BASE = 10000.0
@@ -33,11 +33,11 @@ _TOKEN_IDS = {
 
 
 class Metadata:
-    """The architecture's own keys, without their prefix, and which of them were asked for."""
+    """The keys under one prefix, by default the architecture's own, without it; and which of them were asked for."""
 
-    def __init__(self, file: GgufFile):
+    def __init__(self, file: GgufFile, prefix: str | None = None):
         self.file = file
-        self.prefix = architecture_name(file) + "."
+        self.prefix = prefix or architecture_name(file) + "."
         self._asked: set[str] = set()
 
     def fail(self, what: str) -> CheckpointError:
@@ -106,14 +106,9 @@ def hf_config(file: GgufFile) -> dict:
     """The config of the file's model in config.json's form, HF's key names; CheckpointError if one is unclear."""
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
-    for key, name in row.ints.items():
-        value = metadata.integer(key)
-        if value is not None:
-            config[name] = value
-    for key, name in row.floats.items():
-        value = metadata.real(key)
-        if value is not None:
-            config[name] = value
+    for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):
+        stated = {name: read(key) for key, name in names.items()}
+        config |= {name: value for name, value in stated.items() if value is not None}
     _fill_sizes(config, metadata)
     refuse_impossible_sizes(file.path, config, {name: tensor.shape for name, tensor in file.tensors.items()})
     config.setdefault("rope_theta", _ROPE_BASE)
@@ -125,7 +120,8 @@ def hf_config(file: GgufFile) -> dict:
         config[name] = _token_id(file, key)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["vocab_size"] = _vocab_size(file)
-    _refuse_unread(metadata)
+    if unread := metadata.unread():
+        raise metadata.fail(f"unknown metadata could change the result: {', '.join(unread)}; --ignore-key KEY leaves one out")
     return config
 
 
@@ -162,17 +158,6 @@ def _vocab_size(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _refuse_unread(metadata: Metadata) -> None:
-    unread = metadata.unread()
-    if unread:
-        raise metadata.fail(f"unknown metadata could change the result: {', '.join(unread)}; --ignore-key KEY leaves one out")
-
-
-def head_dim(config: dict) -> int:
-    """Elements of one attention head: the config's own, or hidden size over heads."""
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
 def _llama_head_dim(config: dict, metadata: Metadata) -> None:
     config["head_dim"] = head_dim(config)
 
@@ -184,10 +169,8 @@ def _gemma_scale(config: dict, metadata: Metadata) -> None:
     head_dim in all others (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     """
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
-    if config["num_hidden_layers"] == large:
-        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
-    else:
-        config["query_pre_attn_scalar"] = head_dim(config)
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = per_head if config["num_hidden_layers"] == large else head_dim(config)
 
 
 def _windowed_layers(layers: int, pattern: int) -> list[str]:

@@ -22,7 +22,8 @@ def _factors(file: GgufFile, name: str) -> np.ndarray | None:
     return None if tensor is None else dequantise(tensor.codec, file.rows(tensor)).reshape(-1)
 
 
-def _head_dim(config: dict) -> int:
+def head_dim(config: dict) -> int:
+    """Elements of one attention head: the config's own, or hidden size over heads."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -46,8 +47,8 @@ def _rope_factors(config: dict, metadata) -> None:
         raise metadata.fail("it has both rope_freqs.weight and rope.scaling keys, and only one of them can apply")
     low, high, original = _LLAMA3.values()
     factor = float(factors.max())
-    if len(factors) * 2 == _head_dim(config):
-        expected = llama3_factors(_head_dim(config), config["rope_theta"], factor, low, high, original)
+    if len(factors) * 2 == head_dim(config):
+        expected = llama3_factors(head_dim(config), config["rope_theta"], factor, low, high, original)
         if np.allclose(factors, expected, rtol=_FACTOR_TOLERANCE, atol=0):
             config["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
             return
@@ -93,22 +94,19 @@ def _yarn(config: dict, metadata, factor: float, original: int | None) -> dict:
         "factor": factor,
         "original_max_position_embeddings": original or config["max_position_embeddings"],
     }
-    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-        value = metadata.real(f"rope.scaling.{key}")
-        if value is not None:
-            scaling[name] = value
-    return scaling
+    betas = {name: metadata.real(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    return scaling | {name: value for name, value in betas.items() if value is not None}
 
 
 def _full_rotary(config: dict, metadata) -> None:
-    rotary, whole = metadata.integer("rope.dimension_count"), _head_dim(config)
+    rotary, whole = metadata.integer("rope.dimension_count"), head_dim(config)
     if rotary not in (None, whole):
         raise metadata.fail(f"it rotates {rotary} of {whole} elements of a head; {config['model_type']} rotates all")
 
 
 def _partial_rotary(config: dict, metadata) -> None:
     rotary = metadata.integer("rope.dimension_count")
-    config["partial_rotary_factor"] = 1.0 if rotary is None else rotary / _head_dim(config)
+    config["partial_rotary_factor"] = 1.0 if rotary is None else rotary / head_dim(config)
 
 
 def _phi3_rope(config: dict, metadata) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.gguf_config import Metadata
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
@@ -24,19 +25,13 @@ _SPACE = "\u2581"
 _RANKED_BY_ID = {"gemma", "gemma2", "gemma3"}
 
 
-class _Metadata:
+class _Metadata(Metadata):
     """The tokenizer's keys, with their types checked."""
 
     def __init__(self, file: GgufFile):
-        self.file = file
+        super().__init__(file, _PREFIX)
         self.tokens: list[str] = self.strings("tokens")
         self.types = self.numbers("token_type")
-
-    def fail(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.file.path}: {what}")
-
-    def get(self, key: str, default=None):
-        return self.file.metadata.get(_PREFIX + key, default)
 
     def strings(self, key: str) -> list[str]:
         value = self.get(key)

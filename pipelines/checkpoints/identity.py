@@ -5,6 +5,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, shards_of
+from castiron.vmfb.archive import Part
 
 
 def checkpoint_sha256(path: Path) -> str:
@@ -12,14 +13,9 @@ def checkpoint_sha256(path: Path) -> str:
     safetensors files, which decide every logit. CheckpointError for one that cannot be read."""
     try:
         if path.is_file():
-            return _file_sha256(path)
+            return Part.of(path).sha256()
         names = sorted([CONFIG, *shards_of(path)])
-        lines = [f"{name} {_file_sha256(path / name)}\n" for name in names]
+        lines = [f"{name} {Part.of(path / name).sha256()}\n" for name in names]
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
@@ -93,8 +94,7 @@ def main(args: argparse.Namespace) -> int:
         "ratios": {name: ratios(ours, peer) for name, peer in results.items()},
         "settings": {
             "model": bundle.manifest.name, "weights": bundle.manifest.weights, "numerics": bundle.manifest.numerics,
-            "threads": settings.threads, "prompt": settings.prompt, "gen": settings.gen, "depth": settings.depth,
-            "rounds": settings.rounds,
+            **asdict(settings),
         },
         "missing": engines.missing,
         "notes": engines.notes,

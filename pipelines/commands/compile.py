@@ -6,6 +6,7 @@ MODEL is a GGUF file, an HF directory (config.json, safetensors, tokenizer.json)
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from castiron.pipelines.commands.options import add_compile_arguments, compile_options, default_bundle, megabytes
@@ -43,9 +44,7 @@ def main(args: argparse.Namespace) -> int:
         report = compile_model(args.model, out, compile_options(args), progress, keep=args.keep and Path(args.keep))
     tokenizer = "tokenizer.json" in report.files
     if args.json:
-        facts = {"bundle": str(report.bundle), "up_to_date": report.up_to_date, "seconds": report.seconds,
-                 "files": report.files, "tokenizer": tokenizer}  # fmt: skip
-        print(json.dumps(facts))
+        print(json.dumps(asdict(report) | {"bundle": str(report.bundle), "tokenizer": tokenizer}))
         return 0
     size = megabytes(sum(report.files.values()))
     if report.up_to_date:

@@ -67,21 +67,17 @@ def commands() -> Iterator[Command]:
     yield Command("help", "say more about a command", (), tuple(COMMANDS), False)
 
 
+def spelled(found: list[Command]) -> Iterator[tuple[str, Option]]:
+    """Every option in every spelling, behind the name of its command."""
+    for command in found:
+        for option in command.options:
+            for word in option.words:
+                yield f"{command.name} {word}", option
+
+
 def bash(found: list[Command]) -> str:
-    values = [
-        f'    "{command.name} {word}") words="{" ".join(option.values)}" ;;'
-        for command in found
-        for option in command.options
-        for word in option.words
-        if option.values
-    ]
-    free = [
-        f'    "{command.name} {word}") return ;;'
-        for command in found
-        for option in command.options
-        for word in option.words
-        if option.takes and not option.values
-    ]
+    values = [f'    "{word}") words="{" ".join(option.values)}" ;;' for word, option in spelled(found) if option.values]
+    free = [f'    "{word}") return ;;' for word, option in spelled(found) if option.takes and not option.values]
     options = [f'      {c.name}) words="{" ".join(w for o in c.options for w in o.words)}" ;;' for c in found if c.options]
     arguments = [f'      {c.name}) words="{" ".join(c.arguments)}" ;;' for c in found if c.arguments]
     either = "|".join(c.name for c in found if c.arguments and c.files)
@@ -122,10 +118,8 @@ def zsh(found: list[Command]) -> str:
         return shlex.quote(f"{word}:{words}")
 
     values = [
-        f"    ({shlex.quote(f'{command.name} {word}')}) compadd -- {' '.join(option.values)}; return ;;"
-        for command in found
-        for option in command.options
-        for word in option.words
+        f"    ({shlex.quote(word)}) compadd -- {' '.join(option.values)}; return ;;"
+        for word, option in spelled(found)
         if option.values
     ]
     options = [

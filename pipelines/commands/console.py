@@ -44,8 +44,8 @@ class Console:
             "/undo": self.undo,
             "/set": self.set,
             "/reset": self.reset,
-            "/save": self.save,
-            "/load": self.load,
+            "/save": lambda rest: self._with_file("/save", rest, self.chat.save, "in"),
+            "/load": lambda rest: self._with_file("/load", rest, self.chat.load, "from"),
             "/help": lambda _: print(HELP, file=sys.stderr),
         }
 
@@ -103,12 +103,6 @@ class Console:
     def reset(self, _: str) -> None:
         self.chat.reset()
         say("a new conversation")
-
-    def save(self, rest: str) -> None:
-        self._with_file("/save", rest, self.chat.save, "in")
-
-    def load(self, rest: str) -> None:
-        self._with_file("/load", rest, self.chat.load, "from")
 
     def _with_file(self, command: str, rest: str, act: Callable[[str], None], where: str) -> None:
         if not rest:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 from castiron.emitter.ir import Function, Module
 from castiron.emitter.printer import print_module
@@ -57,8 +58,7 @@ def main(args: argparse.Namespace) -> int:
     module = _kernel(args) if args.kernel else _model(args)
     text = print_module(module, args.weights_as)
     if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            file.write(text)
+        Path(args.output).write_text(text, encoding="utf-8")
     if args.json:
         facts = {
             "text": None if args.output else text,

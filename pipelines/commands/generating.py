@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
@@ -97,11 +98,9 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
     """
     StopStrings(args.stop)
     own = None if generation is None or args.speculate else model_sampling(generation)
-    own = own or Sampling()
     given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "repeat_penalty")}
     given = {name: value for name, value in given.items() if value is not None}
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-    sampling = Sampling(**{**{name: getattr(own, name) for name in names}, **given})
+    sampling = replace(own or Sampling(), **given)
     idle = [f"--{name.replace('_', '-')}" for name in DRAWING if name in given]
     if idle and not sampling.temperature:
         sentence = f"{' and '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing where decoding is greedy"

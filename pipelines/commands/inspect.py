@@ -8,7 +8,7 @@ from pathlib import Path
 
 from castiron.pipelines.commands.options import megabytes
 from castiron.pipelines.places import is_bundle
-from castiron.pipelines.progress import Progress, say
+from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -54,14 +54,13 @@ def catalogue() -> tuple[dict, list[str]]:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
-    from castiron.pipelines.measuring.memory import needed, shortage, slots_of
+    from castiron.pipelines.measuring.memory import needed, slots_of, warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.manifest import dump
 
     manifest = open_bundle(path, run=False).manifest
     slots = slots_of(manifest)
-    if short := shortage(manifest):
-        say(short)
+    warn_of_shortage(manifest)
     states = ", ".join(f"{state.name} {state.type()} {state.kind}" for state in manifest.states)
     source = manifest.source
     rows = [

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from castiron.pipelines.commands.options import megabytes
+from castiron.pipelines.places import is_archive
 
 EXAMPLES = """\
 examples:
@@ -51,10 +52,7 @@ def is_bundle(path: Path) -> bool:
     if path.is_dir():
         # A writer's half-made directory begins with a dot.
         return (path / "manifest.json").is_file() and not path.name.startswith(".")
-    if path.suffix != ".castiron":
-        return False
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\3\4"
+    return path.suffix == ".castiron" and is_archive(path)
 
 
 def catalogue() -> list[dict]:

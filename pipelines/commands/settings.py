@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from castiron.pipelines.commands.generating import length_of
+from castiron.pipelines.commands.generating import DRAWING, length_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat import Chat
 from castiron.pipelines.generation.sampling import Sampler
@@ -12,8 +12,6 @@ from castiron.pipelines.progress import say
 # Of Sampling's fields, those that have an option.
 SAMPLING = {"temperature": float, "top-k": int, "top-p": float, "min-p": float, "repeat-penalty": float, "seed": int}
 NAMES = (*SAMPLING, "max-tokens", "system")
-# Those that say how tokens are drawn, which a temperature of 0 does not do.
-DRAWING = ("top-k", "top-p", "min-p", "seed")
 NONE = "none"
 
 
@@ -40,7 +38,7 @@ def change(chat: Chat, name: str, value: str) -> None:
         if chat.speculate and sampling.needs_logits:
             raise PipelineError(f"{name} stays as it is: --speculate needs greedy decoding")
         chat.sampler = Sampler(sampling)
-        if name in DRAWING and number is not None and not sampling.temperature:
+        if _field(name) in DRAWING and number is not None and not sampling.temperature:
             say(f"{name} counts once a temperature is set: /set temperature 0.7")
     else:
         raise _unknown(name)

@@ -70,8 +70,16 @@ def main(args: argparse.Namespace) -> int:
             for name, trial in trials.items()
         ]
         kept_in = str(store.store_path()) if store.keep(findings) else None
+        told = known | {finding.product: finding for finding in findings}
         rows = [
-            {"name": name, "function": trial.function, **report(name, trials.get(name), kept, known.get(name))}
+            {
+                "name": name,
+                "function": trial.function,
+                "default_us": round(trials[name].default_seconds * 1e6, 2) if name in trials else None,
+                "gain": told[name].gain,
+                "tiles": told[name].tiles,
+                "known": name in known,
+            }
             for name, trial in bench.products().items()
         ]
     result = {
@@ -109,18 +117,6 @@ def accept(bench, found: dict, progress) -> tuple[dict, dict | None]:
             times.append(min(STEPS, session.context - 1) / (time.perf_counter() - start))
     default, tuned = (statistics.median(times[1:]) for times in rates)
     return kept, {"default_tok_s": round(default, 1), "tuned_tok_s": round(tuned, 1), "ratio": round(tuned / default, 3)}
-
-
-def report(name: str, trial, kept: dict, known) -> dict:
-    if known is not None:
-        return {"default_us": None, "gain": known.gain, "tiles": known.tiles, "known": True}
-    tiles = kept.get(name)
-    return {
-        "default_us": round(trial.default_seconds * 1e6, 2),
-        "gain": round(trial.gain, 3) if tiles else 1.0,
-        "tiles": asdict(tiles) if tiles else None,
-        "known": False,
-    }
 
 
 def table(result: dict) -> list[str]:

@@ -40,14 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.checking.verify import checkpoint_of, compare, load_reference
+    from castiron.pipelines.checking.verify import Prompt, checkpoint_of, compare, encoded_prompts, load_reference
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
     if args.max_tokens < 1:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
     bundle = open_bundle(args.bundle)
-    prompts, skipped = fitting(gather(args, bundle), bundle.manifest.context, args.max_tokens)
+    given = [Prompt("--tokens", tokens=tuple(args.tokens))] if args.tokens else None
+    gathered = encoded_prompts(bundle, args.prompts, given)
+    prompts, skipped = fitting(gathered, bundle.manifest.context, args.max_tokens)
     source = checkpoint_of(bundle, args.checkpoint)
     session = Session(bundle, threads=args.threads)
     found = []
@@ -70,22 +72,6 @@ def main(args: argparse.Namespace) -> int:
             say(f"left out, because they need more than the context of {bundle.manifest.context}: {', '.join(skipped)}")
         print(summary(found, args.max_tokens))
     return 0 if exact else 1
-
-
-def gather(args: argparse.Namespace, bundle) -> list:
-    """(prompt, ids) of everything to compare."""
-    from castiron.pipelines.checking.verify import Prompt, drawn_prompts, encode, read_prompts
-    from castiron.pipelines.generation.text import load_text
-
-    vocab = bundle.manifest.vocab
-    text = load_text(bundle) if bundle.tokenizer else None
-    if args.tokens:
-        prompts = [Prompt("--tokens", tokens=tuple(args.tokens))]
-    elif args.prompts or text:
-        prompts = read_prompts(args.prompts)
-    else:
-        prompts = drawn_prompts(vocab)
-    return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
 
 
 def fitting(prompts: list, context: int, n: int) -> tuple[list, list[str]]:

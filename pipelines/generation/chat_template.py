@@ -21,7 +21,6 @@ def render(
     template: str,
     messages: Sequence[Mapping],
     *,
-    add_generation_prompt: bool = True,
     special_tokens: Mapping[str, str] | None = None,
     **variables,
 ) -> str:
@@ -33,9 +32,9 @@ def render(
     """
     import jinja2
 
-    known = {"tools": None, "documents": None, **(special_tokens or {}), **variables}
+    known = {"add_generation_prompt": True, "tools": None, "documents": None, **(special_tokens or {}), **variables}
     try:
-        return _compiled(template).render(messages=list(messages), add_generation_prompt=add_generation_prompt, **known)
+        return _compiled(template).render(messages=list(messages), **known)
     except jinja2.TemplateSyntaxError as error:
         raise PipelineError(f"the bundle's chat template is not valid Jinja (line {error.lineno}: {error})") from None
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:

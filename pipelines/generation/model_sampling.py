@@ -9,8 +9,8 @@ from typing import Any
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.sampling import Sampling
 
-# HF's names of what bends the logits of a model that draws, and Sampling's.
-DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+# What bends the logits of a model that draws, by HF's names, which are Sampling's too.
+DRAWING = ("temperature", "top_k", "top_p", "min_p")
 PENALTY = "repetition_penalty"
 
 
@@ -21,7 +21,7 @@ def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
     where HF warns and passes it over. What is not stated leaves the logits alone: HF's top_k of 50 is no model's own. The
     repetition penalty sees REPEAT_WINDOW tokens, where HF's sees all.
     """
-    stated: dict[str, Any] = {ours: value for name, ours in DRAWING.items() if (value := _number(generation, name)) is not None}
+    stated: dict[str, Any] = {name: value for name in DRAWING if (value := _number(generation, name)) is not None}
     draws = generation.get("do_sample")
     penalty = _number(generation, PENALTY)
     if not stated and penalty is None and draws is None:
@@ -55,8 +55,7 @@ def _number(generation: Mapping[str, Any], name: str) -> float | None:
 
 def settings(sampling: Sampling) -> dict[str, float]:
     """What a server tells of its defaults: temperature 0 is greedy."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-    return {name: getattr(sampling, name) for name in names}
+    return {name: getattr(sampling, name) for name in (*DRAWING, "repeat_penalty")}
 
 
 def in_words(sampling: Sampling) -> str:

@@ -30,7 +30,7 @@ class StopStrings:
         found = self._find(text)
         cut = min(found, default=len(text))
         # A stop string that begins before the one found may still become whole.
-        begins = min(_beginning(text, string) for string in self.strings)
+        begins = min(beginning_in(text, string) for string in self.strings)
         if begins < cut:
             self.held = text[begins:]
             return text[:begins]
@@ -51,7 +51,7 @@ class StopStrings:
         return [index for string in self.strings if (index := text.find(string)) >= 0]
 
 
-def _beginning(text: str, string: str) -> int:
+def beginning_in(text: str, string: str) -> int:
     """Where a proper beginning of `string` starts that `text` ends in, the earliest; the end of `text` if nowhere."""
     starts = range(max(0, len(text) - len(string) + 1), len(text))
     return next((start for start in starts if string.startswith(text[start:])), len(text))

@@ -39,24 +39,18 @@ class Text:
         """The ids of plain text; with a BOS where the model's tokenizer puts one."""
         return self._encode(text, True)
 
-    def encode_chat(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, **variables) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
         """The ids of `messages` ({"role", "content"} each) in the chat template; PipelineError if there is none."""
         # The template has written the special tokens itself.
-        return self._encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables), False)
+        return self._encode(self.render_chat(messages, **variables), False)
 
-    def render_chat(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, **variables) -> str:
+    def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
         """The text whose ids `encode_chat` gives."""
         if self.chat_template is None:
             raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
         names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
         special = {name: self.tokenizer.id_to_token(index) for name, index in names.items() if index is not None}
-        return render(
-            self.chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            special_tokens=special,
-            **(self.template_args | variables),
-        )
+        return render(self.chat_template, messages, special_tokens=special, **(self.template_args | variables))
 
     def thoughts(self, prompt: Sequence[int]) -> Thoughts | None:
         """What tells the model's thoughts from its answer after `prompt`, whose end may have begun them; None for a model

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from castiron.pipelines.generation.stops import beginning_in
+
 # The end of thoughts as chat templates and tokenizers write it: </think>, [/THINK], </seed:think>, <|END_THINKING|>. Its
 # beginning is the same without the slash, or with START for END.
 _END = re.compile(r"(?i)[<\[◁]/[\w:|]*(?:think|thought|reason)[\w:|]*[>\]▷]|<\|END_(?:THINKING|THOUGHT|REASONING)\|>")
@@ -88,7 +90,7 @@ class Thoughts:
     def _think(self, told: list[str]) -> bool:
         text = self._held.lstrip() if self._blank else self._held
         found = min((at for end in self._ends if (at := text.find(end)) >= 0), default=-1)
-        certain = found if found >= 0 else min(map(lambda end: _cut(text, end), self._ends))
+        certain = found if found >= 0 else min(beginning_in(text, end) for end in self._ends)
         # Space may stand before the mark.
         words = text[:certain].rstrip()
         if words:
@@ -101,9 +103,3 @@ class Thoughts:
         self.thinking, self.done, self._blank = False, True, True
         self._held = text[found + len(end) :]
         return True
-
-
-def _cut(text: str, mark: str) -> int:
-    """Where a beginning of `mark` starts that `text` ends in; the end of `text` if nowhere."""
-    starts = range(max(0, len(text) - len(mark) + 1), len(text))
-    return next((start for start in starts if mark.startswith(text[start:])), len(text))

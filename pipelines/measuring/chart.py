@@ -43,10 +43,9 @@ def draw(result: dict, path: str | Path) -> None:
             values = [engine[key] for engine in engines.values()]
             runs = [engine["runs"][key] for engine in engines.values()]
             errors = [
-                [value - run["min"] for value, run in zip(values, runs, strict=True)],
-                [run["max"] - value for value, run in zip(values, runs, strict=True)],
+                [max(0.0, value - run["min"]) for value, run in zip(values, runs, strict=True)],
+                [max(0.0, run["max"] - value) for value, run in zip(values, runs, strict=True)],
             ]
-            errors = [[max(0.0, error) for error in side] for side in errors]
             bars = axis.barh(list(engines), values, xerr=errors, color=[COLOURS[name] for name in engines], capsize=2)
             axis.bar_label(bars, fmt="%.0f", padding=6)
             axis.invert_yaxis()

@@ -3,9 +3,14 @@
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
+
+from castiron.emitter.kernels.writing.body import Body, Ssa, executable
+from castiron.emitter.types import F32, TensorType
 
 # 256 MB, several times any cache.
 READ_FLOATS = 64 << 20
@@ -23,86 +28,36 @@ def probe_text(lanes: int, chains: int) -> str:
 
 def _read() -> str:
     part = READ_FLOATS // READ_GROUPS
-    names = range(4)
-    loads = "\n".join(
-        f"""        %o{j} = arith.addi %i, %k{j} : index
-        %v{j} = vector.load %X[%o{j}] : memref<{READ_FLOATS}xf32>, vector<16xf32>
-        %s{j} = arith.addf %a{j}, %v{j} : vector<16xf32>"""
-        for j in names
-    )
-    offsets = "\n".join(f"      %k{j} = arith.constant {16 * j} : index" for j in names)
-    carried = ", ".join(f"%a{j} = %zero" for j in names)
-    sums = ", ".join(f"%s{j}" for j in names)
-    types = ", ".join("vector<16xf32>" for _ in names)
-    return _executable(
-        "read", READ_GROUPS, f"{READ_FLOATS}xf32", f"{READ_GROUPS}x16xf32",
-        f"""{offsets}
-      %zero = arith.constant dense<0.0> : vector<16xf32>
-      %part = arith.constant {part} : index
-      %step = arith.constant 64 : index
-      %first = arith.muli %g, %part : index
-      %end = arith.addi %first, %part : index
-      %r:4 = scf.for %i = %first to %end step %step iter_args({carried}) -> ({types}) {{
-{loads}
-        scf.yield {sums} : {types}
-      }}
-      %t0 = arith.addf %r#0, %r#1 : vector<16xf32>
-      %t1 = arith.addf %r#2, %r#3 : vector<16xf32>
-      %t = arith.addf %t0, %t1 : vector<16xf32>
-      vector.store %t, %Y[%g, %c0] : memref<{READ_GROUPS}x16xf32>, vector<16xf32>""",
-    )  # fmt: skip
+
+    def write(body: Body, x: Ssa, y: Ssa) -> None:
+        group = body.workgroup()
+        first = body.mul(group, part)
+        with body.loop(first, body.add(first, part), 4 * 16, carry=[body.splat(0.0, 16)] * 4) as loop:
+            loads = [body.vload(x, 16, body.add(loop.index, 16 * i)) for i in range(4)]
+            loop.give(*map(body.addf, loop.values, loads))
+        body.vstore(reduce(body.addf, loop.results), y, group, 0)
+
+    return _probe("read", (READ_FLOATS,), (READ_GROUPS, 16), write)
 
 
 def _fma(lanes: int, chains: int) -> str:
-    vector, inputs = f"vector<{lanes}xf32>", chains + 2
-    names = range(chains)
-    # The operands come from memory: constants would be folded, and equal chains would become one.
-    loads = "\n".join(
-        f"""      %n{j} = arith.constant {j} : index
-      %x{j} = vector.load %X[%n{j}, %c0] : memref<{inputs}x{lanes}xf32>, {vector}"""
-        for j in range(inputs)
-    )
-    steps = "\n".join(f"        %s{j} = math.fma %a{j}, %x{chains}, %x{chains + 1} : {vector}" for j in names)
-    sums = "\n".join(
-        f"      %t{j} = arith.addf %{'r#0' if j == 1 else f't{j - 1}'}, %r#{j} : {vector}" for j in range(1, chains)
-    )
-    carried, types = ", ".join(f"%a{j} = %x{j}" for j in names), ", ".join(vector for _ in names)
-    return _executable(
-        "fma", FMA_GROUPS, f"{inputs}x{lanes}xf32", f"{FMA_GROUPS}x{lanes}xf32",
-        f"""{loads}
-      %one = arith.constant 1 : index
-      %end = arith.constant {FMA_ITERATIONS} : index
-      %r:{chains} = scf.for %i = %c0 to %end step %one iter_args({carried}) -> ({types}) {{
-{steps}
-        scf.yield {", ".join(f"%s{j}" for j in names)} : {types}
-      }}
-{sums}
-      vector.store %t{chains - 1}, %Y[%g, %c0] : memref<{FMA_GROUPS}x{lanes}xf32>, {vector}""",
-    )  # fmt: skip
+    def write(body: Body, x: Ssa, y: Ssa) -> None:
+        # The operands come from memory: constants would be folded, and equal chains would become one.
+        *starts, factor, addend = (body.vload(x, lanes, i, 0) for i in range(chains + 2))
+        with body.loop(0, FMA_ITERATIONS, carry=starts) as loop:
+            loop.give(*(body.fma(value, factor, addend) for value in loop.values))
+        body.vstore(reduce(body.addf, loop.results), y, body.workgroup(), 0)
+
+    return _probe("fma", (chains + 2, lanes), (FMA_GROUPS, lanes), write)
 
 
-def _executable(name: str, groups: int, operand: str, result: str, body: str) -> str:
-    translation = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
-    return f"""stream.executable private @probe_{name} {{
-  stream.executable.export public @probe_{name}_fn workgroups() -> (index, index, index) {{
-    %n = arith.constant {groups} : index
-    %c1 = arith.constant 1 : index
-    stream.return %n, %c1, %c1 : index, index, index
-  }}
-  builtin.module {{
-    func.func @probe_{name}_fn(%x: !stream.binding, %y: !stream.binding) attributes {{translation_info = {translation}}} {{
-      %c0 = arith.constant 0 : index
-      %X = stream.binding.subspan %x[%c0] : !stream.binding -> memref<{operand}>
-      %Y = stream.binding.subspan %y[%c0] : !stream.binding -> memref<{result}>
-      %g = stream.dispatch.workgroup.id[0] : index
-{body}
-      return
-    }}
-  }}
-}}
-func.func @{name}(%x: tensor<{operand}>) -> tensor<{result}> {{
-  %r = flow.dispatch @probe_{name}::@probe_{name}_fn(%x) : (tensor<{operand}>) -> tensor<{result}>
-  return %r : tensor<{result}>
+def _probe(name: str, operand: tuple[int, ...], result: tuple[int, ...], write: Callable[..., None]) -> str:
+    """A kernel with a workgroup for each row of its result, and a function that dispatches it."""
+    x, y = TensorType(operand, F32), TensorType(result, F32)
+    kernel = executable(f"probe_{name}", {"x": x}, {"y": y}, {}, result[0], write)
+    return f"""{kernel}func.func @{name}(%x: {x}) -> {y} {{
+  %y = flow.dispatch @probe_{name}::@probe_{name}_fn(%x) : ({x}) -> {y}
+  return %y : {y}
 }}
 """
 

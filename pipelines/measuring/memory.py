@@ -41,21 +41,14 @@ def slots_of(manifest: Manifest) -> int:
     return max(manifest.widths("batch"), default=1)
 
 
-def shortage(manifest: Manifest) -> str | None:
-    """A sentence for a bundle whose weights are more than the memory of this machine or container; None for others."""
-    weights, there = manifest.files[WEIGHTS].size, total_bytes()
-    if weights <= there:
-        return None
-    return (
-        f"the weights take {megabytes(weights)} and there are {megabytes(there)} of memory: every token will read them from "
-        "disk; take a smaller model, or one with fewer bits"
-    )
-
-
 def warn_of_shortage(manifest: Manifest) -> None:
-    """Says on stderr what `shortage` finds."""
-    if short := shortage(manifest):
-        say(short)
+    """Says on stderr of a bundle that its weights are more than the memory of this machine or container, if they are."""
+    weights, there = manifest.files[WEIGHTS].size, total_bytes()
+    if weights > there:
+        say(
+            f"the weights take {megabytes(weights)} and there are {megabytes(there)} of memory: every token will read them "
+            "from disk; take a smaller model, or one with fewer bits"
+        )
 
 
 def say_memory(manifest: Manifest, slots: int) -> None:

@@ -95,14 +95,14 @@ class Api:
         """Starts a completion of every prompt of the request."""
         given = body.prompt
         several = isinstance(given, list) and not all(isinstance(part, int) for part in given)
-        prompts = [await self._ids(part) for part in (given if several else [given])]
+        parts = given if several else [given]
+        prompts = [await self._ids(part) for part in parts]
         if body.best_of not in (None, body.n or 1):
             raise ApiError(400, "best_of other than n is not supported by this server", "best_of", "unsupported_parameter")
         if body.echo and body.logprobs is not None:
             message = "echo together with logprobs is not supported by this server"
             raise ApiError(400, message, "echo", "unsupported_parameter")
         # A prompt of ids is echoed as the text that they are.
-        parts = given if several else [given]
         texts = [p if isinstance(p, str) else self.text.decode(p) for p in parts] if body.echo else [""] * len(parts)
         echoes = [text for text in texts for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs is not None, echoes)
@@ -249,10 +249,8 @@ class Api:
                 opened.add(index)
                 if opening := reply.opening(index):
                     yield reply.chunk([opening])
-            if isinstance(event, Delta):
-                yield reply.chunk([reply.delta(index, event)])
-            else:
-                yield reply.chunk([reply.delta(index, Delta(""), event)])
+            more, end = (event, None) if isinstance(event, Delta) else (Delta(""), event)
+            yield reply.chunk([reply.delta(index, more, end)])
         if include_usage:
             yield reply.chunk([], self._usage(job))
 

@@ -105,9 +105,7 @@ def prompts(rng: random.Random, count: int, words: int) -> list[list[dict]]:
 
 def measure_batching(client: Client, args: argparse.Namespace, rng: random.Random) -> dict:
     """Rates of both ways, and whether they tell the same."""
-    rates: dict[str, list[float]] = {"serial": [], "parallel": []}
-    ttft: dict[str, list[float]] = {"serial": [], "parallel": []}
-    between: dict[str, list[float]] = {"serial": [], "parallel": []}
+    rates, ttft, between = ({"serial": [], "parallel": []} for _ in range(3))
     asked, answers = [], []
     for _ in range(args.rounds):
         for way, workers in (("serial", 1), ("parallel", args.parallel)):

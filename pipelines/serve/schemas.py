@@ -18,6 +18,17 @@ MAX_CHOICES = 128
 Model = TypeVar("Model", bound="Body")
 
 
+class Harmless:
+    """Marks a field that a bundle cannot honour; of its values these, besides null, ask for nothing."""
+
+    def __init__(self, *values: Any):
+        self.values = values
+
+    def has(self, value: Any) -> bool:
+        # In Python 0 is False.
+        return any(value == nothing and type(value) is type(nothing) for nothing in self.values)
+
+
 class Body(BaseModel):
     """The body of a request: JSON of exactly these fields, where null is the same as leaving a field out."""
 
@@ -89,23 +100,23 @@ class ChatRequest(Generating):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # What a bundle cannot do, unless it asks for nothing; see REFUSED.
-    store: Any = None
-    service_tier: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    prediction: Any = None
-    verbosity: Any = None
+    # What a bundle cannot do, unless it asks for nothing; see Harmless.
+    store: Annotated[Any, Harmless(False)] = None
+    service_tier: Annotated[Any, Harmless("auto", "default")] = None
+    prompt_cache_retention: Annotated[Any, Harmless("in-memory", "in_memory")] = None
+    prompt_cache_options: Annotated[Any, Harmless()] = None
+    prediction: Annotated[Any, Harmless()] = None
+    verbosity: Annotated[Any, Harmless("medium")] = None
     parallel_tool_calls: bool | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    audio: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    web_search_options: Any = None
+    tools: Annotated[Any, Harmless([])] = None
+    tool_choice: Annotated[Any, Harmless("none", "auto")] = None
+    functions: Annotated[Any, Harmless([])] = None
+    function_call: Annotated[Any, Harmless("none", "auto")] = None
+    response_format: Annotated[Any, Harmless({"type": "text"})] = None
+    audio: Annotated[Any, Harmless()] = None
+    modalities: Annotated[Any, Harmless(["text"])] = None
+    moderation: Annotated[Any, Harmless()] = None
+    web_search_options: Annotated[Any, Harmless()] = None
 
 
 class CompletionRequest(Generating):
@@ -119,7 +130,7 @@ class CompletionRequest(Generating):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1)
-    suffix: str | None = None
+    suffix: Annotated[str | None, Harmless("")] = None
 
 
 class TokenizeRequest(Body):
@@ -139,15 +150,6 @@ class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[TokenId]
 
-
-# Fields that a bundle cannot honour, and the values of them that ask for nothing.
-REFUSED: dict[str, tuple] = {
-    "tools": (None, []), "functions": (None, []), "tool_choice": (None, "none", "auto"),
-    "function_call": (None, "none", "auto"), "response_format": (None, {"type": "text"}), "audio": (None,),
-    "modalities": (None, ["text"]), "moderation": (None,), "web_search_options": (None,), "suffix": (None, ""),
-    "store": (None, False), "service_tier": (None, "auto", "default"), "prompt_cache_options": (None,),
-    "prompt_cache_retention": (None, "in-memory", "in_memory"), "prediction": (None,), "verbosity": (None, "medium"),
-}  # fmt: skip
 
 # Two names of one thing; who gives both must mean the same.
 SAME = (
@@ -171,10 +173,10 @@ def read(kind: type[Model], data: bytes) -> Model:
     except ValidationError as error:
         raise _bad(error.errors(include_url=False, include_context=False)) from None
     given = {name: value for name in type(body).model_fields if (value := getattr(body, name)) is not None}
-    for name in given.keys() & REFUSED.keys():
-        # In Python 0 is False.
-        if not any(given[name] == nothing and type(given[name]) is type(nothing) for nothing in REFUSED[name]):
-            raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+    for name, value in given.items():
+        for asked in type(body).model_fields[name].metadata:
+            if isinstance(asked, Harmless) and not asked.has(value):
+                raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
     for name, other in SAME:
         if name in given and given[name] != given.get(other, given[name]):
             raise ApiError(400, f"{name} and {other} say different things; give one of them", name, "invalid_value")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from castiron.pipelines.checking.verify import drawn_prompts, encode, read_prompts
+from castiron.pipelines.checking.verify import encoded_prompts
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.session import Session
@@ -16,10 +15,8 @@ PROMPTS, TOKENS, BATCHED = 12, 32, 8
 
 def prompts_of(bundle: Bundle) -> list[list[int]]:
     """The first of verify's that leave room for an answer; PipelineError if none does."""
-    text = load_text(bundle) if bundle.tokenizer else None
-    vocab, room = bundle.manifest.vocab, bundle.manifest.context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
-    encoded = (encode(p, text, vocab) for p in (read_prompts() if text else drawn_prompts(vocab)))
-    found = [tokens for tokens in encoded if len(tokens) <= room][:PROMPTS]
+    room = bundle.manifest.context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
+    found = [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= room][:PROMPTS]
     if not found:
         raise PipelineError(f"a context of {bundle.manifest.context} leaves no room to compare answers; tune with a larger one")
     return found

