@@ -53,7 +53,8 @@ def norm(c: Context, op: Op, x: Value, *stored: Stored) -> Value:
     given = {name: part.value() for name, part in zip(("weight", "bias"), stored)}
     if (length := _length(x.shape[0])) is not None:
         given["length"] = length
-    kernel = norm_kernel(op.kind, x.shape[0], x.shape[1], op.attrs["eps"], c.isa, "length" in given, "bias" in given)
+    (T, hidden), eps = x.shape, op.attrs["eps"]
+    kernel = norm_kernel(op.kind, T, hidden, eps, isa=c.isa, length="length" in given, bias="bias" in given)
     return ops.kernel_call(kernel, x=x, **given)["y"]
 
 

@@ -30,9 +30,8 @@ from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.scores import NEVER, attend
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, number
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
 from castiron.emitter.types import F32, I32, TensorType
 

@@ -30,9 +30,8 @@ import numpy as np
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.scores import NEVER, attend, capped
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width, number
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, outer, transpose
 from castiron.emitter.types import F32, I32, TensorType
 
