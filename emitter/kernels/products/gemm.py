@@ -113,7 +113,7 @@ class _Gemm:
         self.b, self.tiles, self.buffers = b, tiles, buffers
         self.lanes, self.T, self.in_features = isa.lanes, product.tokens, product.in_features
         self.row_blocks, self.columns = product.weight_shape[0], LANES * tiles.row_blocks
-        self.panel = Panel(b, product.format, isa, buffers.weight, tiles.depth, tiles.row_blocks)
+        self.panel = Panel(b, product.format, isa, buffers["weight"], tiles.depth, tiles.row_blocks)
         self.sums = b.stack(tiles.tokens, self.columns)
         self.finish = Finish(b, product, self.lanes, buffers, self.sums)
 
@@ -129,7 +129,7 @@ class _Gemm:
         """All results of `tiles.row_blocks` and `tiles.tokens` tokens."""
         b, tiles = self.b, self.tiles
         last = b.min(b.add(first, tiles.tokens), self.T)
-        end = b.real(self.buffers.length, first, last)
+        end = b.real(self.buffers.get("length"), first, last)
         with b.when(b.less(first, end)):
             self._products(first_block, first, end)
         self.finish.store(first_block, tiles.row_blocks, first, end, last)
@@ -174,7 +174,7 @@ class _Gemm:
 
             def step(j: Index, sums: list[Ssa]) -> list[Ssa]:
                 weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
-                x = (b.broadcast(b.load(self.buffers.x, b.add(token, r), b.add(k, j)), lanes) for r in range(rows))
+                x = (b.broadcast(b.load(self.buffers["x"], b.add(token, r), b.add(k, j)), lanes) for r in range(rows))
                 return outer(b, x, weights, sums)
 
             sums = [b.vload(self.sums, lanes, *sum_at) for sum_at in at]
