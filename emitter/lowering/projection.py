@@ -28,7 +28,7 @@ class Projector:
     kernel_of: Callable[[Product], Kernel]
     isa: Isa
     fast: bool = False
-    rounded: dict[tuple[Value, int], Mapping[str, Value]] = field(default_factory=dict)
+    rounded: dict[tuple[Value, int, bool], Mapping[str, Value]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -82,9 +82,9 @@ class Projector:
         """x as the product's kernel takes it, rounded once for all that share a rounding."""
         if product.numerics == "exact":
             return {"x": x}
-        key = x, product.format.group
+        key = x, product.format.group, product.format.minimum != 0
         if key not in self.rounded:
-            self.rounded[key] = ops.kernel_call(round_x(x.shape[0], x.shape[1], product.format.group, isa=self.isa), x=x)
+            self.rounded[key] = ops.kernel_call(round_x(x.shape[0], x.shape[1], product.format, isa=self.isa), x=x)
         rounded = self.rounded[key]
         return {"x": rounded["y"], "x_scales": rounded["scales"], "x_sums": rounded["sums"]}
 

@@ -81,7 +81,8 @@ class Case:
         types = self.product.operands()
         if self.product.numerics == "bytes":
             x = rng.standard_normal((self.product.tokens, self.product.in_features)).astype(np.float32)
-            special |= dict(zip(("x", "x_scales", "x_sums"), rounded(x, self.product.format.group), strict=True))
+            made = rounded(x, self.product.format)
+            special |= {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
         return {n: special[n] if n in special else rng.standard_normal(t.shape).astype(np.float32) for n, t in types.items()}
 
 

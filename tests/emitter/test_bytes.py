@@ -12,7 +12,7 @@ from castiron.emitter.kernels.products.few_bytes import FewBytesTiles
 from castiron.emitter.kernels.products.gemm_bytes import GemmBytesTiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.round_x import round_x
-from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded
+from castiron.emitter.kernels.weights.x_bytes import GROUP, of_bytes, rounded
 from castiron.emitter.kernels.writing.body import STACK_BYTES
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.vmfb.targets import resolve
@@ -34,7 +34,7 @@ SHAPED = [
     # several panels and a shallower last one, several blocks of tokens and a smaller last tile
     Case(Product("q4_1", 200, 80, 1120, length=True, numerics="bytes")),
     Case(Product("q8_0", 50, 96, 320, numerics="bytes"), GemmBytesTiles(4, 1, 2, depth=96, tokens=20, workgroups=5)),
-    Case(Product("q6_k", 13, 64, 512, numerics="bytes"), GemmBytesTiles(3, 2, 2, depth=48, tokens=6)),
+    Case(Product("q6_k", 13, 64, 512, numerics="bytes"), GemmBytesTiles(3, 2, 2, depth=96, tokens=6)),
     Case(Product("q4_k", 7, 64, 512, glu="silu", numerics="bytes"), FewBytesTiles(3, workgroups=3)),
     Case(Product("q5_1", 5, 64, 64, numerics="bytes"), FewBytesTiles(2, workgroups=1)),
 ]
@@ -73,6 +73,8 @@ def test_default_tiles_fit(codec, isa):
                     assert tiles.stack_bytes(product) <= STACK_BYTES
 
 
+# One of every kind of sums.
+ROUNDED = ("q4_1", "q8_0", "q6_k")
 X = {
     "normal": np.random.default_rng(5).standard_normal((9, 96)),
     "outliers": np.random.default_rng(6).standard_normal((9, 96)) * np.where(np.arange(96) % 17, 1, 300),
@@ -83,7 +85,7 @@ X = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_x_is_rounded_as_defined(directory, target):
-    kernels = [round_x(9, 96, group, isa=ISAS[resolve(target).isa]) for group in (16, 32)]
+    kernels = [round_x(9, 96, CODECS[codec], isa=ISAS[resolve(target).isa]) for codec in ROUNDED]
     (directory / "x").mkdir(exist_ok=True)
     runner = Runner(runnable(kernels, target, directory / "x"), 2)
     for kernel in kernels:
@@ -95,13 +97,14 @@ def test_x_is_rounded_as_defined(directory, target):
             np.testing.assert_allclose(found["sums"], want["sums"], rtol=3e-6, atol=1e-37)
 
 
-@pytest.mark.parametrize("group", [16, 32])
-def test_rounded_x_is_within_half_a_step(group):
+@pytest.mark.parametrize("codec", ROUNDED)
+def test_rounded_x_is_within_half_a_step(codec):
     for x in X.values():
-        x = x.astype(np.float32)
-        words, scales, sums = rounded(x, group)
-        again, step = of_bytes(words, scales), np.repeat(scales, group, axis=1)
+        x, group = x.astype(np.float32), CODECS[codec].group
+        made = rounded(x, CODECS[codec])
+        again, step = of_bytes(made["y"], made["scales"]), np.repeat(made["scales"], GROUP, axis=1)
         assert (np.abs(again - x) <= 0.5001 * step + 1e-30).all()
+        sums = made["sums"] * (1 if CODECS[codec].minimum else np.repeat(made["scales"], GROUP // group, axis=1))
         np.testing.assert_allclose(again.reshape(9, -1, group).sum(axis=2), sums, rtol=1e-5, atol=1e-6 * np.abs(x).max())
 
 

@@ -22,13 +22,21 @@ def test_cpuinfo_is_read_under_llvms_names():
     found = cpu.cpuinfo_features(f"processor\t: 0\nmodel name\t: AMD EPYC 9B14\nflags\t\t: {ZEN4}\n", "x86_64")
     assert set(TARGETS["x86-64-v4"].features) <= found
     assert {"avx512vnni", "avx512bf16", "gfni"} <= found and not {"sha_ni", "vaes"} & found
-    assert targets.isa_of("x86_64", found) == "avx512"
+    assert targets.isa_of("x86_64", found) == "avx512vnni"
+    assert targets.isa_of("x86_64", found - {"avx512vnni"}) == "avx512"
     arm = cpu.cpuinfo_features("Features\t: fp asimd aes crc32 atomics fphp asimdhp asimdrdm asimddp\n", "aarch64")
     assert arm == set(TARGETS["aarch64"].features) and targets.isa_of("aarch64", arm) == "neon"
 
 
 def test_the_isa_follows_the_features():
-    assert [TARGETS[name].isa for name in ("x86-64-v3", "x86-64-v4", "aarch64")] == ["avx2", "avx512", "neon"]
+    isas = {
+        "x86-64-v3": "avx2",
+        "x86-64-v3-vnni": "avxvnni",
+        "x86-64-v4": "avx512",
+        "x86-64-v4-vnni": "avx512vnni",
+        "aarch64": "neon",
+    }
+    assert {name: TARGETS[name].isa for name in isas} == isas
     assert targets.isa_of("x86_64", {"avx2"}) == "" and targets.isa_of("riscv64", {"v"}) == ""
 
 
@@ -45,7 +53,7 @@ def test_missing_features_are_named(monkeypatch):
 
 
 def test_bad_targets_are_refused_in_a_sentence(monkeypatch):
-    with pytest.raises(TargetError, match="'sparc' is not known; choose one of host, x86-64-v3, x86-64-v4, aarch64"):
+    with pytest.raises(TargetError, match="'sparc' is not known; choose one of host, x86-64-v3, x86-64-v3-vnni, x86-64-v4"):
         resolve("sparc")
     monkeypatch.setitem(TARGETS, "host", Target("host", "x86_64", "", "Pentium", ("sse3",), ()))
     with pytest.raises(TargetError, match="Pentium.*neither AVX2"):

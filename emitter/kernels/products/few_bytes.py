@@ -4,10 +4,10 @@ taken apart in, by all tokens.
     each workgroup: a share of the sets of 16-row blocks
       for set in share, for vector of outputs in set, for tile of `rows` tokens:
         acc [rows] = 0                                                                                 registers
-        for group in groups of all records:
-          prefetch the group of the block that comes next
+        for 32 k of all records:
+          prefetch those of the block that comes next
           dot [rows] = 0                                                                               registers, s32
-          for four k of the group:                                        unrolled
+          for four k of the 32:                                          unrolled
             dot += (word & mask) * x[token]                               x broadcast from memory
           acc += scale * (x_scale * dot) + base * x_sum
         sums[tile, vector] = acc                                                                       stack
@@ -21,14 +21,13 @@ from typing import ClassVar
 
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.frame import Buffers, Tiles, product_kernel
-from castiron.emitter.kernels.products.gemm_bytes import add_group
+from castiron.emitter.kernels.products.gemm_bytes import Step
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.products.several import Finish
 from castiron.emitter.kernels.weights.code_bytes import CodeBytes
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
 from castiron.emitter.kernels.writing.body import Body, Index
-from castiron.emitter.kernels.writing.dot import Dot, Total
 from castiron.emitter.kernels.writing.isa import Isa
 
 PARTS = 2  # workgroups a thread
@@ -68,7 +67,7 @@ class _FewBytes:
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, product.format, isa, tiles, buffers
         self.T, self.set = product.tokens, product.epilogue.row_blocks
         self.row_blocks, self.count, _ = product.weight_shape
-        self.records, self.dot = Records(b, self.codec, isa, buffers["weight"]), Dot(b, isa, self.codec.bits)
+        self.records, self.step = Records(b, self.codec, isa, buffers["weight"]), Step(b, product, isa, buffers)
         self.sums = b.stack(self.T, self.set * LANES)
         self.finish = Finish(b, product, isa.lanes, buffers, self.sums)
 
@@ -90,28 +89,25 @@ class _FewBytes:
 
     def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
         """sums[token : token + rows, column :] of vector v of a row block."""
-        b, groups = self.b, self.records.layout.groups
-        with b.loop(0, self.count * groups, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:
-            record, group = b.div(loop.index, groups), b.rem(loop.index, groups)
+        b, groups, parts = self.b, self.records.layout.groups, self.step.parts
+        with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:
+            first = b.mul(loop.index, parts)
+            record, group = b.div(first, groups), b.rem(first, groups)
+            numbers = [b.add(group, part) for part in range(parts)]
             self._prefetch(block, record, group)
-            codes = CodeBytes(self.records, self.isa, block, record, group)
-            dots = [Total()] * rows
-            for q in range(self.codec.group // 4):
-                code, word = self.dot.code(codes.quad(q, v)), b.add(b.mul(loop.index, self.codec.group // 4), q)
-                for r in range(rows):
-                    x = self.dot.x(b.load(self.buffers["x"], b.add(token, r), word))
-                    dots[r] = self.dot.add(dots[r], code, x)
-            side = self.records.scale_and_base(block, record, group, v, codes.bias)
-            given = []
-            for r, so_far in enumerate(loop.values):
-                given.append(add_group(b, self.dot, self.buffers, dots[r], so_far, (b.add(token, r), loop.index), *side))
-            loop.give(*given)
+            codes = [CodeBytes(self.records, self.isa, block, record, number) for number in numbers]
+            sides = [[self.records.scale_and_base(block, record, number, v)] for number in numbers]
+            each = self.codec.group // 4
+            quads = lambda q: [codes[q // each].quad(q % each, v)]
+            loop.give(*self.step.add(loop.values, [b.add(token, r) for r in range(rows)], loop.index, quads, sides))
         for r, total in enumerate(loop.results):
             b.vstore(total, self.sums, b.add(token, r), column)
 
     def _prefetch(self, block: Index, record: Index, group: Index) -> None:
-        """Ask for a group of the row block that comes next."""
+        """Ask for GROUP k of the row block that comes next."""
         layout = self.records.layout
-        start, nbytes = (0, layout.size) if layout.groups == 1 else (self.records.codes_at(group), layout.group_bytes)
+        start, nbytes = self.records.codes_at(group), layout.group_bytes * self.step.parts
+        if layout.groups == 1:
+            start, nbytes = 0, layout.size
         for line in range(0, nbytes, CACHE_LINE):
             self.records.prefetch(self.b.add(block, self.set), record, self.b.add(start, line))

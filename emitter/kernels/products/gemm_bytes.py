@@ -9,9 +9,9 @@ As `gemm`, but that the panel holds codes, a byte each, and that a group's scale
           codes [depth / 4, 16 * blocks] of four, scale, base [depth / group, 16 * blocks]             stack
           for tile of `rows` tokens, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
-            for group in depth:
+            for 32 k in depth:
               dot [rows, 16 * wide] = 0                                                                registers, s32
-              for four k of the group:                                    unrolled
+              for four k of the 32:                                       unrolled
                 dot += codes * x[token]                                   x broadcast from memory
               acc += scale * (x_scale * dot) + base * x_sum
             sums[tile] = acc
@@ -22,6 +22,7 @@ where w = scale * code + base for the codes as they are stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,7 +33,8 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.code_bytes import CodeBytes
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import Records
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.weights.x_bytes import GROUP
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.writing.dot import Dot, Total
 from castiron.emitter.kernels.writing.isa import Isa
 
@@ -61,7 +63,7 @@ class GemmBytesTiles(Tiles):
     def fit(self, product: Product) -> bool:
         return (
             self.stack_bytes(product) <= STACK_BYTES
-            and self.depth % product.format.group == 0
+            and self.depth % GROUP == 0
             and self.tokens % self.rows == 0
             and self.row_blocks % self.wide == 0
             and self.row_blocks % product.epilogue.row_blocks == 0
@@ -85,8 +87,8 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmBytesTile
     budget = STACK_BYTES // (LANES * together)
     token_blocks = -(-T // min(MOST_TOKENS, budget // 4 * 3 // 5))
     tokens = -(-T // (token_blocks * rows)) * rows
-    room = (budget - 4 * tokens) * group // _bytes_of(group, group)
-    depth = even_share(product.in_features // group, min(MOST_DEPTH, room) // group) * group
+    room = (budget - 4 * tokens) * GROUP // _bytes_of(GROUP, group)
+    depth = even_share(product.in_features // GROUP, min(MOST_DEPTH, room) // GROUP) * GROUP
     items = row_blocks // together * -(-T // tokens)
     return GemmBytesTiles(rows, wide, together, depth, tokens, workgroups=min(items, PARTS * threads))
 
@@ -106,7 +108,6 @@ class _Panel:
         groups, columns = tiles.depth // self.codec.group, LANES * tiles.row_blocks
         self.codes = b.stack(tiles.depth // 4, columns, element="i32")
         self.scales, self.bases = b.stack(groups, columns), b.stack(groups, columns)
-        self.has_base = False
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         b, records, group = self.b, self.records, self.codec.group
@@ -115,59 +116,103 @@ class _Panel:
             record, number = b.div(unit, records.layout.groups), b.rem(unit, records.layout.groups)
             column = b.add(b.mul(i.index, LANES), b.mul(v, self.isa.lanes))
             codes = CodeBytes(records, self.isa, block, record, number)
-            scale, base = records.scale_and_base(block, record, number, v, codes.bias)
+            scale, base = records.scale_and_base(block, record, number, v)
             b.vstore(scale, self.scales, g.index, column)
-            if base is not None:
-                self.has_base = True
+            if base is not None and self.codec.minimum:
                 b.vstore(base, self.bases, g.index, column)
             for q in range(group // 4):
                 b.vstore(codes.quad(q, v), self.codes, b.add(b.mul(g.index, group // 4), q), column)
 
+    def quad(self, q: Index, column: Index) -> Ssa:
+        return self.b.vload(self.codes, self.isa.lanes, q, column)
+
     def side(self, group: Index, column: Index) -> tuple[Ssa, Ssa | None]:
         """Scale and base of one vector of columns."""
         scale, base = (self.b.vload(each, self.isa.lanes, group, column) for each in (self.scales, self.bases))
-        return scale, base if self.has_base else None
+        return scale, base if self.codec.minimum else None
 
 
 class _GemmBytes(Gemm):
     """Writes the body of one kernel."""
 
     def _panel(self) -> _Panel:
-        self.dot = Dot(self.b, self.isa, self.product.format.bits)
+        self.step = Step(self.b, self.product, self.isa, self.buffers)
         return _Panel(self.b, self.product, self.isa, self.buffers["weight"], self.tiles)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
         """sums[row : row + rows] += x[token : token + rows, k : k + depth] @ panel."""
-        b, group, panel, width = self.b, self.product.format.group, self.panel, LANES * self.tiles.wide
+        b, panel, width = self.b, self.panel, LANES * self.tiles.wide
         with b.loop(0, self.columns, width) as column:
             columns = [b.add(column.index, c) for c in range(0, width, self.lanes)]
             at = [(b.add(row, r), c) for r in range(rows) for c in columns]
-            with b.loop(0, depth // group, carry=[b.vload(self.sums, self.lanes, *each) for each in at]) as loop:
-                dots = [Total()] * len(at)
-                for q in range(group // 4):
-                    quad = b.add(b.mul(loop.index, group // 4), q)
-                    codes = [self.dot.code(b.vload(panel.codes, self.lanes, quad, c)) for c in columns]
-                    word = b.add(b.div(k, 4), quad)
-                    for r in range(rows):
-                        x = self.dot.x(b.load(self.buffers["x"], b.add(token, r), word))
-                        for i, code in enumerate(codes, r * len(columns)):
-                            dots[i] = self.dot.add(dots[i], code, x)
-                unit, sides = b.add(b.div(k, group), loop.index), [panel.side(loop.index, c) for c in columns]
-                given = []
-                for i, so_far in enumerate(loop.values):
-                    r, c = divmod(i, len(columns))
-                    given.append(add_group(b, self.dot, self.buffers, dots[i], so_far, (b.add(token, r), unit), *sides[c]))
-                loop.give(*given)
+            with b.loop(0, depth // GROUP, carry=[b.vload(self.sums, self.lanes, *each) for each in at]) as loop:
+                parts = self.step.parts
+                quads = lambda q: [panel.quad(b.add(b.mul(loop.index, GROUP // 4), q), c) for c in columns]
+                groups = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
+                sides = [[panel.side(group, c) for c in columns] for group in groups]
+                tokens = [b.add(token, r) for r in range(rows)]
+                loop.give(*self.step.add(loop.values, tokens, b.add(b.div(k, GROUP), loop.index), quads, sides))
             for total, each in zip(loop.results, at, strict=True):
                 b.vstore(total, self.sums, *each)
 
 
-def add_group(
-    b: Body, dot: Dot, buffers: Buffers, total: Total, so_far: Ssa, at: tuple[Index, Index], scale: Ssa, base: Ssa | None
-) -> Ssa:
-    """so_far + scale * (x_scale * total) + base * x_sum, where x's scale and sum stand `at` (row, group)."""
-    words = dot.words(total)
-    floats = b.let(f"arith.sitofp {words} : {words.type} to {scale.type}", scale.type)
-    dotted = b.mulf(floats, b.broadcast(b.load(buffers["x_scales"], *at), dot.lanes))
-    so_far = b.fma(dotted, scale, so_far)
-    return so_far if base is None else b.fma(base, b.broadcast(b.load(buffers["x_sums"], *at), dot.lanes), so_far)
+class Step:
+    """sums += the products of GROUP k of some rows of x with some vectors of outputs.
+
+    For codes c, as stored, with a bias where unsigned ones are wanted, and bytes n: of a codec with minima
+    scale * (x_scale * sum(c n)) + base * sum(x), of the others scale * (x_scale * (sum(c n) - (offset + bias) sum(n))).
+    """
+
+    def __init__(self, b: Body, product: Product, isa: Isa, buffers: Buffers):
+        self.b, self.codec, self.lanes, self.buffers = b, product.format, isa.lanes, buffers
+        self.dot, self.parts = Dot(b, isa, self.codec.bits), GROUP // product.format.group
+        self.bias = 0 if self.codec.minimum else self.codec.offset + Dot.bias(isa, self.codec.bits)
+
+    def add(
+        self,
+        sums: Sequence[Ssa],
+        rows: Sequence[Index],
+        unit: Index,
+        quads: Callable[[int], Sequence[Ssa]],
+        sides: Sequence[Sequence[tuple[Ssa, Ssa | None]]],
+    ) -> list[Ssa]:
+        """sums [rows * vectors] with unit number `unit` of GROUP k. quads(q): four codes a lane of each vector; sides: by
+        group of the codec scale and base of each vector.
+        """
+        b, vectors, quads_a_group = self.b, len(sides[0]), self.codec.group // 4
+        groups: list[list[Ssa]] = []
+        for part in range(self.parts):
+            dots = [start for row in rows for start in [self._start(row, unit, part)] for _ in range(vectors)]
+            for q in range(part * quads_a_group, (part + 1) * quads_a_group):
+                codes, word = [self.dot.code(quad) for quad in quads(q)], b.add(b.mul(unit, GROUP // 4), q)
+                for r, row in enumerate(rows):
+                    x = self.dot.x(b.load(self.buffers["x"], row, word))
+                    for i, code in enumerate(codes, r * vectors):
+                        dots[i] = self.dot.add(dots[i], code, x)
+            groups.append([self._float(self.dot.words(dot)) for dot in dots])
+        totals = []
+        for i, so_far in enumerate(sums):
+            row, v = rows[i // vectors], i % vectors
+            dotted = b.mulf(groups[0][i], sides[0][v][0])
+            for part in range(1, self.parts):
+                dotted = b.fma(groups[part][i], sides[part][v][0], dotted)
+            total = b.fma(dotted, b.broadcast(b.load(self.buffers["x_scales"], row, unit), self.lanes), so_far)
+            for part in range(self.parts):
+                base = sides[part][v][1]
+                if self.codec.minimum and base is not None:
+                    total = b.fma(base, b.broadcast(self._sum(row, unit, part), self.lanes), total)
+            totals.append(total)
+        return totals
+
+    def _start(self, row: Index, unit: Index, part: int) -> Total:
+        if not self.bias:
+            return Total()
+        start = self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), "i32"))
+        return Total(self.b.broadcast(start, self.lanes))
+
+    def _sum(self, row: Index, unit: Index, part: int) -> Ssa:
+        return self.b.load(self.buffers["x_sums"], row, self.b.add(self.b.mul(unit, self.parts), part))
+
+    def _float(self, words: Ssa) -> Ssa:
+        type_ = vector_type(self.lanes)
+        return self.b.let(f"arith.sitofp {words} : {words.type} to {type_}", type_)

@@ -101,18 +101,19 @@ class Product:
     def operands(self) -> dict[str, TensorType]:
         """What its kernel takes, in order: x, (x_scales, x_sums), (norm), weight, (chosen), (bias), (residual), (length).
 
-        With bytes x, x_scales and x_sums are what `weights.x_bytes` makes of x with the groups of the codec.
+        With bytes x, x_scales and x_sums are what `weights.x_bytes` makes of x for the codec.
         norm [in] is the RMS norm's weight, chosen i32 [tokens] the expert of each pair, length an i32 that counts rows
         of x.
         """
         row_blocks, *record = self.weight_shape
         y, scalar = self.results()["y"], TensorType((), I32)
         rows, bytes_ = self.tokens // self.per_row, self.numerics == "bytes"
-        rounded = rounded_types(rows, self.in_features, self.format.group or 1)
+        f32 = TensorType((rows, self.in_features), F32)
+        made = rounded_types(rows, self.in_features, self.format) if bytes_ else {"y": f32, "scales": f32, "sums": f32}
         every = {
-            "x": (True, rounded["y"] if bytes_ else TensorType((rows, self.in_features), F32)),
-            "x_scales": (bytes_, rounded["scales"]),
-            "x_sums": (bytes_, rounded["sums"]),
+            "x": (True, made["y"]),
+            "x_scales": (bytes_, made["scales"]),
+            "x_sums": (bytes_, made["sums"]),
             "norm": (self.rms_eps is not None, TensorType((self.in_features,), F32)),
             "weight": (True, TensorType((max(1, self.experts) * row_blocks, *record), I8)),
             "chosen": (self.experts > 0, TensorType((self.tokens,), I32)),

@@ -76,8 +76,8 @@ class Records:
         """The factor of m for a group, None where it is one."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
-    def scale_and_base(self, block: Index, record: Index, group: Index, v: Index, bias: int = 0) -> tuple[Ssa, Ssa | None]:
-        """weight = scale * (stored code + bias) + base, of a group."""
+    def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
+        """weight = scale * stored code + base, of a group."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         factor = self.group_scale(block, record, group, v)
@@ -87,8 +87,8 @@ class Records:
             factor = self.group_minimum(block, record, group, v)
             base = base if factor is None else b.mulf(base, factor)
             return scale, base if codec.minimum > 0 else b.mulf(base, b.splat(-1.0, self.lanes))
-        if codec.offset + bias:
-            base = b.mulf(scale, b.splat(-(codec.offset + bias), self.lanes))
+        if codec.offset:
+            base = b.mulf(scale, b.splat(-codec.offset, self.lanes))
         return scale, base
 
     def codes_at(self, group: Index) -> Index:
