@@ -30,6 +30,7 @@ from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
 from castiron.emitter.kernels.writing.body import Body, Index
 from castiron.emitter.kernels.writing.isa import Isa
 
+MOST_ROWS = 8  # of a tile: more sums than that spill
 PARTS = 2  # workgroups a thread
 
 
@@ -48,8 +49,7 @@ class FewBytesTiles(Tiles):
 
 def default_tiles(product: Product, isa: Isa, threads: int = 2) -> FewBytesTiles:
     """Tiles that measured well for a kernel that is expected to run on `threads`."""
-    most_rows = 8 if isa.registers == 32 else 4
-    rows = -(-product.tokens // -(-product.tokens // most_rows))
+    rows = -(-product.tokens // -(-product.tokens // MOST_ROWS))
     sets = product.weight_shape[0] // product.epilogue.row_blocks
     return FewBytesTiles(rows, min(sets, PARTS * threads))
 

@@ -39,6 +39,7 @@ from castiron.emitter.kernels.writing.dot import Dot, Total
 from castiron.emitter.kernels.writing.isa import Isa
 
 MOST_TOKENS = 132
+MOST_ROWS = 6  # of a tile: more sums than that spill
 MOST_DEPTH = 512
 
 
@@ -82,8 +83,7 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmBytesTile
     even = shared == 2 or row_blocks % 2 == 0
     wide = 2 if isa.lanes == LANES and even else 1
     together = max(wide, shared)
-    most_rows = 6 if isa.lanes == LANES else 4
-    rows = -(-T // -(-T // most_rows))
+    rows = -(-T // -(-T // MOST_ROWS))
     budget = STACK_BYTES // (LANES * together)
     token_blocks = -(-T // min(MOST_TOKENS, budget // 4 * 3 // 5))
     tokens = -(-T // (token_blocks * rows)) * rows
