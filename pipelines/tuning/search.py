@@ -106,7 +106,8 @@ class Bench:
         return [(row.name.removesuffix("_fn"), row.seconds / row.calls) for row in rows]
 
     def _lowered(self, tiles: TilesByProduct) -> Module:
-        return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=lambda product: tiles.get(product.name))
+        tiled = lambda product: tiles.get(product.name)
+        return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Product, str, str]]:
         """Product, function and kernel by the product's name."""

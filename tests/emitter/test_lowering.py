@@ -131,3 +131,52 @@ def test_numerics_reach_every_product():
     kernels = [op.attrs["kernel"] for f in asked.functions.values() for op in f.ops if op.kind == "kernel"]
     products = [kernel.product for kernel in kernels if kernel.product]
     assert len(products) > 20 and {product.numerics for product in products} == {"exact"}
+
+
+def test_fast_numerics_round_x_once_for_all_products_that_take_it():
+    """Where several tokens meet codes: not for one token, not for floats, not for experts."""
+    model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8], (4,), (3,))
+    exact, fast = lower(model), lower(model, numerics="fast")
+    assert ops_of(fast, "decode_step") == ops_of(exact, "decode_step")
+    for function in ("prefill_8", "verify_4", "decode_batch_3"):
+        ops = ops_of(fast, function)
+        assert Counter(name.split("_")[0] for name in ops if name.startswith("round_x")) == {
+            "round": 3 * 2 + (function != "prefill_8")
+        }
+        assert {p.numerics for p in products_of(fast, function) if p.codec == "q4_1" and p.tokens > 1} == {"bytes"}
+        assert {p.numerics for p in products_of(fast, function) if p.codec == "f16" or p.tokens == 1} == {"exact"}
+    experts = lower(build({**CONFIG, **MIXTRAL}, lambda name: "q4_1", CONTEXT, [8]), numerics="fast")
+    assert {(p.experts > 0, p.numerics) for p in products_of(experts, "prefill_8") if p.tokens > 1} >= {
+        (True, "exact"),
+        (False, "bytes"),
+    }
+    with pytest.raises(EmitError, match="fast need the lowering kernels, not portable"):
+        lower(model, "portable", numerics="fast")
+
+
+def ops_of(module, function: str) -> list[str]:
+    return [op.attrs["kernel"].name if op.kind == "kernel" else op.kind for op in module.functions[function].ops]
+
+
+def products_of(module, function: str) -> list:
+    kernels = [op.attrs["kernel"] for op in module.functions[function].ops if op.kind == "kernel"]
+    return [kernel.product for kernel in kernels if kernel.product]
+
+
+@pytest.mark.parametrize("codec", ["q4_0", "q4_1", "q5_0", "q8_0"])
+def test_fast_logits_are_near_the_exact_ones_and_caches_too(codec):
+    """A product's rounding is 0.005 of its deviation: a step is 2.1 / 127 of x's, its error evenly spread. A model has some in a
+    row; a wrong one would be as far off as 1."""
+    model = build(CONFIG, lambda name: codec, CONTEXT, [WIDTH])
+    found = {}
+    for numerics in ("exact", "fast"):
+        module = lower(model, numerics=numerics)
+        k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
+        tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
+        _, logits, k, v = interpreter.run(
+            module, "prefill_8", [tokens, np.int32(0), np.int32(6), k, v], params_of(module, model)
+        )
+        found[numerics] = logits, k[:, :6], v[:, :6]
+    for exact, fast in zip(found["exact"], found["fast"], strict=True):
+        distance = np.sqrt(np.mean((fast - exact) ** 2)) / np.std(exact)
+        assert 5e-4 < distance < 10 * 0.005
