@@ -20,8 +20,6 @@ class Batch:
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
         """`threads` defaults to the physical cores. A bundle without batch functions has one slot."""
-        if threads is not None and threads < 1:
-            raise SessionError(f"threads is {threads}, and a batch needs at least 1")
         self.program = program = Program(bundle, threads)
         states, sizes = program.manifest.states, program.manifest.widths("batch")
         self.size = max(sizes, default=1)

@@ -49,7 +49,9 @@ class Program:
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
         """`source`: a bundle, or where one is. `threads` None means one per physical core. BundleError if the runtime refuses
-        the bundle."""
+        the bundle, SessionError for threads less than one."""
+        if threads is not None and threads < 1:
+            raise SessionError(f"threads is {threads}, and a session needs at least 1")
         bundle = open_bundle(source)
         self.manifest = bundle.manifest
         # Of the thread that runs it; what it calls may take it again.

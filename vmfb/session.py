@@ -35,8 +35,6 @@ class Session:
         `states`: buffers of one sequence to use, zero so far, instead of buffers of its own. SessionError for threads less
         than one.
         """
-        if threads is not None and threads < 1:
-            raise SessionError(f"threads is {threads}, and a session needs at least 1")
         self.program = program = source if isinstance(source, Program) else Program(source, threads)
         self.manifest = manifest = program.manifest
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from castiron.emitter.kernels.products.product import Product
-from castiron.emitter.kernels.writing.body import executable
+from castiron.emitter.kernels.writing.body import Body, Ssa, memref_type
 from castiron.emitter.types import TensorType
 
 INDEX = "index"
@@ -68,7 +68,37 @@ def write_kernel(
     in_place: Mapping[str, str] | None = None,
     product: Product | None = None,
 ) -> Kernel:
-    """The kernel whose body `write(body, **arguments)` writes, see `writing.body.executable`."""
+    """The kernel whose function runs on `workgroups` workgroups and whose body `write(body, **arguments)` writes.
+
+    Arguments, by the names of the operands and of the results that are not `in_place` of one, are memrefs and index values.
+    """
     in_place = in_place or {}
-    text = executable(name, operands, results, in_place, workgroups, write)
+    tensors = {name: t for name, t in operands.items() if isinstance(t, TensorType)}
+    tensors |= {name: t for name, t in results.items() if name not in in_place}
+    indices = [name for name, t in operands.items() if not isinstance(t, TensorType)]
+    body = Body()
+    arguments: dict[str, Ssa] = {}
+    for i, (given, t) in enumerate(tensors.items()):
+        memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.name))
+        zero = body.index(0)
+        body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
+        arguments[given] = memref
+    scalars = {given: Ssa(f"%i{i}", "index") for i, given in enumerate(indices)}
+    write(body, **arguments, **scalars)
+    signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars.values()])
+    pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
+    text = f"""stream.executable private @{name} {{
+  stream.executable.export public @{name}_fn workgroups() -> (index, index, index) {{
+    %n = arith.constant {workgroups} : index
+    %one = arith.constant 1 : index
+    stream.return %n, %one, %one : index, index, index
+  }}
+  builtin.module {{
+    func.func @{name}_fn({signature}) attributes {{translation_info = {pipeline}}} {{
+{body.text()}
+      return
+    }}
+  }}
+}}
+"""
     return Kernel(name, operands, results, text, reference, flops, nbytes, in_place, product)

@@ -16,46 +16,33 @@ from __future__ import annotations
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width
+from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width, number
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import row_sum
 from castiron.emitter.types import F32, I32, TensorType
 
 ROWS = 4  # that a workgroup takes
 
 
-def rms_norm(T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False) -> Kernel:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019; HF `LlamaRMSNorm`).
+def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False, bias: bool = False) -> Kernel:
+    """rms_norm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019; HF `LlamaRMSNorm`); layer_norm:
+    (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016; torch `LayerNorm`), the variance that of the centred
+    row, in a second pass.
 
-    x [T, hidden], weight [hidden], (length i32) -> y [T, hidden]. With `length` only rows < length are computed, the
-    others are zero.
+    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]. With `length` only rows < length are
+    computed, the others are zero.
     """
-    return norm("rms_norm", T, hidden, eps, isa, length)
-
-
-def layer_norm(T: int, hidden: int, eps: float, bias: bool = True, *, isa: Isa, length: bool = False) -> Kernel:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016; torch `LayerNorm`).
-
-    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]; `length` as in `rms_norm`. The
-    variance is that of the centred row, in a second pass.
-    """
-    return norm("layer_norm", T, hidden, eps, isa, length, bias)
-
-
-def norm(kind: str, T: int, hidden: int, eps: float, isa: Isa, with_length: bool, with_bias: bool = False) -> Kernel:
-    """The one kernel that both are: a layer norm centres the row first, and may add a bias."""
     centred = kind == "layer_norm"
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)
     operands = {"x": rows, "weight": row}
-    if with_bias:
+    if bias:
         operands["bias"] = row
-    if with_length:
+    if length:
         operands["length"] = TensorType((), I32)
     width = largest_width(isa.lanes, hidden)
 
-    def write_row(b: Body, t: Ssa, x: Ssa, weight: Ssa, y: Ssa, bias: Ssa | None) -> None:
+    def write_row(b: Body, t: Ssa, x: Ssa, weight: Ssa, y: Ssa, added: Ssa | None) -> None:
         read = lambda d, width: b.vload(x, width, t, d)
         element = read
         if centred:
@@ -64,34 +51,32 @@ def norm(kind: str, T: int, hidden: int, eps: float, isa: Isa, with_length: bool
         scale = b.broadcast(inverse_rms(b, element, hidden, eps, isa.lanes), width)
         with b.loop(0, hidden, width) as d:
             value = b.mulf(b.mulf(element(d.index, width), scale), b.vload(weight, width, d.index))
-            b.vstore(value if bias is None else b.addf(value, b.vload(bias, width, d.index)), y, t, d.index)
+            b.vstore(value if added is None else b.addf(value, b.vload(added, width, d.index)), y, t, d.index)
 
-    def write(b: Body, x: Ssa, weight: Ssa, y: Ssa, bias: Ssa | None = None, length: Ssa | None = None) -> None:
+    def write(b: Body, x: Ssa, weight: Ssa, y: Ssa, **given: Ssa) -> None:
         low = b.mul(b.workgroup(), ROWS)
         high = b.min(b.add(low, ROWS), T)
-        end = b.real(length, low, high)
+        end = b.real(given.get("length"), low, high)
         with b.loop(low, end) as loop:
-            write_row(b, loop.index, x, weight, y, bias)
-        if length is not None:
+            write_row(b, loop.index, x, weight, y, given.get("bias"))
+        if length:
             with b.loop(end, high) as loop, b.loop(0, hidden, width) as d:
                 b.vstore(b.splat(0.0, width), y, loop.index, d.index)
 
-    def reference(
-        x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, length: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
-        y, real = np.zeros((T, hidden), np.float32), T if length is None else int(length)
+    def reference(x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        y, real = np.zeros((T, hidden), np.float32), int(given.get("length", T))
         wide = x[:real].astype(np.float64)
         wide = wide - wide.mean(axis=-1, keepdims=True) if centred else wide
-        y[:real] = rms_normed(wide, weight.astype(np.float64), eps) + (0 if bias is None else bias)
+        y[:real] = rms_normed(wide, weight.astype(np.float64), eps) + given.get("bias", 0)
         return {"y": y}
 
     return write_kernel(
-        f"{kind}_{T}x{hidden}_{number(eps)}" + "_bias" * with_bias + "_length" * with_length + f"_{isa.name}_r{ROWS}",
+        f"{kind}_{T}x{hidden}_{number(eps)}" + "_bias" * bias + "_length" * length + f"_{isa.name}_r{ROWS}",
         operands,
         {"y": rows},
         -(-T // ROWS),
         write,
         reference=reference,
-        flops=(4 + 4 * with_bias) * T * hidden,
-        nbytes=4 * hidden * (2 * T + 1 + with_bias),
+        flops=(4 + 4 * bias) * T * hidden,
+        nbytes=4 * hidden * (2 * T + 1 + bias),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 from castiron.emitter import ops
@@ -12,6 +13,7 @@ from castiron.emitter.kernels.argmax import argmax as argmax_kernel
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
+from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.embed import embed as embed_kernel
 from castiron.emitter.kernels.norm import norm as norm_kernel
 from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
@@ -53,7 +55,8 @@ def norm(c: Context, op: Op, x: Value, *stored: Stored) -> Value:
     given = {name: part.value() for name, part in zip(("weight", "bias"), stored)}
     if (length := _length(x.shape[0])) is not None:
         given["length"] = length
-    kernel = norm_kernel(op.kind, x.shape[0], x.shape[1], op.attrs["eps"], c.isa, "length" in given, "bias" in given)
+    (T, hidden), eps = x.shape, op.attrs["eps"]
+    kernel = norm_kernel(op.kind, T, hidden, eps, isa=c.isa, length="length" in given, bias="bias" in given)
     return ops.kernel_call(kernel, x=x, **given)["y"]
 
 
@@ -89,38 +92,31 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, gate: S
 
 def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, Value]:
     count, names, layout = op.attrs["rows"], op.attrs["prepared"], op.attrs["layout"]
-    rows, prepared = [_flat(x) for x in operands[:count]], operands[count : count + len(names)]
+    rows, prepared = (
+        [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]],
+        operands[count : count + len(names)],
+    )
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
     (layers, context), tokens = k_cache.shape[:2], rows[0].shape[0]
-    scores = {key: op.attrs[key] for key in ("scale", "window", "softcap")}
+    scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"])
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
     if op.attrs["mode"] in ("decode", "batch"):
         batch = tokens if op.attrs["mode"] == "batch" else None
-        kernel = attention_decode(layers, context, layout, isa=c.isa, batch=batch, **scores)
-        counters = _counters(c, kernel.tensors["counters"])
+        kernel = attention_decode(layers, context, layout, scores, isa=c.isa, batch=batch)
+        # Zeros that every layer leaves as zeros.
+        type_ = kernel.tensors["counters"]
+        counters = c.counters.get(type_) or ops.constant(0, I32, type_.shape)
         found = ops.kernel_call(kernel, qkv=qkv, **given, position=start, counters=counters, **caches)
-        c.counters[counters.type] = found["counters"]
+        c.counters[type_] = found["counters"]
         return found["out"], found["k_cache"], found["v_cache"]
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(layers, context, tokens, layout, isa=c.isa)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
-    kernel = attention_prefill(layers, context, tokens, layout, isa=c.isa, **scores)
+    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa)
     out = ops.kernel_call(kernel, **chunk, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
-
-
-def _counters(c: Context, type_: TensorType) -> Value:
-    """Zeros that every layer leaves as zeros."""
-    if type_ not in c.counters:
-        c.counters[type_] = ops.constant(0, I32, type_.shape)
-    return c.counters[type_]
-
-
-def _flat(x: Value) -> Value:
-    """Heads [T, heads, head_dim] as rows [T, heads * head_dim]."""
-    return x if x.type.rank == 2 else ops.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
 
 
 def argmax_rows(c: Context, op: Op, logits: Value) -> Value:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.emitter.kernels.writing.body import Body, Ssa, executable
+from castiron.emitter.kernels.kernel import write_kernel
+from castiron.emitter.kernels.writing.body import Body, Ssa
 from castiron.emitter.types import F32, TensorType
 
 # 256 MB, several times any cache.
@@ -54,8 +55,8 @@ def _fma(lanes: int, chains: int) -> str:
 def _probe(name: str, operand: tuple[int, ...], result: tuple[int, ...], write: Callable[..., None]) -> str:
     """A kernel with a workgroup for each row of its result, and a function that dispatches it."""
     x, y = TensorType(operand, F32), TensorType(result, F32)
-    kernel = executable(f"probe_{name}", {"x": x}, {"y": y}, {}, result[0], write)
-    return f"""{kernel}func.func @{name}(%x: {x}) -> {y} {{
+    kernel = write_kernel(f"probe_{name}", {"x": x}, {"y": y}, result[0], write, reference=dict, flops=0, nbytes=0)
+    return f"""{kernel.text}func.func @{name}(%x: {x}) -> {y} {{
   %y = flow.dispatch @probe_{name}::@probe_{name}_fn(%x) : ({x}) -> {y}
   return %y : {y}
 }}

@@ -15,6 +15,7 @@ from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
+from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.vmfb.targets import resolve
@@ -47,15 +48,19 @@ class Case:
     def scale(self) -> float:
         return self.head_dim**-0.5
 
+    @property
+    def how(self) -> Scores:
+        return Scores(self.scale, **self.scores)
+
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
-        options = {"scale": self.scale, **self.scores, "splits": self.splits, "split_from": 24}
-        return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, isa=isa, batch=batch, **options)
+        options = {"splits": self.splits, "split_from": 24}
+        return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, self.how, isa=isa, batch=batch, **options)
 
     def append(self, isa: Isa) -> Kernel:
         return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa)
 
     def prefill(self, isa: Isa) -> Kernel:
-        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, scale=self.scale, **self.scores)
+        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa)
 
 
 def cases() -> st.SearchStrategy[Case]:

@@ -7,6 +7,7 @@ import pytest
 
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
+from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
 from castiron.vmfb.targets import resolve
 from tests.emitter.attention_cases import (
@@ -192,9 +193,9 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
 
 def test_work_follows_the_position():
     layout = HeadLayout(9, 3, 64, 64)
-    kernel = attention_decode(LAYERS, 4096, layout, isa=AVX2, scale=0.125)
+    kernel = attention_decode(LAYERS, 4096, layout, Scores(0.125), isa=AVX2)
     assert kernel.work(2047)[0] == 2 * kernel.work(1023)[0] == 4 * 9 * 64 * 2048
-    windowed = attention_decode(LAYERS, 4096, layout, isa=AVX2, scale=0.125, window=100)
+    windowed = attention_decode(LAYERS, 4096, layout, Scores(0.125, window=100), isa=AVX2)
     assert windowed.work(4000) == windowed.work(99)
 
 
@@ -215,8 +216,8 @@ def test_wrong_shapes_are_refused_in_a_sentence():
     layout = HeadLayout(9, 3, 64, 64)
     for splits in (3, 1):
         with pytest.raises(ValueError, match=f"power of two above 1 as splits, got {splits}"):
-            attention_decode(1, 64, layout, isa=AVX2, scale=1.0, splits=splits)
+            attention_decode(1, 64, layout, Scores(1.0), isa=AVX2, splits=splits)
     with pytest.raises(ValueError, match="layers .7. that 2 sequences share evenly"):
-        attention_decode(7, 64, layout, isa=AVX2, scale=1.0, batch=2)
+        attention_decode(7, 64, layout, Scores(1.0), isa=AVX2, batch=2)
     with pytest.raises(ValueError, match="71 heads of 64 in .* bytes of a workgroup's stack"):
-        attention_decode(1, 64, HeadLayout(71, 1, 64, 64), isa=AVX2, scale=1.0)
+        attention_decode(1, 64, HeadLayout(71, 1, 64, 64), Scores(1.0), isa=AVX2)

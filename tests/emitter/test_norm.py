@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.norm import layer_norm, rms_norm
+from castiron.emitter.kernels.norm import norm
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
@@ -19,7 +21,7 @@ EPS = 1e-5
 
 def kernels(target: str) -> list[Kernel]:
     isa = ISAS[resolve(target).isa]
-    makers = [rms_norm, layer_norm, lambda *a, **k: layer_norm(*a, bias=False, **k)]
+    makers = [partial(norm, "rms_norm"), partial(norm, "layer_norm", bias=True), partial(norm, "layer_norm")]
     return [
         maker(T, hidden, EPS, isa=isa, length=length) for T, hidden in SIZES for maker in makers for length in {False, T > 1}
     ]
@@ -62,18 +64,18 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
 
 def test_definitions_are_those_of_torch():
     isa = ISAS["avx2"]
-    given = arguments(layer_norm(5, 48, EPS, isa=isa), 0, 0)
+    given = arguments(norm("layer_norm", 5, 48, EPS, isa=isa, bias=True), 0, 0)
     tensors = [torch.from_numpy(given[name]) for name in ("x", "weight", "bias")]
     want = torch.nn.functional.layer_norm(tensors[0], (48,), *tensors[1:], eps=EPS).numpy()
-    np.testing.assert_allclose(layer_norm(5, 48, EPS, isa=isa).reference(**given)["y"], want, atol=2e-6)
+    np.testing.assert_allclose(norm("layer_norm", 5, 48, EPS, isa=isa, bias=True).reference(**given)["y"], want, atol=2e-6)
     del given["bias"]
     want = torch.nn.functional.rms_norm(tensors[0], (48,), tensors[1], eps=EPS).numpy()
-    np.testing.assert_allclose(rms_norm(5, 48, EPS, isa=isa).reference(**given)["y"], want, atol=2e-6)
+    np.testing.assert_allclose(norm("rms_norm", 5, 48, EPS, isa=isa).reference(**given)["y"], want, atol=2e-6)
 
 
 def test_large_means_do_not_cancel():
     """The variance is that of the centred row: a mean of 1000 over a spread of 1 costs no more than the input's rounding."""
-    kernel = layer_norm(1, 64, EPS, False, isa=ISAS["avx2"])
+    kernel = norm("layer_norm", 1, 64, EPS, isa=ISAS["avx2"])
     x = (np.random.default_rng(0).standard_normal((1, 64)) + 1000).astype(np.float32)
     got = kernel.reference(x=x, weight=np.ones(64, np.float32))["y"]
     assert abs(float(got.std()) - 1) < 1e-4

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import Body, Ssa
+from castiron.emitter.kernels.writing.body import Body, Ssa, f32_literal
 from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.emitter.kernels.writing.symbols import f32_literal
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, tanh, transpose
 from castiron.emitter.types import F32, TensorType
 from castiron.vmfb.targets import resolve

@@ -202,7 +202,7 @@ def double_precision(_module, function):
 
 
 def impostor_type(_module, function):
-    function.inputs[0].type = TensorType((), DType("i32", "i32", 64, "int", np.dtype(np.int64)))
+    function.inputs[0].type = TensorType((), DType("i32", 64, "int", np.dtype(np.int64)))
 
 
 def storage_of_another_type(_module, function):

@@ -27,12 +27,11 @@ from __future__ import annotations
 import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
-from castiron.emitter.kernels.attention.scores import NEVER, attend
+from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
 from castiron.emitter.types import F32, I32, TensorType
 
@@ -44,11 +43,9 @@ def attention_decode(
     layers: int,
     context: int,
     layout: HeadLayout,
+    scores: Scores,
     *,
     isa: Isa,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     splits: int = 8,
     split_from: int | None = None,
     batch: int | None = None,
@@ -58,7 +55,7 @@ def attention_decode(
     qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), position i32, k_cache and v_cache
     [layers, context, kv_heads, head_dim], counters i32 [n], layer -> out [1, heads*head_dim], k_cache, v_cache, counters,
     parts. Row `position` of the caches is written; of the others those in max(0, position - window + 1) .. position - 1
-    are read. Scores are (q . k) * scale, then softcap * tanh(score / softcap).
+    are read.
 
     Contexts of more than `split_from` positions are split into `splits` parts, a power of two. `counters` must be zero
     before the first call and are zero again after each; one tensor serves all layers in turn. `parts` is scratch.
@@ -67,7 +64,7 @@ def attention_decode(
     layers of one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is
     negative is idle: its caches stay as they are and its result is zero.
     """
-    heads, kv_heads, hd = layout.heads, layout.kv_heads, layout.head_dim
+    heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     if splits & (splits - 1) or splits < 2:
         raise ValueError(f"attention_decode takes a power of two above 1 as splits, got {splits}")
     rows = batch or 1
@@ -90,13 +87,8 @@ def attention_decode(
         "layer": INDEX,
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
-    name = "_".join(
-        [f"attention_decode_{layers}x{context}_{layout.suffix}_s{number(scale)}"]
-        + [f"w{window}"] * (window is not None)
-        + [f"cap{number(softcap or 0)}"] * (softcap is not None)
-        + [isa.name, f"t{TILE}", f"p{splits}from{split_from}"]
-        + [f"b{batch}"] * (batch is not None)
-    )
+    name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
+    name += "" if batch is None else f"_b{batch}"
 
     def write(b: Body, position: Ssa, layer: Ssa, **given: Ssa) -> None:
         unit: Index = b.workgroup()
@@ -114,7 +106,7 @@ def attention_decode(
     def sequence(b: Body, token: Token, unit: Index) -> None:
         """Workgroup `unit` of those that a sequence's token has."""
         position, counters, out = token.position, token.given["counters"], token.given["out"]
-        work = Workgroup(b, layout, isa, context, shape, softcap, scale)
+        work = Workgroup(b, layout, isa, context, shape, scores)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
@@ -155,7 +147,7 @@ def attention_decode(
             at = i * (layers // rows) + layer
             q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
             k_cache[at, own], v_cache[at, own] = k[0], v[0]
-            out[i] = attend(q, k_cache[at], v_cache[at], [own], scale, window, softcap).reshape(-1)
+            out[i] = attend(q, k_cache[at], v_cache[at], [own], scores).reshape(-1)
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 

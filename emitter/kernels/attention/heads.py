@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width, number
 from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.types import F32, TensorType
 
 

@@ -28,42 +28,29 @@ from __future__ import annotations
 import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout
-from castiron.emitter.kernels.attention.scores import NEVER, attend, capped
+from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.kernels.writing.vectors import exp, outer, transpose
 from castiron.emitter.types import F32, I32, TensorType
 
 KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
 
 
-def attention_prefill(
-    layers: int,
-    context: int,
-    T: int,
-    layout: HeadLayout,
-    *,
-    isa: Isa,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Kernel:
+def attention_prefill(layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, k_cache and v_cache [layers, context, kv_heads, head_dim],
     layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees positions max(0, start + t - window + 1) ..
-    start + t; scores are (q . k) * scale, then softcap * tanh(score / softcap).
+    start + t.
     """
     heads, kv_heads, hd, group = layout.heads, layout.kv_heads, layout.head_dim, layout.group
     shape = _Shape(T * group, hd, isa)
     cache, scalar = TensorType((layers, context, kv_heads, hd), F32), TensorType((), I32)
     rows = TensorType((T, heads * hd), F32)
     chunk, caches = {"q": rows, "start": scalar, "length": scalar}, {"k_cache": cache, "v_cache": cache}
-    parts = [f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_s{number(scale)}"]
-    parts += [f"w{window}"] if window else []
-    parts += [f"cap{number(softcap)}"] if softcap else []
+    window = scores.window
     tiles = T * group // shape.columns
 
     def write(b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa) -> None:
@@ -71,9 +58,9 @@ def attention_prefill(
         # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
         tile = b.sub(tiles - 1, b.div(workgroup, kv_heads))
         head = b.rem(workgroup, kv_heads)
-        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k_cache, v_cache, layer), softcap)
+        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k_cache, v_cache, layer), scores)
         first, real = b.to_index(b.load(start)), b.to_index(b.load(length))
-        work.begin(q, out, scale, first, real, window)
+        work.begin(q, out, first, real)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
         end = b.add(first, b.min(b.add(last_token, 1), real))
         low: Index = 0
@@ -85,21 +72,20 @@ def attention_prefill(
             work.block(block.index, end, out)
         work.finish(out, real)
 
-    def reference(
-        q: np.ndarray, start: np.ndarray, length: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, layer: int
-    ) -> dict[str, np.ndarray]:
-        positions = int(start) + np.arange(int(length))
-        queries = q[: int(length)].reshape(-1, heads, hd).astype(np.float64)
+    def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
+        length = int(given["length"])
+        positions = int(given["start"]) + np.arange(length)
+        queries = given["q"][:length].reshape(-1, heads, hd).astype(np.float64)
         out = np.zeros((T, heads * hd), np.float32)
-        seen = attend(queries, k_cache[layer], v_cache[layer], positions, scale, window, softcap)
-        out[: int(length)] = seen.reshape(-1, heads * hd)
+        seen = attend(queries, given["k_cache"][layer], given["v_cache"][layer], positions, scores)
+        out[:length] = seen.reshape(-1, heads * hd)
         return {"out": out}
 
     def pairs(start: int) -> int:
         return sum(min(start + t + 1, window or context) for t in range(T))
 
     return write_kernel(
-        "_".join([*parts, isa.name, f"k{KEYS}"]),
+        f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}",
         {**chunk, **caches, "layer": INDEX},
         {"out": rows},
         kv_heads * tiles,
@@ -151,10 +137,10 @@ class _Tile:
     and rescaling, the last position seen and the token and offset of its row in the result.
     """
 
-    def __init__(self, b: Body, shape: _Shape, group: int, column: Index, head: Index, cache: tuple, softcap: float | None):
+    def __init__(self, b: Body, shape: _Shape, group: int, column: Index, head: Index, cache: tuple, how: Scores):
         self.b, self.shape, self.group, self.column, self.head = b, shape, group, column, head
         self.k_cache, self.v_cache, self.layer = cache
-        self.softcap = softcap
+        self.how = how
         self.token = b.div(column, group)
         self.q = b.stack(shape.hd, shape.columns)
         self.scores = b.stack(KEYS, shape.columns)
@@ -162,10 +148,9 @@ class _Tile:
         self.limits, self.tokens, self.offsets = (b.stack(shape.columns, element="i32") for _ in range(3))
         self.lanes = range(0, shape.columns, shape.width)
 
-    def begin(self, q: Ssa, out: Ssa, scale: float, start: Index, real: Index, window: int | None) -> None:
+    def begin(self, q: Ssa, out: Ssa, start: Index, real: Index) -> None:
         """Where each column's row is, its queries transposed and scaled, the recurrence empty, the result's rows zero."""
         b, shape = self.b, self.shape
-        self.window = window
         last = b.sub(b.add(start, real), 1)
         with b.loop(0, shape.columns) as c:
             pair = b.add(self.column, c.index)
@@ -182,7 +167,7 @@ class _Tile:
             with b.loop(0, shape.hd, side) as d:
                 rows = [b.vload(q, side, token, b.add(offset, d.index)) for token, offset in targets]
                 for i, x in enumerate(transpose(b, rows)):
-                    x = b.mulf(x, b.splat(scale, side))
+                    x = b.mulf(x, b.splat(self.how.scale, side))
                     b.vstore(x, self.q, b.add(d.index, i), c.index)
         for column in self.lanes:
             b.vstore(b.splat(NEVER, shape.width), self.maxima, column)
@@ -224,10 +209,10 @@ class _Tile:
             for i in range(shape.rows):
                 position = b.broadcast(b.to_i32(b.add(first, i)), shape.width)
                 seen = b.compare("sle", position, limit)
-                if self.window is not None:
-                    near = b.binary("addi", position, b.isplat(self.window, shape.width))
+                if self.how.window is not None:
+                    near = b.binary("addi", position, b.isplat(self.how.window, shape.width))
                     seen = b.both(seen, b.compare("sgt", near, limit))
-                score = capped(b, loop.results[i * shape.vectors + v], self.softcap)
+                score = self.how.capped(b, loop.results[i * shape.vectors + v])
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
     def softmax(self, count: Index) -> None:

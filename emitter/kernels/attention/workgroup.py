@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
-from castiron.emitter.kernels.attention.scores import NEVER, capped
+from castiron.emitter.kernels.attention.scores import NEVER, Scores
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, outer
@@ -83,8 +83,8 @@ class Workgroup:
     [heads, head_dim]; and the new key [head_dim]. `first` is the kv head that comes first in them, `end` is past the last.
     """
 
-    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, context: int, shape: Shape, softcap: float | None, scale: float):
-        self.b, self.layout, self.context, self.softcap, self.scale = b, layout, context, softcap, scale
+    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, context: int, shape: Shape, how: Scores):
+        self.b, self.layout, self.context, self.how = b, layout, context, how
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
         heads = shape.heads
@@ -106,7 +106,7 @@ class Workgroup:
         low = b.mul(first, self.group)
         with b.loop(low, b.mul(end, self.group)) as head:
             g = b.sub(head.index, low)
-            self._prepare("q", head.index, b.mul(head.index, hd), Span(self.q, [g], 0), self.scale)
+            self._prepare("q", head.index, b.mul(head.index, hd), Span(self.q, [g], 0), self.how.scale)
             b.store(b.f32(NEVER), self.references, g)
             b.vstore(b.splat(0.0, self.lanes), self.sums, g, 0)
             with b.loop(0, hd, self.width) as d:
@@ -136,7 +136,7 @@ class Workgroup:
                 with b.loop(0, hd, self.width, carry=[b.splat(0.0, self.width)]) as d:
                     q = b.vload(self.q, self.width, g.index, d.index)
                     d.give(b.fma(q, b.vload(self.k, self.width, d.index), d.values[0]))
-                score = capped(b, lane_sums(b, d.results), self.softcap)
+                score = self.how.capped(b, lane_sums(b, d.results))
                 b.store(b.extract(score, 0), self.references, g.index)
                 b.vstore(one, self.sums, g.index, 0)
 
@@ -207,7 +207,7 @@ class Workgroup:
                     sums = outer(b, (b.vload(*cached, b.add(row, r), head, d) for r in range(rows)), queries, sums)
                 loop.give(*sums)
             for i, g in enumerate(held):
-                b.vstore(capped(b, lane_sums(b, loop.results[i::count]), self.softcap), self.scores, g, j)
+                b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
         """Turn scores into weights relative to the references, which rise where a score is far above them; add up the sums."""

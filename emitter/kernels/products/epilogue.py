@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import erf, pi, sqrt
 
@@ -92,15 +92,15 @@ class Epilogue:
         activate = ACTIVATIONS[self.glu][0]
         return [b.mulf(activate(b, gate), up) for gate, up in zip(*products, strict=True)]
 
-    def finish(self, b: Body, y: Ssa, bias: Ssa | None, residual: Ssa | None, row: Index, column: Index) -> Ssa:
+    def finish(self, b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
         """One vector or scalar of results at [row, column] with what is added to it."""
 
         def read(buffer: Ssa, *at: Index) -> Ssa:
             return b.vload(buffer, width_of(y), *at) if y.type.startswith("vector") else b.load(buffer, *at)
 
-        if bias is not None:
-            y = b.addf(y, read(bias, column))
-        return y if residual is None else b.addf(y, read(residual, row, column))
+        if self.bias:
+            y = b.addf(y, read(buffers["bias"], column))
+        return b.addf(y, read(buffers["residual"], row, column)) if self.residual else y
 
     def define(
         self, products: np.ndarray, out_features: int, bias: np.ndarray | None, residual: np.ndarray | None

@@ -39,23 +39,21 @@ def experts(product: Product, isa: Isa, tiles: GemvTiles) -> Kernel:
     row_blocks = product.weight_shape[0]
 
     def write(b: Body, buffers: Buffers) -> None:
-        assert buffers.chosen is not None, "a product with experts has them chosen"
-        chosen = buffers.chosen
         pair, share = b.div(b.workgroup(), tiles.workgroups), b.rem(b.workgroup(), tiles.workgroups)
         row = b.div(pair, product.per_row)
 
         def multiply() -> None:
-            base = b.mul(b.to_index(b.load(chosen, pair)), row_blocks)
+            base = b.mul(b.to_index(b.load(buffers["chosen"], pair)), row_blocks)
             Gemv(b, product, isa, tiles, buffers, row, pair, base).write(share)
 
-        if buffers.length is None:
+        if "length" not in buffers:
             multiply()
             return
-        real = b.less(row, b.to_index(b.load(buffers.length)))
+        real = b.less(row, b.to_index(b.load(buffers["length"])))
         with b.when(real):
             multiply()
         with b.when(b.both(b.negate(real), b.equal(share, 0))), b.loop(0, product.out_features) as k:
-            b.store(b.f32(0.0), buffers.y, pair, k.index)
+            b.store(b.f32(0.0), buffers["y"], pair, k.index)
 
     name = f"gemv_{product.codec}_{product.out_features}x{product.in_features}{product.epilogue.name}"
     name += f"_{product.tokens}of{product.experts}by{product.per_row}" + "_length" * product.length

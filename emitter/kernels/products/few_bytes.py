@@ -68,13 +68,13 @@ class _FewBytes:
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, product.format, isa, tiles, buffers
         self.T, self.set = product.tokens, product.epilogue.row_blocks
         self.row_blocks, self.count, _ = product.weight_shape
-        self.records, self.dot = Records(b, self.codec, isa, buffers.weight), Dot(b, isa, self.codec.bits)
+        self.records, self.dot = Records(b, self.codec, isa, buffers["weight"]), Dot(b, isa, self.codec.bits)
         self.sums = b.stack(self.T, self.set * LANES)
         self.finish = Finish(b, product, isa.lanes, buffers, self.sums)
 
     def write(self) -> None:
         b, T, rows, vectors = self.b, self.T, self.tiles.rows, self.records.vectors
-        end, whole = b.real(self.buffers.length, 0, T), T // rows * rows
+        end, whole = b.real(self.buffers.get("length"), 0, T), T // rows * rows
         low, high = b.share(self.row_blocks // self.set, b.workgroup(), self.tiles.workgroups)
         with b.loop(low, high) as item:
             first = b.mul(item.index, self.set)
@@ -99,7 +99,7 @@ class _FewBytes:
             for q in range(self.codec.group // 4):
                 code, word = self.dot.code(codes.quad(q, v)), b.add(b.mul(loop.index, self.codec.group // 4), q)
                 for r in range(rows):
-                    x = self.dot.x(b.load(self.buffers.x, b.add(token, r), word))
+                    x = self.dot.x(b.load(self.buffers["x"], b.add(token, r), word))
                     dots[r] = self.dot.add(dots[r], code, x)
             side = self.records.scale_and_base(block, record, group, v, codes.bias)
             given = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import ClassVar
 
@@ -30,20 +30,8 @@ class Tiles:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """A product's operands (`Product.operands`) and result in its kernel."""
-
-    x: Ssa
-    weight: Ssa
-    y: Ssa
-    x_scales: Ssa | None = None
-    x_sums: Ssa | None = None
-    norm: Ssa | None = None
-    chosen: Ssa | None = None
-    bias: Ssa | None = None
-    residual: Ssa | None = None
-    length: Ssa | None = None
+# A product's operands (`Product.operands`) and its result y in its kernel.
+Buffers = Mapping[str, Ssa]
 
 
 def product_kernel(
@@ -57,7 +45,7 @@ def product_kernel(
         product.operands(),
         product.results(),
         workgroups,
-        lambda b, **buffers: write(b, Buffers(**buffers)),
+        lambda b, **buffers: write(b, buffers),
         reference=product.define,
         flops=product.flops,
         nbytes=product.nbytes,

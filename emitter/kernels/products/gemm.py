@@ -119,7 +119,7 @@ class Gemm:
 
     def _panel(self) -> Any:
         """What has the weights of a step on the stack, and `fill(first_block, k, depth)`."""
-        return Panel(self.b, self.product.format, self.isa, self.buffers.weight, self.tiles.depth, self.tiles.row_blocks)
+        return Panel(self.b, self.product.format, self.isa, self.buffers["weight"], self.tiles.depth, self.tiles.row_blocks)
 
     def write(self) -> None:
         b, tiles = self.b, self.tiles
@@ -133,7 +133,7 @@ class Gemm:
         """All results of `tiles.row_blocks` and `tiles.tokens` tokens."""
         b, tiles = self.b, self.tiles
         last = b.min(b.add(first, tiles.tokens), self.T)
-        end = b.real(self.buffers.length, first, last)
+        end = b.real(self.buffers.get("length"), first, last)
         with b.when(b.less(first, end)):
             self._products(first_block, first, end)
         self.finish.store(first_block, tiles.row_blocks, first, end, last)
@@ -178,7 +178,7 @@ class Gemm:
 
             def step(j: Index, sums: list[Ssa]) -> list[Ssa]:
                 weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
-                x = (b.broadcast(b.load(self.buffers.x, b.add(token, r), b.add(k, j)), lanes) for r in range(rows))
+                x = (b.broadcast(b.load(self.buffers["x"], b.add(token, r), b.add(k, j)), lanes) for r in range(rows))
                 return outer(b, x, weights, sums)
 
             sums = [b.vload(self.sums, lanes, *sum_at) for sum_at in at]

@@ -134,7 +134,7 @@ class _GemmBytes(Gemm):
 
     def _panel(self) -> _Panel:
         self.dot = Dot(self.b, self.isa, self.product.format.bits)
-        return _Panel(self.b, self.product, self.isa, self.buffers.weight, self.tiles)
+        return _Panel(self.b, self.product, self.isa, self.buffers["weight"], self.tiles)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
         """sums[row : row + rows] += x[token : token + rows, k : k + depth] @ panel."""
@@ -149,7 +149,7 @@ class _GemmBytes(Gemm):
                     codes = [self.dot.code(b.vload(panel.codes, self.lanes, quad, c)) for c in columns]
                     word = b.add(b.div(k, 4), quad)
                     for r in range(rows):
-                        x = self.dot.x(b.load(self.buffers.x, b.add(token, r), word))
+                        x = self.dot.x(b.load(self.buffers["x"], b.add(token, r), word))
                         for i, code in enumerate(codes, r * len(columns)):
                             dots[i] = self.dot.add(dots[i], code, x)
                 unit, sides = b.add(b.div(k, group), loop.index), [panel.side(loop.index, c) for c in columns]
@@ -166,9 +166,8 @@ def add_group(
     b: Body, dot: Dot, buffers: Buffers, total: Total, so_far: Ssa, at: tuple[Index, Index], scale: Ssa, base: Ssa | None
 ) -> Ssa:
     """so_far + scale * (x_scale * total) + base * x_sum, where x's scale and sum stand `at` (row, group)."""
-    assert buffers.x_scales is not None and buffers.x_sums is not None, "x is rounded"
     words = dot.words(total)
     floats = b.let(f"arith.sitofp {words} : {words.type} to {scale.type}", scale.type)
-    dotted = b.mulf(floats, b.broadcast(b.load(buffers.x_scales, *at), dot.lanes))
+    dotted = b.mulf(floats, b.broadcast(b.load(buffers["x_scales"], *at), dot.lanes))
     so_far = b.fma(dotted, scale, so_far)
-    return so_far if base is None else b.fma(base, b.broadcast(b.load(buffers.x_sums, *at), dot.lanes), so_far)
+    return so_far if base is None else b.fma(base, b.broadcast(b.load(buffers["x_sums"], *at), dot.lanes), so_far)

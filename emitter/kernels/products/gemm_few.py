@@ -88,7 +88,7 @@ class _Few:
         self.b, self.codec, self.tiles, self.buffers = b, product.format, tiles, buffers
         self.lanes, self.T, self.in_features = isa.lanes, product.tokens, product.in_features
         self.row_blocks, self.count, _ = product.weight_shape
-        self.records = Records(b, self.codec, isa, buffers.weight)
+        self.records = Records(b, self.codec, isa, buffers["weight"])
         self.layout = self.records.layout
         self.set = tiles.row_blocks(isa, product.epilogue.row_blocks)
         self.unit = tiles.row_blocks(isa, 1)
@@ -102,13 +102,13 @@ class _Few:
                 chunks = -(-self.count // int((room - (self.batch - 1) * set_bytes) // x_bytes))
                 self.chunk = -(-self.count // chunks)
             capacity = self.chunk * self.layout.elements
-            self.x = PreparedX(b, self.codec, self.lanes, buffers.x, None, None, self.in_features, capacity, self.T)
+            self.x = PreparedX(b, product, self.lanes, buffers, capacity, self.T)
         self.sums = b.stack(self.T, self.batch * self.set * LANES)
         self.finish = Finish(b, product, self.lanes, buffers, self.sums)
 
     def write(self) -> None:
         b = self.b
-        end = b.real(self.buffers.length, 0, self.T)
+        end = b.real(self.buffers.get("length"), 0, self.T)
         if self.codec.quantised and self.chunk == self.count:
             self.x.fill(0, self.count * self.layout.elements)
         sets = -(-self.row_blocks // self.set)
@@ -213,7 +213,7 @@ class _Few:
             for e in range(min(elements, most)):
                 k, done = b.add(b.mul(record, elements), e), []
                 for t in range(rows):
-                    x = b.broadcast(b.load(self.buffers.x, b.add(token, t), k), self.lanes)
+                    x = b.broadcast(b.load(self.buffers["x"], b.add(token, t), k), self.lanes)
                     mine = sums[t * len(sides) : (t + 1) * len(sides)]
                     done += [b.fma(weight[e], x, total) for weight, total in zip(weights, mine, strict=True)]
                 sums = done

@@ -108,9 +108,9 @@ class Gemv:
     ):
         self.b, self.codec, self.tiles, self.epilogue, self.buffers = b, product.format, tiles, product.epilogue, buffers
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
-        self.out_features, self.in_features, self.rms_eps = product.out_features, product.in_features, product.rms_eps
+        self.product, self.out_features, self.in_features = product, product.out_features, product.in_features
         self.row_blocks, self.count, self.size = product.weight_shape
-        self.records = Records(b, self.codec, isa, buffers.weight, base)
+        self.records = Records(b, self.codec, isa, buffers["weight"], base)
         self.layout = self.records.layout
         self.together = min(tiles.together, self.row_blocks)
         self.set = max(self.together, self.epilogue.row_blocks)  # of row blocks that give results together
@@ -124,8 +124,7 @@ class Gemv:
         sets = -(-self.row_blocks // self.set)
         low, high = b.share(sets, workgroup, self.tiles.workgroups)
         self._ask_for_the_first(low)
-        x, norm = self.buffers.x, self.buffers.norm
-        self.x = PreparedX(b, self.codec, self.lanes, x, norm, self.rms_eps, self.in_features, chunk * elements, row=self.x_row)
+        self.x = PreparedX(b, self.product, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
             return
@@ -300,8 +299,8 @@ class Gemv:
             for lane in range(0, ragged or LANES, 1 if ragged else self.lanes):
                 at, y = b.add(column, lane), results[lane // self.lanes]
                 y = b.extract(y, lane % self.lanes) if ragged else y
-                y = self.epilogue.finish(b, y, buffers.bias, buffers.residual, row, at)
-                (b.store if ragged else b.vstore)(y, buffers.y, row, at)
+                y = self.epilogue.finish(b, y, buffers, row, at)
+                (b.store if ragged else b.vstore)(y, buffers["y"], row, at)
 
         each_block(b, self.out_features, block, store)
 

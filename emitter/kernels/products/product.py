@@ -10,8 +10,8 @@ from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.products.epilogue import Epilogue
 from castiron.emitter.kernels.weights.packing import packed_shape, unpack
 from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded_types
+from castiron.emitter.kernels.writing.body import number
 from castiron.emitter.kernels.writing.rms import rms_normed
-from castiron.emitter.kernels.writing.symbols import number
 from castiron.emitter.types import F32, I8, I32, TensorType
 
 # What happens to x before it is multiplied: "exact" leaves it f32, "bytes" is `weights.x_bytes`.

@@ -40,8 +40,8 @@ class Finish:
                 y = results[lane // lanes]
                 y = b.extract(y, lane % lanes) if ragged else y
                 at = b.add(column, lane)
-                y = self.epilogue.finish(b, y, buffers.bias, buffers.residual, token, at) if add else y
-                (b.store if ragged else b.vstore)(y, buffers.y, token, at)
+                y = self.epilogue.finish(b, y, buffers, token, at) if add else y
+                (b.store if ragged else b.vstore)(y, buffers["y"], token, at)
 
         with b.loop(first, end) as token:
             products = []
@@ -50,6 +50,6 @@ class Finish:
                 row = b.sub(token.index, first)
                 products.append([b.vload(self.sums, lanes, row, b.add(at, c)) for c in range(0, LANES, lanes)])
             put(token.index, self.epilogue.combine(b, products), True)
-        if buffers.length is not None:
+        if "length" in buffers:
             with b.loop(end, last) as token:
                 put(token.index, [b.splat(0.0, lanes)] * (LANES // lanes), False)

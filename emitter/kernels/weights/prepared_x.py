@@ -5,9 +5,11 @@ Beside it stand the sums over groups of x that minima and offsets of codes need.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from castiron.emitter.codecs import Codec
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.records import code_factors
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.writing.rms import inverse_rms
@@ -32,26 +34,16 @@ class PreparedX:
     """
 
     def __init__(
-        self,
-        b: Body,
-        codec: Codec,
-        lanes: int,
-        x: Ssa,
-        norm: Ssa | None,
-        eps: float | None,
-        in_features: int,
-        capacity: int,
-        T: int = 1,
-        row: Index = 0,
+        self, b: Body, product: Product, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0
     ):
-        self.b, self.codec, self.lanes, self.in_features, self.T = b, codec, lanes, in_features, T
-        self.source, self.norm, self.row = x, norm, row
+        self.b, self.codec, self.lanes, self.in_features, self.T = b, product.format, lanes, product.in_features, T
+        self.source, self.norm, self.row = buffers["x"], buffers.get("norm"), row
         # Rows of a power of two would all fall into the same sets of the cache.
         self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
-        self.sums = b.stack(T, capacity // codec.group) if _needs_sums(codec) else None
+        self.sums = b.stack(T, capacity // self.codec.group) if _needs_sums(self.codec) else None
         self.inverse = None
-        if norm is not None and eps is not None:
-            self.inverse = inverse_rms(b, partial(self._read, 0), in_features, eps, lanes)
+        if product.rms_eps is not None:
+            self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, product.rms_eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
         """Element k of what was filled in last, in every lane."""

@@ -1,14 +1,22 @@
-"""Writes the text of a kernel: typed SSA names, constants once, loops with carried values, the executable around it."""
+"""Writes the text of a kernel: typed SSA names, constants once, loops with carried values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from castiron.emitter.kernels.writing.symbols import f32_literal
-from castiron.emitter.types import TensorType
-
 STACK_BYTES = 30 << 10  # what buffers on the stack may take of the 32 KB that IREE allows a kernel
+
+
+def f32_literal(x: float) -> str:
+    """The f32 nearest to x as MLIR's hexadecimal literal, which holds every bit of it, infinities included."""
+    return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
+
+
+def number(x: float) -> str:
+    """A float as part of a symbol: digits, letters and underscores that hold it to nine digits."""
+    return f"{x:.9g}".replace("-", "m").replace(".", "p").replace("+", "")
 
 
 class Ssa(str):
@@ -326,46 +334,3 @@ class Body:
         yield
         self._depth -= 1
         self.do("}")
-
-
-def executable(
-    name: str,
-    operands: Mapping[str, TensorType | str],
-    results: Mapping[str, TensorType],
-    in_place: Mapping[str, str],
-    workgroups: int,
-    write: Callable[..., None],
-) -> str:
-    """`stream.executable private @{name}` whose function `@{name}_fn` runs on `workgroups` workgroups.
-
-    `write(body, **arguments)` writes the body; arguments, by the names of the operands and of the results that are not
-    `in_place` of one, are memrefs and index values.
-    """
-    tensors = {name: t for name, t in operands.items() if isinstance(t, TensorType)}
-    tensors |= {name: t for name, t in results.items() if name not in in_place}
-    indices = [name for name, t in operands.items() if not isinstance(t, TensorType)]
-    body = Body()
-    arguments: dict[str, Ssa] = {}
-    for i, (given, t) in enumerate(tensors.items()):
-        memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.name))
-        zero = body.index(0)
-        body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
-        arguments[given] = memref
-    scalars = {given: Ssa(f"%i{i}", "index") for i, given in enumerate(indices)}
-    write(body, **arguments, **scalars)
-    signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars.values()])
-    pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
-    return f"""stream.executable private @{name} {{
-  stream.executable.export public @{name}_fn workgroups() -> (index, index, index) {{
-    %n = arith.constant {workgroups} : index
-    %one = arith.constant 1 : index
-    stream.return %n, %one, %one : index, index, index
-  }}
-  builtin.module {{
-    func.func @{name}_fn({signature}) attributes {{translation_info = {pipeline}}} {{
-{body.text()}
-      return
-    }}
-  }}
-}}
-"""
