@@ -19,6 +19,8 @@ and no widening per weight. What fields leave free at the top of the words (5 an
 the group, see `TOP_CODES`. Floats have no codec blocks: a record is one k of 16 rows, for bf16 two (even k in the low half).
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +29,7 @@ from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_featu
 
 LANES = 16
 _AT_ONCE_BYTES = 1 << 20  # of rows: what is made of them on the way stays in a CPU's caches
+_MOST_THREADS = 4  # memory keeps up with so many
 
 # bits -> for every code beyond the fields, the pieces (word, right shift, mask) that are or-ed to give it
 TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
@@ -123,17 +126,16 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
     return (stored.astype(np.int16) - codec.offset).astype(np.int8)
 
 
-def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarray:
-    """raw [16 n, row_bytes] -> records [n, records, size]."""
-    row_blocks = len(raw) // LANES
+def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.ndarray) -> None:
+    """raw [16 n, row_bytes] into `packed`, records [n, records, size]."""
+    row_blocks, count, _ = packed.shape
     if not codec.quantised:
         element = codec.block_bytes
         raw = _filled(raw, 1, record.elements * element)
-        lanes = raw.view(f"<u{record.size // LANES}").reshape(row_blocks, LANES, -1)
-        return np.ascontiguousarray(lanes.transpose(0, 2, 1)).view(np.uint8).reshape(row_blocks, -1, record.size)
+        item = f"<u{record.size // LANES}"
+        packed.view(item)[...] = raw.view(item).reshape(row_blocks, LANES, count).transpose(0, 2, 1)
+        return
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
-    count = raw.shape[1] // codec.block_bytes
-    packed = np.empty((row_blocks, count, record.size), np.uint8)
 
     def put(offset: int, part: np.ndarray) -> None:
         """part [16 * row_blocks * count, ...] goes to [row_blocks, count, ..., 16] at the offset."""
@@ -156,7 +158,6 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarra
     else:
         words = _words(codec, record, parts.codes.reshape(-1, codec.group))
         put(record.codes, words.reshape(len(parts.codes), -1))
-    return packed
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
@@ -172,9 +173,20 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
     step = max(1, _AT_ONCE_BYTES // (LANES * max(1, raw.shape[1])))
-    for start in range(0, len(packed), step):
+
+    def some(start: int) -> None:
         rows = _filled(raw[start * LANES : (start + step) * LANES], 0, LANES)
-        packed[start : start + step] = _pack_row_blocks(codec, record, rows)
+        _pack_row_blocks(codec, record, rows, packed[start : start + step])
+
+    starts = range(0, len(packed), step)
+    if len(starts) < 2:
+        for start in starts:
+            some(start)
+        return packed
+    # NumPy lets go of the interpreter while it works.
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(some, starts):
+            pass
     return packed
 
 
