@@ -21,8 +21,8 @@ from castiron.emitter.types import TensorType
 from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
 from castiron.pipelines.measuring.bench import spread
 from castiron.pipelines.measuring.kernel_times import bound_of, of_limit
+from castiron.pipelines.measuring.random_rows import tiled_rows
 from castiron.pipelines.sizes import megabytes
-from castiron.reference.random_rows import tiled_rows
 
 # Weights and caches come in turn from as much memory as no cache holds, as those of a model's layers do.
 STREAMED_BYTES = 256 << 20

@@ -16,9 +16,9 @@ from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
 from castiron.pipelines.checkpoints.gguf_rope import llama3_factors
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring.known_shapes import SHAPES, Shape
+from castiron.pipelines.measuring.random_rows import random_tile
 from castiron.pipelines.progress import say
 from castiron.pipelines.sizes import megabytes
-from castiron.reference.random_rows import random_tile
 from castiron.vmfb.cache import cache_folder, cache_place, replacing
 
 KIND = "shapes"

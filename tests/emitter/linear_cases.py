@@ -21,7 +21,7 @@ from castiron.emitter.kernels.weights.packing import interleave_rows, pack
 from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.kernels.writing.rms import rms_normed
-from castiron.reference.random_rows import raw_rows
+from castiron.pipelines.measuring.random_rows import raw_rows
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 

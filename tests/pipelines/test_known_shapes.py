@@ -18,7 +18,7 @@ from castiron.pipelines.checkpoints import open_checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring import bench, random_checkpoint
 from castiron.pipelines.measuring.known_shapes import SHAPES, Shape, use_more_bits
-from castiron.reference.random_rows import random_tile, tiled_rows
+from castiron.pipelines.measuring.random_rows import random_tile, tiled_rows
 from tests.pipelines.test_bench import ENGINE_KEYS, FixedMachine
 from tests.pipelines.toy_text import read_json
 
