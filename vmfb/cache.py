@@ -22,6 +22,7 @@ from typing import BinaryIO
 # What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
 KINDS = {
     "models": "checkpoints fetched by name",
+    "shapes": "random checkpoints of known shapes, for castiron bench",
     "bundles": "bundles of models that were named or loaded",
     "compile": "what iree-compile made of modules",
     "unpacked": "files of packed bundles, for IREE's tools",

@@ -26,6 +26,7 @@ from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 SCOPE = "model"
 
 _ELEMENTS: dict[str, tuple[np.dtype, rt.HalElementType]] = {
+    "i8": (np.dtype(np.int8), rt.HalElementType.SINT_8),
     "i32": (np.dtype(np.int32), rt.HalElementType.SINT_32),
     "f32": (np.dtype(np.float32), rt.HalElementType.FLOAT_32),
     "f16": (np.dtype(np.float16), rt.HalElementType.FLOAT_16),
@@ -111,7 +112,7 @@ def alone(method: Method) -> Method:
 
 
 class Buffer:
-    """Memory seen by numpy as `array` and by the program as `view`, of `dtype` i32, f32, f16 or bf16.
+    """Memory seen by numpy as `array` and by the program as `view`, of `dtype` i8, i32, f32, f16 or bf16.
 
     `memory`: flat elements of another buffer to use instead of memory of its own.
     """

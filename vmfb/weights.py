@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -50,11 +51,13 @@ def write_irpa(
     digest, written, total = hashlib.sha256(), 0, sum(sizes)
     path = Path(path)
     try:
-        with open(path, "wb") as file:
+        # Hashing takes as long as writing, and neither needs the interpreter.
+        with open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
 
             def put(data) -> None:
+                hashed = pool.submit(digest.update, data)
                 file.write(data)
-                digest.update(data)
+                hashed.result()
 
             put(head)
             for (name, data, shape, dtype), offset, size in zip(plan, offsets, sizes, strict=True):

@@ -26,6 +26,7 @@ class Asked:
     isa: str
     threads: int
     context: int
+    numerics: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Kind:
     make: Callable[[str, Asked], Kernel]
 
     @property
+    def is_product(self) -> bool:
+        return self.make is _product
+
+    @property
     def tokens_words(self) -> str:
         default, least, most = self.tokens
         if most == least:
@@ -51,7 +56,8 @@ class Kind:
 
 def _product(name: str, asked: Asked) -> Kernel:
     *experts, out, inner = asked.sizes
-    product = Product(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0)
+    product = Product(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0,
+                      numerics=asked.numerics)  # fmt: skip
     return kernel_of(product, ISAS[asked.isa], asked.threads)
 
 
@@ -110,11 +116,13 @@ def named_kernel(
     isa: str = "avx2",
     threads: int = 2,
     context: int = 8192,
+    numerics: str = "exact",
 ) -> Kernel:
     """The kernel `name` (a key of KINDS) that a model of these sizes has, with the default tiles.
 
     shape: its numbers joined by `x`. tokens: rows of x; of attention_decode sequences, of experts pairs of a token and
     an expert. codec: of the weight, where there is one. context: positions of the cache, where there is one.
+    numerics: of a product.
     PipelineError, one sentence, for whatever does not fit.
     """
     kind = KINDS.get(name)
@@ -127,7 +135,10 @@ def named_kernel(
     tokens = default if tokens is None else tokens
     if tokens < least or (most is not None and tokens > most):
         raise PipelineError(f"{name} does not take {tokens} tokens: --tokens takes {kind.tokens_words}")
+    if numerics != "exact" and not kind.is_product:
+        raise PipelineError(f"{name} is no product and has no numerics but exact: leave --numerics out")
     try:
-        return kind.make(name, Asked(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens)))
+        asked = Asked(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens), numerics)
+        return kind.make(name, asked)
     except (ValueError, EmitError) as error:
         raise PipelineError(f"{name} of shape {shape}: {error}") from None

@@ -37,10 +37,17 @@ def kernel_row(
         "limit_share": None,
     }
     if nbytes is not None and flops is not None and dispatch.seconds:
-        reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits["peak_gflop_s"] / 1e9
-        row["bound"] = "compute" if computing >= reading else "memory" if reading <= dispatch.seconds else "cache"
-        row["limit_share"] = None if row["bound"] == "cache" else min(1.0, max(reading, computing) / dispatch.seconds)
+        row["bound"], share = bound_of(nbytes, flops, dispatch.seconds, limits)
+        row["limit_share"] = None if share is None else min(1.0, share)
     return row
+
+
+def bound_of(nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
+    """What holds back work that took so many seconds, and its share of that limit: None in cache, above 1 for arithmetic
+    that is not f32."""
+    reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits["peak_gflop_s"] / 1e9
+    bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
+    return bound, None if bound == "cache" else max(reading, computing) / seconds
 
 
 def rest_ms(result: Mapping[str, Any]) -> float:

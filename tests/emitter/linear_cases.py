@@ -21,30 +21,11 @@ from castiron.emitter.kernels.weights.packing import interleave_rows, pack
 from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.kernels.writing.rms import rms_normed
-from castiron.emitter.types import DTYPES, from_f32
+from castiron.pipelines.measuring.random_rows import raw_rows
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
 UNIT = 2.0**-24  # half a last place of f32 at 1
-
-
-def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """[rows, row_bytes] of any codes, with scales and minima of about the size that trained weights have."""
-    codec, rng = CODECS[codec_name], np.random.default_rng(seed)
-    if not codec.quantised:
-        values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
-        return np.ascontiguousarray(from_f32(values, DTYPES[codec_name])).view(np.uint8)
-    blocks = rng.integers(0, 256, (rows, in_features // codec.block, codec.block_bytes), dtype=np.uint8)
-
-    def put(at: int, size: float) -> None:
-        halves = (rng.standard_normal(blocks.shape[:2]) * size).astype(np.float16)
-        blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
-
-    small = codec.block == 32
-    put(208 if codec_name == "q6_k" else 0, 0.01 if small else 0.0002)
-    if codec.minimum:
-        put(2, 0.05 if small else 0.0005)
-    return blocks.reshape(rows, -1)
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,17 @@ and no widening per weight. What fields leave free at the top of the words (5 an
 the group, see `TOP_CODES`. Floats have no codec blocks: a record is one k of 16 rows, for bf16 two (even k in the low half).
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_features_of, row_bytes, rows_at_once, values
+from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_features_of, row_bytes, values
 
 LANES = 16
+_AT_ONCE_BYTES = 1 << 20  # of rows: what is made of them on the way stays in a CPU's caches
+_MOST_THREADS = 4  # memory keeps up with so many
 
 # bits -> for every code beyond the fields, the pieces (word, right shift, mask) that are or-ed to give it
 TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
@@ -81,17 +85,32 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    """codes [..., group] -> words [..., words] u32."""
-    stored = (codes.astype(np.int16) + codec.offset).astype(np.uint32)
-    words = np.zeros((*codes.shape[:-1], record.words), np.uint32)
-    in_fields = record.words * record.fields
-    for k in range(in_fields):
-        word, field = divmod(k, record.fields)
-        words[..., word] |= stored[..., k] << np.uint32(field * codec.bits)
-    for k, pieces in enumerate(TOP_CODES[codec.bits], in_fields):
-        for word, shift, mask in pieces:
-            words[..., word] |= (stored[..., k] & np.uint32(mask)) << np.uint32(shift)
-    return words
+    """codes [n, group] i8 -> words [n, words] u32.
+
+    Codes are pushed together eight at a time, in the bytes of a u64. Those of 4 bits make up a word; of others four in each
+    half are a piece of the stream of bits that words are cut from.
+    """
+    bits = codec.bits
+    stored = (codes.view(np.uint8) + np.uint8(codec.offset)).view("<u8")
+    for width in (8, 16):
+        # The upper of two fields moves down to the end of the lower one.
+        used, every = width // 8 * bits, sum(1 << at for at in range(0, 64, 2 * width))
+        low = ((1 << used) - 1) * every
+        stored = stored & np.uint64(low) | stored >> np.uint64(width - used) & np.uint64(low << used)
+    if bits == 4:
+        return (stored | stored >> np.uint64(16)).astype("<u4")
+    pieces = np.ascontiguousarray(stored.view("<u4").T)
+    words, length, of_word = np.zeros((record.words, len(codes)), "<u4"), 4 * bits, record.fields * bits
+    for word in range(record.words):
+        for piece in range(word * of_word // length, -(-(word + 1) * of_word // length)):
+            shift = piece * length - word * of_word
+            words[word] |= pieces[piece] << np.uint32(shift) if shift >= 0 else pieces[piece] >> np.uint32(-shift)
+        words[word] &= np.uint32((1 << of_word) - 1)
+    for code, parts in enumerate(TOP_CODES[bits], record.words * record.fields):
+        top = pieces[code // 4] >> np.uint32(code % 4 * bits)
+        for word, shift, mask in parts:
+            words[word] |= (top & np.uint32(mask)) << np.uint32(shift)
+    return words.T
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
@@ -107,32 +126,45 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
     return (stored.astype(np.int16) - codec.offset).astype(np.int8)
 
 
-def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray) -> np.ndarray:
-    """raw [16 n, row_bytes] -> records [n, records, size]."""
-    row_blocks = len(raw) // LANES
+def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.ndarray) -> None:
+    """raw [16 n, row_bytes] into `packed`, records [n, records, size]."""
+    row_blocks, count, _ = packed.shape
     if not codec.quantised:
         element = codec.block_bytes
-        rest = -raw.shape[1] // element % record.elements
-        raw = np.pad(raw, ((0, 0), (0, rest * element)))
-        lanes = raw.reshape(row_blocks, LANES, -1, record.size // LANES)
-        return np.ascontiguousarray(lanes.transpose(0, 2, 1, 3)).reshape(row_blocks, -1, record.size)
-    parts = codec.split(np.ascontiguousarray(raw).reshape(-1, codec.block_bytes))
-    count = raw.shape[1] // codec.block_bytes
-    packed = np.empty((row_blocks, count, record.size), np.uint8)
+        raw = _filled(raw, 1, record.elements * element)
+        item = f"<u{record.size // LANES}"
+        packed.view(item)[...] = raw.view(item).reshape(row_blocks, LANES, count).transpose(0, 2, 1)
+        return
+    parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
         """part [16 * row_blocks * count, ...] goes to [row_blocks, count, ..., 16] at the offset."""
-        lanes = np.moveaxis(part.reshape(row_blocks, LANES, count, *part.shape[1:]), 1, -1)
-        data = np.ascontiguousarray(lanes).view(np.uint8).reshape(row_blocks, count, -1)
+        by_lane = part.reshape(row_blocks, LANES, count, *part.shape[1:])
+        data = np.empty((row_blocks, count, *part.shape[1:], LANES), part.dtype)
+        if part.itemsize == 4:
+            data[...] = np.moveaxis(by_lane, 1, -1)
+        else:
+            for lane in range(LANES):
+                data[..., lane] = by_lane[:, lane]
+        data = data.view(np.uint8).reshape(row_blocks, count, -1)
         packed[:, :, offset : offset + data.shape[2]] = data
 
     put(record.d, parts.d)
     for part in ("m", "scales", "minima"):
         if getattr(parts, part) is not None:
             put(getattr(record, part), getattr(parts, part))
-    groups = parts.codes.reshape(len(parts.codes), record.groups, codec.group)
-    put(record.codes, groups if codec.bits == 8 else _words(codec, record, groups))
-    return packed
+    if codec.bits == 8:
+        put(record.codes, parts.codes)
+    else:
+        words = _words(codec, record, parts.codes.reshape(-1, codec.group))
+        put(record.codes, words.reshape(len(parts.codes), -1))
+
+
+def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
+    """raw [rows, bytes], contiguous, with zeros up to a multiple along an axis."""
+    if rest := -raw.shape[axis] % multiple:
+        raw = np.pad(raw, [(0, rest if axis == at else 0) for at in (0, 1)])
+    return np.ascontiguousarray(raw)
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
@@ -140,11 +172,21 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
-    step = -(-rows_at_once(raw.shape[1]) // LANES)
-    for start in range(0, len(packed), step):
-        rows = raw[start * LANES : (start + step) * LANES]
-        rows = np.pad(rows, ((0, -len(rows) % LANES), (0, 0)))
-        packed[start : start + step] = _pack_row_blocks(codec, record, rows)
+    step = max(1, _AT_ONCE_BYTES // (LANES * max(1, raw.shape[1])))
+
+    def some(start: int) -> None:
+        rows = _filled(raw[start * LANES : (start + step) * LANES], 0, LANES)
+        _pack_row_blocks(codec, record, rows, packed[start : start + step])
+
+    starts = range(0, len(packed), step)
+    if len(starts) < 2:
+        for start in starts:
+            some(start)
+        return packed
+    # NumPy lets go of the interpreter while it works.
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(some, starts):
+            pass
     return packed
 
 
