@@ -14,6 +14,7 @@ from castiron.pipelines.checking.distances import Compared, compare_rows, joined
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.manifest import Accuracy
 from castiron.vmfb.session import Session
 
 # Chapters I to IV of Lewis Carroll, Alice's Adventures in Wonderland (1865), which is in the public domain, by the 29th
@@ -89,6 +90,11 @@ def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
     return [int(token) for token in np.random.default_rng(0).integers(bundle.manifest.vocab, size=DRAWN)]
 
 
+def text_name(bundle: Bundle, path: str | None = None) -> str:
+    """What `tokens_of` takes its tokens from, for a report."""
+    return path or (DEFAULT_TEXT if bundle.tokenizer else "drawn tokens")
+
+
 def chunks_of(tokens: Sequence[int], context: int, most: int | None = None, bos: int | None = None) -> list[Chunk]:
     """Chunks of `context` tokens one after another, at most so many; what is left over is not used.
 
@@ -135,22 +141,19 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], told: Told = lambd
     return joined(found)
 
 
-def own_accuracy(bundle: Bundle, threads: int | None = None, told: Told = lambda done, total: None) -> dict:
-    """How far a bundle's prompt and verify functions are from its steps, which are exact, on a few hundred tokens; for
-    `Manifest.accuracy`.
-
-    against, text, context (tokens of a chunk), tokens (how many were compared), and of `distances.statistics` kld (mean,
-    error, 99.0%, maximum) and same_top_p.
-    """
+def own_accuracy(bundle: Bundle, told: Told = lambda done, total: None) -> Accuracy | None:
+    """How far a bundle's prompt and verify functions are from its steps, which are exact, on a few hundred tokens. None where
+    the context, or what the tokenizer makes of the text, is too short."""
     context = min(SHORT_CONTEXT, bundle.manifest.context)
-    chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)
-    session = Session(bundle, threads)
-    found = statistics(compare(BundleRows(session), BundleRows(Session(session.program), steps=True), chunks, told))
-    return {
-        "against": "decode_step",
-        "text": DEFAULT_TEXT if bundle.tokenizer else "drawn tokens",
-        "context": context,
-        "tokens": sum(len(chunk.wanted) for chunk in chunks),
-        "kld": {name: found["kld"][name] for name in ("mean", "error", "99.0%", "maximum")},
-        "same_top_p": found["same_top_p"],
-    }
+    try:
+        chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)
+    except PipelineError:
+        return None
+    session = Session(bundle)
+    compared = compare(BundleRows(session), BundleRows(Session(session.program), steps=True), chunks, told)
+    found = statistics(compared)
+    kld, same = found["kld"], found["same_top_p"]
+    return Accuracy(
+        "decode_step", text_name(bundle), context, int(compared.kld.size),
+        kld["mean"], kld["error"], kld["99.0%"], kld["maximum"], same["mean"], same["error"],
+    )  # fmt: skip

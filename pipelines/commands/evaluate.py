@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.checking.distances import perplexity, statistics
     from castiron.pipelines.checking.evaluate import base_of, greedy_texts, prompts_of
-    from castiron.pipelines.checking.likelihood import DEFAULT_TEXT, BundleRows, chunks_of, compare, likelihoods, tokens_of
+    from castiron.pipelines.checking.likelihood import BundleRows, chunks_of, compare, likelihoods, text_name, tokens_of
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
             base["greedy"] = greedy_texts(session, other, prompts, args.max_tokens, writing)
     facts = {
         "model": manifest.name, "numerics": manifest.numerics,
-        "text": args.text or (DEFAULT_TEXT if bundle.tokenizer else "drawn tokens"), "context": args.context,
+        "text": text_name(bundle, args.text), "context": args.context,
         "chunks": len(chunks), "tokens": sum(len(chunk.wanted) for chunk in chunks), "ppl": ppl, "base": base,
     }  # fmt: skip
     print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(report(facts)))
