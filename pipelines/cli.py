@@ -25,6 +25,7 @@ COMMANDS = {
     "pack": "write a bundle as one file",
     "repack": "put a module compiled by hand into a bundle",
     "verify": "compare a bundle's greedy tokens with HF transformers",
+    "evaluate": "measure a bundle's perplexity, and its distance from a base",
     "bench": "measure a bundle, against the machine's limits and against peers",
     "explain": "show where the time of a call goes, kernel by kernel",
     "list": "list the models of the catalogue and the bundles here",

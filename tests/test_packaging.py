@@ -121,7 +121,7 @@ def test_what_compiles_and_runs_is_installed_without_what_only_tests_need():
 
 def test_what_compiles_runs_and_serves_imports_what_the_first_lock_has():
     """At import time or later; tests, reference and the commands that measure or compare have the second lock."""
-    others = ("verify.py", "bench.py", "bench_worker.py", "diff.py", "chart.py")
+    others = ("verify.py", "evaluate.py", "bench.py", "bench_worker.py", "diff.py", "chart.py")
     modules = {"iree", "numpy", "tokenizers", "jinja2", "gguf", "safetensors", "starlette", "uvicorn", "pydantic"}
     allowed = set(sys.stdlib_module_names) | modules | {"castiron", "emitter", "vmfb", "pipelines"}
     for path in (path for package in ("emitter", "vmfb", "pipelines") for path in sources(package)):
@@ -264,6 +264,7 @@ def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
     assert {
         "castiron/py.typed",
         "castiron/pipelines/checking/verify_prompts.jsonl",
+        "castiron/pipelines/checking/evaluate_text.txt",
         "castiron/pipelines/serve/chat.html",
     } <= names
     # One name in site-packages, so that nobody's own `pipelines` or `reference` is in the way of castiron's.

@@ -193,14 +193,18 @@ class BundleWriter:
         """Writes the file `name`; text as UTF-8."""
         self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
 
+    def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
+        """The bundle as `commit` would make it, to be run where it is written."""
+        return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
+
+    def _files(self, known: Mapping[str, str]) -> dict[str, File]:
+        """Every file written, hashed unless its hash is known."""
+        parts = {name: Part.of(path) for name in FILES if (path := self.directory / name).is_file()}
+        return {name: File(part.size, known.get(name) or part.sha256()) for name, part in parts.items()}
+
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
         """Completes `manifest` with every file written, hashing those not in `hashes`, and moves all into place."""
-        known = hashes or {}
-        files = {}
-        for name in FILES:
-            if (path := self.directory / name).is_file():
-                part = Part.of(path)
-                files[name] = File(part.size, known.get(name) or part.sha256())
+        files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:
             raise BundleError(f"{self.target} would lack {absent[0]}")
         manifest = replace(manifest, files=files)

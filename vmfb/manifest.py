@@ -76,6 +76,30 @@ class Versions:
 
 
 @dataclass(frozen=True)
+class Accuracy:
+    """How far the functions of a bundle whose numerics round are from what `against` names: over `tokens` tokens of `text`, in
+    chunks of `context` tokens, the Kullback-Leibler divergence of its distributions (mean with standard error, 99th percentile
+    and maximum) and the share of equal most probable tokens with its error."""
+
+    against: str
+    text: str
+    context: int
+    tokens: int
+    kld_mean: float
+    kld_error: float
+    kld_99: float
+    kld_maximum: float
+    same_top_p: float
+    same_top_p_error: float
+
+    def __str__(self) -> str:
+        return (
+            f"against {self.against} over {self.tokens} tokens: mean KLD {self.kld_mean:.6f} ± {self.kld_error:.6f}, 99.0% "
+            f"{self.kld_99:.6f}, same top p {100 * self.same_top_p:.1f} ± {100 * self.same_top_p_error:.1f} %"
+        )
+
+
+@dataclass(frozen=True)
 class File:
     """Size in bytes and sha256 in hex of one file."""
 
@@ -85,9 +109,9 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`config`, `generation`, `source`, `accuracy`, `speed` and `compile` are facts for people and pipelines; vmfb only
-    carries them. `hidden` is the length of a hidden state where a function gives them, else 0. `codecs` counts the weights'
-    tensors by codec. `files` is filled in by BundleWriter.
+    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, as it
+    does `accuracy`, which is there where `numerics` are not exact and were compared. `hidden` is the length of a hidden state
+    where a function gives them, else 0. `codecs` counts the weights' tensors by codec. `files` is filled in by BundleWriter.
     """
 
     name: str
@@ -106,7 +130,7 @@ class Manifest:
     generation: dict = field(default_factory=dict)
     source: dict = field(default_factory=dict)
     compile: dict = field(default_factory=dict)
-    accuracy: Json | None = None
+    accuracy: Accuracy | None = None
     speed: Json | None = None
     files: dict[str, File] = field(default_factory=dict)
     hidden: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -157,10 +157,20 @@ class Session:
     def margins(self) -> list[float]:
         """Of each token of the last `verify`: how far its most probable successor is ahead of the second, as a share of
         the largest logit. SessionError if another call, or none, came last."""
+        return [_margin(logits) for logits in self._verified()]
+
+    @alone
+    def verified_logits(self) -> np.ndarray:
+        """The logits after each token of the last `verify`, f32 `[tokens, vocab]`, a copy; SessionError if another call, or
+        none, came last."""
+        return np.stack(list(self._verified()))
+
+    def _verified(self) -> Iterator[np.ndarray]:
+        """The logits of the last `verify`, one row after another."""
         if not isinstance(self._last, Row):
-            raise SessionError("there are no margins: verify first")
+            raise SessionError("there are no logits of several tokens: verify first")
         call = self._last.call
-        return [_margin(call.logits(row)) for row in range(self._last.row + 1)]
+        return (call.logits(row) for row in range(self._last.row + 1))
 
     def reachable(self, position: int) -> int:
         """The last position up to `position` at which the session can stand: itself, unless a state has forgotten it."""

@@ -97,7 +97,8 @@ def _digest(data: bytes) -> str:
 
 def _compile(model: str | Path, out: Path, options: Options, progress: Report | None) -> Path:
     from castiron.pipelines.casting.compile import compile_model
+    from castiron.pipelines.checking.likelihood import own_accuracy
 
     # Two threads would write in the same place.
     with _lock, Progress(quiet=progress is not None) as bar:
-        return compile_model(model, out, options, progress or bar).bundle
+        return compile_model(model, out, options, progress or bar, evaluate=own_accuracy).bundle

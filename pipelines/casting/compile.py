@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,9 +36,9 @@ from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.manifest import BundleError, EntryPoint, Manifest, Tokens, Versions
+from castiron.vmfb.manifest import Accuracy, BundleError, EntryPoint, Manifest, Tokens, Versions
 from castiron.vmfb.states import State
-from castiron.vmfb.targets import Target, resolve
+from castiron.vmfb.targets import Target, missing_features, resolve
 from castiron.vmfb.weights import write_irpa
 
 WEIGHTS = ("native", "f32", "bf16", "f16")
@@ -49,6 +49,8 @@ DEFAULT_CONTEXT = 8192
 DEFAULT_THREADS = 2
 
 Progress = Callable[[str, float], None]
+# Of a bundle, and a function to be told (done, in all): `likelihood.own_accuracy`.
+Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,14 @@ class Options:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Where the bundle is, whether it was there already, seconds by stage, and bytes of the files written."""
+    """Where the bundle is, whether it was there already, seconds by stage, bytes of the files written, and its manifest's
+    accuracy: how far numerics that round are from exact ones, None where that was not measured."""
 
     bundle: Path
     up_to_date: bool
     seconds: dict[str, float]
     files: dict[str, int]
+    accuracy: Accuracy | None = None
 
 
 def context_of(config: dict, asked: int | None) -> int:
@@ -179,12 +183,14 @@ def compile_model(
     progress: Progress | None = None,
     tiles: store.FieldsByProduct | None = None,
     keep: Path | None = None,
+    evaluate: Evaluate | None = None,
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
 
     A bundle that the same inputs made is left as it is. `progress(stage, done)` gets the share done of each stage.
     `tiles` are used instead of `tuned_tiles`. `keep` is a folder for the MLIR and the commands (`kept.write_kept`), which
-    are written for a bundle that is up to date too. Raises CheckpointError, EmitError, CompileError, BundleError or
+    are written for a bundle that is up to date too. `evaluate` gets a bundle whose numerics round, where this machine can
+    run it, and finds the manifest's accuracy. Raises CheckpointError, EmitError, CompileError, BundleError or
     StoreError, each one sentence; then nothing is written.
     """
     told = progress or (lambda stage, done: None)
@@ -196,7 +202,7 @@ def compile_model(
     before = existing(out)
     up_to_date = before and before.manifest.compile.get("key") == key and _has_tiles(before, tiles)
     if up_to_date and keep is None:
-        return CompileReport(before.path, True, {}, _sizes(before))
+        return CompileReport(before.path, True, {}, _sizes(before), before.manifest.accuracy)
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
@@ -212,7 +218,7 @@ def compile_model(
     if keep is not None:
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
-        return CompileReport(before.path, True, {}, _sizes(before))
+        return CompileReport(before.path, True, {}, _sizes(before), before.manifest.accuracy)
     with BundleWriter(out) as writer:
         with stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
@@ -232,8 +238,13 @@ def compile_model(
         facts["threads"], facts["products"] = options.threads_or_cores, products_of(module)
         facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        bundle = writer.commit(_manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights})
-    return CompileReport(bundle.path, False, seconds, _sizes(bundle))
+        manifest, hashes = _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights}
+        if evaluate and options.numerics != "exact" and not missing_features(target):
+            with stage("evaluate"):
+                accuracy = evaluate(writer.staged(manifest, hashes), lambda done, total: told("evaluate", done / total))
+            manifest = replace(manifest, accuracy=accuracy)
+        bundle = writer.commit(manifest, hashes)
+    return CompileReport(bundle.path, False, seconds, _sizes(bundle), bundle.manifest.accuracy)
 
 
 def products_of(module: Module) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from castiron.pipelines.commands.options import add_compile_arguments, compile_options, default_bundle, megabytes
-from castiron.pipelines.progress import Progress
+from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
 examples:
@@ -20,7 +20,8 @@ examples:
   castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
 
 --json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), tokenizer (false if the bundle
-takes token ids only).
+takes token ids only), accuracy (with --numerics fast, where this machine runs the bundle: how far it is
+from its own exact steps on a few hundred tokens, as in the manifest; else null).
 """
 
 
@@ -38,10 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.casting.compile import compile_model
+    from castiron.pipelines.checking.likelihood import own_accuracy
 
-    out = args.output or default_bundle(args.model)
+    out, keep = args.output or default_bundle(args.model), args.keep and Path(args.keep)
     with Progress() as progress:
-        report = compile_model(args.model, out, compile_options(args), progress, keep=args.keep and Path(args.keep))
+        report = compile_model(args.model, out, compile_options(args), progress, keep=keep, evaluate=own_accuracy)
+    if report.accuracy:
+        say(f"numerics {args.numerics}, {report.accuracy}")
+    elif args.numerics != "exact":
+        say(f"numerics {args.numerics}: not evaluated, since it takes a machine that runs {args.target} and a longer text")
     tokenizer = "tokenizer.json" in report.files
     if args.json:
         print(json.dumps(asdict(report) | {"bundle": str(report.bundle), "tokenizer": tokenizer}))

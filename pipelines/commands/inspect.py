@@ -78,7 +78,8 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         *(("module", f"not castiron's: {made['module']} ({made['sha256'][:16]}…)") for made in repacked(manifest.compile)),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
-        *((name, json.dumps(value)) for name in ("accuracy", "speed") if (value := getattr(manifest, name))),
+        *(("accuracy", str(value)) for value in [manifest.accuracy] if value),
+        *(("speed", json.dumps(value)) for value in [manifest.speed] if value),
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
     ]
     return json.loads(dump(manifest)), table(rows)

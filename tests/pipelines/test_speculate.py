@@ -195,6 +195,23 @@ def test_margins_are_those_of_the_logits(bundle):
     assert margins[-1] == pytest.approx((last[-1] - last[-2]) / np.abs(last).max())
 
 
+def test_the_logits_of_verified_tokens_are_those_of_each_by_itself(bundle):
+    session, alone = Session(bundle, 1), Session(bundle, 1)
+    session.prefill([3, 4, 5])
+    with pytest.raises(SessionError, match="verify first"):
+        session.verified_logits()
+    session.verify([6, 7, 8, 9])
+    found = session.verified_logits()
+    alone.prefill([3, 4, 5])
+    for row, token in zip(found, [6, 7, 8, 9], strict=True):
+        alone.step(token)
+        np.testing.assert_allclose(row, alone.logits(), atol=1e-4)
+    # A copy: the next call leaves it alone.
+    before = found.copy()
+    session.verify([9, 8, 7, 6])
+    assert (found == before).all()
+
+
 def test_what_is_not_greedy_is_refused(bundle):
     for sampling in (Sampling(temperature=1.0), Sampling(repeat_penalty=1.1)):
         with pytest.raises(PipelineError, match="greedy decoding; drop --temperature"):
