@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.measuring.kernel_page import page
-    from castiron.pipelines.measuring.kernel_times import kernel_row, rest_ms, table
+    from castiron.pipelines.measuring.kernel_times import kernel_row, peak_of, rest_ms, table
     from castiron.pipelines.measuring.machine import Machine
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.profile import profile
@@ -52,6 +52,8 @@ def main(args: argparse.Namespace) -> int:
     measured = profile(bundle, function, position=args.position, threads=args.threads)
     machine, work = Machine(measured.threads), bundle.manifest.compile.get("work", {}).get(function.name, {})
     limits = {"read_gb_s": machine.read_gb_s(), "peak_gflop_s": machine.peak_gflop_s()}
+    if any(peak_of(dispatch.name) not in limits for dispatch in measured.dispatches):
+        limits["peak_bytes_gop_s"] = machine.peak_bytes_gop_s()
     result = {
         "function": measured.function,
         "position": args.position,

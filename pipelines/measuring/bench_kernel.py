@@ -20,7 +20,7 @@ from castiron.emitter.printer import print_module
 from castiron.emitter.types import TensorType
 from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
 from castiron.pipelines.measuring.bench import spread
-from castiron.pipelines.measuring.kernel_times import bound_of, of_limit
+from castiron.pipelines.measuring.kernel_times import bound_of, of_limit, peak_of
 from castiron.pipelines.measuring.random_rows import tiled_rows
 from castiron.pipelines.sizes import megabytes
 
@@ -162,7 +162,7 @@ def measure(asked: Asked, rounds: int, machine: Any, progress: Progress) -> dict
     timed = Timed(kernel, operands(kernel, codec, sizes, settings["tokens"], position), threads)
     nothing = named_kernel(*NOTHING, isa=settings["isa"], threads=threads)
     empty = Timed(nothing, operands(nothing, "f32", [16], 1, 0), threads)
-    limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
+    limits: dict[str, list[float]] = {"read_gb_s": [], peak_of(kernel.name): []}
     calls, besides, count = [], [], 0
     for done in range(rounds + 1):
         progress(f"timing {kernel.name}", done / (rounds + 1))
@@ -179,7 +179,7 @@ def measure(asked: Asked, rounds: int, machine: Any, progress: Progress) -> dict
     flops, nbytes = kernel.work(position)
     medians = {name: statistics.median(values) for name, values in limits.items()}
     seconds = statistics.median(own)
-    bound, share = bound_of(nbytes, flops, seconds, medians)
+    bound, share = bound_of(kernel.name, nbytes, flops, seconds, medians)
     return {
         "kernel": kernel.name,
         "us": round(seconds * 1e6, 2),
@@ -206,12 +206,13 @@ def table(result: Mapping[str, Any]) -> str:
     settings, machine, runs = result["settings"], result["machine"], result["runs"]["us"]
     threads = settings["threads"]
     bound = {"memory": "memory bound", "compute": "compute bound", "cache": "in cache"}[result["bound"]]
+    peak, of = (machine["peak_gflop_s"], "f32") if "peak_gflop_s" in machine else (machine["peak_bytes_gop_s"], "bytes")
     share = "" if result["bound"] == "cache" else f", {of_limit(result)} of the limit"
     return "\n".join(
         [
             f"{result['kernel']} on {threads} thread{'s' * (threads != 1)}, {settings['tokens']} token"
             f"{'s' * (settings['tokens'] != 1)}, {settings['isa']}",
-            f"{machine['cpu']}: reads {machine['read_gb_s']:.1f} GB/s, f32 peak {machine['peak_gflop_s']:.0f} GFLOP/s",
+            f"{machine['cpu']}: reads {machine['read_gb_s']:.1f} GB/s, {of} peak {peak:.0f} GFLOP/s",
             "",
             f"{result['us']:.1f} us a call ({runs['min']:.1f} to {runs['max']:.1f}), and {result['besides_us']:.1f} us besides",
             f"{megabytes(result['bytes'])} at {result['gb_s']:.1f} GB/s, {result['flops'] / 1e6:,.1f} MFLOP at "

@@ -37,15 +37,19 @@ def kernel_row(
         "limit_share": None,
     }
     if nbytes is not None and flops is not None and dispatch.seconds:
-        row["bound"], share = bound_of(nbytes, flops, dispatch.seconds, limits)
+        row["bound"], share = bound_of(dispatch.name, nbytes, flops, dispatch.seconds, limits)
         row["limit_share"] = None if share is None else min(1.0, share)
     return row
 
 
-def bound_of(nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """What holds back work that took so many seconds, and its share of that limit: None in cache, above 1 for arithmetic
-    that is not f32."""
-    reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits["peak_gflop_s"] / 1e9
+def peak_of(kernel: str) -> str:
+    """By which of the machine's limits a kernel computes: that of bytes or that of f32."""
+    return "peak_bytes_gop_s" if "_bytes_" in kernel else "peak_gflop_s"
+
+
+def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
+    """What holds back work that took so many seconds, and its share of that limit: None in cache."""
+    reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
     return bound, None if bound == "cache" else max(reading, computing) / seconds
 
@@ -67,7 +71,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{result['function']} at position {result['position']} on {threads} thread{'s' * (threads != 1)}: "
         f"{result['call_ms']:.2f} ms" + (f", of which Python {python:.0f} us" if python is not None else ""),
-        f"this machine reads {machine['read_gb_s']:.1f} GB/s and computes {machine['peak_gflop_s']:.0f} GFLOP/s (f32)",
+        f"this machine reads {machine['read_gb_s']:.1f} GB/s and computes {machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
+        + (f", {machine['peak_bytes_gop_s']:.0f} (bytes)" if "peak_bytes_gop_s" in machine else ""),
         "",
         f"{'ms':>8} {'share':>6} {'':{BAR}} {'calls':>5} {'us/call':>8} {'MB':>7} {'MFLOP':>8} {'of limit':>8}  where",
     ]

@@ -1,4 +1,4 @@
-"""What this machine can do at most: read bandwidth and f32 arithmetic, measured through IREE as kernels would use them."""
+"""What this machine can do at most, read and compute (f32 and bytes), measured through IREE as kernels would do it."""
 
 import os
 import tempfile
@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.kernels.kernel import write_kernel
-from castiron.emitter.kernels.writing.body import Body, Ssa
+from castiron.emitter.kernels.writing.body import Body, Ssa, vector_type
+from castiron.emitter.kernels.writing.dot import Dot, Total
+from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.types import F32, TensorType
 
 # 256 MB, several times any cache.
@@ -18,13 +20,19 @@ READ_FLOATS = 64 << 20
 READ_GROUPS = 64
 FMA_GROUPS = 16
 FMA_ITERATIONS = 400_000
-# Lanes and chains of fused multiply-adds in flight: enough to cover the latency, few enough to stay in registers.
-CHAINS = {"avx2": (8, 12), "avxvnni": (8, 12), "avx512": (16, 12), "avx512vnni": (16, 12), "neon": (4, 24)}
+# Sums of codes of so many bits times bytes, four a lane at a time, as often as they fit s16.
+DOT_BITS, DOTS = 4, 8
+DOT_ITERATIONS = FMA_ITERATIONS // DOTS
 
 
-def probe_text(lanes: int, chains: int) -> str:
-    """MLIR with two functions: `read` sums READ_FLOATS floats, `fma` does `chains` chains of FMA on `lanes` lanes."""
-    return f"module @probe {{\n{_read()}{_fma(lanes, chains)}}}\n"
+def chains_of(isa: Isa) -> int:
+    """Sums in flight: enough to cover the latency, few enough to stay in registers."""
+    return 24 if isa.lanes == 4 else 12
+
+
+def probe_text(isa: Isa) -> str:
+    """MLIR with three functions: `read` sums READ_FLOATS floats, `fma` and `dot` add to `chains_of` vectors of sums."""
+    return f"module @probe {{\n{_read()}{_fma(isa.lanes, chains_of(isa))}{_dot(isa, chains_of(isa))}}}\n"
 
 
 def _read() -> str:
@@ -50,6 +58,24 @@ def _fma(lanes: int, chains: int) -> str:
         body.vstore(reduce(body.addf, loop.results), y, body.workgroup(), 0)
 
     return _probe("fma", (chains + 2, lanes), (FMA_GROUPS, lanes), write)
+
+
+def _dot(isa: Isa, chains: int) -> str:
+    def write(body: Body, x: Ssa, y: Ssa) -> None:
+        integers = [body.bitcast(body.vload(x, isa.lanes, i, 0), isa.lanes, "i32") for i in range(chains + 2)]
+        dot = Dot(body, isa, DOT_BITS)
+        *starts, code, bytes_ = integers
+        operands = dot.code(code), dot.x(body.extract(bytes_, 0))
+        with body.loop(0, DOT_ITERATIONS, carry=starts) as loop:
+            sums = [Total(start) for start in loop.values]
+            for _ in range(DOTS):
+                sums = [dot.add(total, *operands) for total in sums]
+            loop.give(*map(dot.words, sums))
+        total = reduce(lambda a, b: body.binary("addi", a, b), loop.results)
+        body.vstore(body.let(f"arith.sitofp {total} : {total.type} to {vector_type(isa.lanes)}", vector_type(isa.lanes)),
+                    y, body.workgroup(), 0)  # fmt: skip
+
+    return _probe("dot", (chains + 2, isa.lanes), (FMA_GROUPS, isa.lanes), write)
 
 
 def _probe(name: str, operand: tuple[int, ...], result: tuple[int, ...], write: Callable[..., None]) -> str:
@@ -80,21 +106,24 @@ class Machine:
         target = resolve("host")
         self.threads = threads
         self.device = device(threads)
-        self.lanes, self.chains = CHAINS[target.isa]
+        self.isa = ISAS[target.isa]
+        chains, lanes = chains_of(self.isa), self.isa.lanes
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "probe.vmfb"
-            compile_mlir(probe_text(self.lanes, self.chains), target, path)
+            compile_mlir(probe_text(self.isa), target, path)
             instance = rt.VmInstance()
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])
         self._calls = {}
-        for name, shape in (("read", (READ_FLOATS,)), ("fma", (self.chains + 2, self.lanes))):
+        for name, shape in (("read", (READ_FLOATS,)), ("fma", (chains + 2, lanes)), ("dot", (chains + 2, lanes))):
             operand = Buffer(self, shape, "f32")
             # Pages that nobody wrote are all the same page of zeros, in cache.
             operand.array[...] = 1.0
             if name == "fma":
-                operand.array[:-2] += np.arange(self.chains, dtype=np.float32)[:, None]
+                operand.array[:-2] += np.arange(chains, dtype=np.float32)[:, None]
                 operand.array[-2:] = [[0.999], [1e-6]]
+            if name == "dot":
+                operand.array.view(np.int32)[...] = 0x01020304
             arguments = rt.VmVariantList(1)
             arguments.push_ref(operand.view)
             self._calls[name] = (module.lookup_function(name), arguments, operand)
@@ -106,8 +135,13 @@ class Machine:
 
     def peak_gflop_s(self, repeats: int = 5) -> float:
         """10^9 f32 operations a second, multiply and add counted as two, the best of `repeats`."""
-        work = FMA_GROUPS * FMA_ITERATIONS * self.chains * self.lanes * 2
+        work = FMA_GROUPS * FMA_ITERATIONS * chains_of(self.isa) * self.isa.lanes * 2
         return work / self._best("fma", repeats) / 1e9
+
+    def peak_bytes_gop_s(self, repeats: int = 5) -> float:
+        """10^9 operations on bytes a second, counted alike, the best of `repeats`."""
+        work = FMA_GROUPS * DOT_ITERATIONS * DOTS * chains_of(self.isa) * self.isa.lanes * 4 * 2
+        return work / self._best("dot", repeats) / 1e9
 
     def _best(self, name: str, repeats: int) -> float:
         function, arguments, _ = self._calls[name]

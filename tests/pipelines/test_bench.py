@@ -9,11 +9,12 @@ import os
 import numpy as np
 import pytest
 
+from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring import bench
 from castiron.pipelines.measuring.bench import Measured, Settings, ratios, summarise
-from castiron.pipelines.measuring.machine import CHAINS, FMA_ITERATIONS, READ_FLOATS, Machine
+from castiron.pipelines.measuring.machine import DOT_ITERATIONS, DOTS, FMA_ITERATIONS, READ_FLOATS, Machine
 from tests.pipelines import toy_text
 from tests.pipelines.tiny_gguf import write_llama
 from tests.pipelines.toy_text import read_json
@@ -265,7 +266,8 @@ def test_hf_is_timed_at_the_depth_asked_for_and_gives_its_own_tokens(tmp_path):
 def test_the_probes_do_the_work_that_they_are_counted_for():
     machine = Machine(1)
     assert 0.5 < machine.read_gb_s(1) < 2000 and 1 < machine.peak_gflop_s(1) < 20000
-    for name in ("read", "fma"):
+    assert 1 < machine.peak_bytes_gop_s(1) < 80000
+    for name in ("read", "fma", "dot"):
         function, arguments, operand = machine._calls[name]
         machine._context.invoke(function, arguments, machine._results)
         import iree.runtime as rt
@@ -275,6 +277,10 @@ def test_the_probes_do_the_work_that_they_are_counted_for():
         if name == "read":
             # Every float is 1, and every one is in one sum.
             assert found.sum() == READ_FLOATS
+        elif name == "dot":
+            # Every sum begins with the words that it adds the products of bytes 4, 3, 2 and 1 with themselves to.
+            one = (0x01020304 + DOT_ITERATIONS * DOTS * (16 + 9 + 4 + 1)) * (len(operand.array) - 2)
+            assert np.allclose(found, (one + 2**31) % 2**32 - 2**31, rtol=1e-6)
         else:
             values = operand.array[:-2].astype(np.float64)
             a, b = operand.array[-2:].astype(np.float64)
@@ -282,14 +288,14 @@ def test_the_probes_do_the_work_that_they_are_counted_for():
             assert np.allclose(found, expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("isa", CHAINS)
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_probes_compile_for_every_kind_of_cpu(isa, tmp_path):
     from castiron.pipelines.measuring.machine import probe_text
     from castiron.vmfb.compiler import compile_mlir
     from castiron.vmfb.targets import TARGETS
 
     target = next(target for target in TARGETS.values() if target.isa == isa and target.name != "host")
-    compile_mlir(probe_text(*CHAINS[isa]), target, tmp_path / "probe.vmfb")
+    compile_mlir(probe_text(ISAS[isa]), target, tmp_path / "probe.vmfb")
 
 
 def test_a_chart_shows_every_engine(tmp_path):

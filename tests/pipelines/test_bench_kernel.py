@@ -107,9 +107,9 @@ def test_the_object_and_the_table_state_limits_as_explain_does(tmp_path, capsys)
 
 def test_bounds():
     limits = {"read_gb_s": 10.0, "peak_gflop_s": 100.0}
-    assert bound_of(1e9, 1e9, 0.2, limits) == ("memory", 0.5)
-    assert bound_of(1e9, 1e9, 0.05, limits) == ("cache", None)
-    assert bound_of(1e8, 1e10, 0.05, limits) == ("compute", 2.0)
+    assert bound_of("gemm", 1e9, 1e9, 0.2, limits) == ("memory", 0.5)
+    assert bound_of("gemm", 1e9, 1e9, 0.05, limits) == ("cache", None)
+    assert bound_of("gemm", 1e8, 1e10, 0.05, limits) == ("compute", 2.0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from castiron.pipelines.measuring.kernel_page import flame, page
 from castiron.pipelines.measuring.kernel_times import BAR, REST, WIDTH, bar, kernel_row, of_limit, rest_ms, table
 from castiron.vmfb.profile import Dispatch, Profile
 
-LIMITS = {"read_gb_s": 10.0, "peak_gflop_s": 100.0}
+LIMITS = {"read_gb_s": 10.0, "peak_gflop_s": 100.0, "peak_bytes_gop_s": 400.0}
 LONG = "gemv_q4_1_1536x576_rms9p99999975em06_silu_avx512_w2b2c4a16u4_and_much_more_that_makes_it_longer_than_a_line_is"
 
 
@@ -52,6 +52,12 @@ def test_a_share_is_of_what_holds_the_kernel_back_and_never_above_one(seconds, n
     found = row(seconds, nbytes, flops)
     assert found["bound"] == bound and found["limit_share"] == (share if share is None else pytest.approx(share))
     assert of_limit(found) == words
+
+
+def test_a_kernel_of_bytes_has_the_limit_of_bytes():
+    name = "gemm_q4_1_128x960x576_bytes_avx512vnni_r6w2"
+    assert row(1e-3, 1_000, 200_000_000, name)["limit_share"] == pytest.approx(0.5)
+    assert "100 GFLOP/s (f32), 400 (bytes)" in "\n".join(table(CALL))
 
 
 def test_a_kernel_that_nobody_describes_has_no_share():

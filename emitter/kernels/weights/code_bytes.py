@@ -45,10 +45,10 @@ class CodeBytes:
     def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
         """Words, and by how much to shift them to the right and what of that to keep, that or-ed are stored code k."""
         r, bits = self.records, self.records.codec.bits
-        beyond = k - r.layout.fields * r.layout.words
+        beyond = k - r.layout.in_fields
         if beyond >= 0:
             return TOP_CODES[bits][beyond]
-        word, field = divmod(k, r.layout.fields)
+        word, field = r.layout.field(k)
         return ((word, bits * field, (1 << bits) - 1),)
 
     def _word(self, word: int, v: Index) -> Ssa:

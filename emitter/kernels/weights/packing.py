@@ -11,7 +11,7 @@ K-quants, which become bytes (3 % of the whole):
     m      [16] f16                  minimum, where the codec has one
     scales [groups, 16] u8 or i8     factors of d, where the codec has them
     minima [groups, 16] u8           factors of m, where the codec has them
-    codes  [groups, words, 16] i32   fields of 4, 5 or 6 bits, lowest first, code k of a group in word k / fields;
+    codes  [groups, words, 16] i32   fields of 4, 5 or 6 bits, code k of a group where `Layout.field` says;
                                      for 8 bits: [group, 16] i8
 
 A kernel that takes `word & mask` has the code times a power of two, which it multiplies into x beforehand: no shift
@@ -54,6 +54,15 @@ class Layout:
     minima: int | None = None
     codes: int = 0
 
+    def field(self, k: int) -> tuple[int, int]:
+        """Word and field of code k of a group, of those `in_fields`."""
+        return k // self.fields, k % self.fields
+
+    @property
+    def in_fields(self) -> int:
+        """Codes of a group that stand in fields; the others are TOP_CODES."""
+        return self.words * self.fields
+
     @property
     def group_bytes(self) -> int:
         return (self.size - self.codes) // self.groups
@@ -85,39 +94,28 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    """codes [n, group] i8 -> words [n, words] u32.
+    """codes [n, group] i8 -> words [n, words] u32."""
+    # By code, so that each step goes through memory in one stride.
+    stored = np.ascontiguousarray((codes.view(np.uint8) + np.uint8(codec.offset)).T)
+    words = np.zeros((record.words, len(codes)), "<u4")
 
-    Codes are pushed together eight at a time, in the bytes of a u64. Those of 4 bits make up a word; of others four in each
-    half are a piece of the stream of bits that words are cut from.
-    """
-    bits = codec.bits
-    stored = (codes.view(np.uint8) + np.uint8(codec.offset)).view("<u8")
-    for width in (8, 16):
-        # The upper of two fields moves down to the end of the lower one.
-        used, every = width // 8 * bits, sum(1 << at for at in range(0, 64, 2 * width))
-        low = ((1 << used) - 1) * every
-        stored = stored & np.uint64(low) | stored >> np.uint64(width - used) & np.uint64(low << used)
-    if bits == 4:
-        return (stored | stored >> np.uint64(16)).astype("<u4")
-    pieces = np.ascontiguousarray(stored.view("<u4").T)
-    words, length, of_word = np.zeros((record.words, len(codes)), "<u4"), 4 * bits, record.fields * bits
-    for word in range(record.words):
-        for piece in range(word * of_word // length, -(-(word + 1) * of_word // length)):
-            shift = piece * length - word * of_word
-            words[word] |= pieces[piece] << np.uint32(shift) if shift >= 0 else pieces[piece] >> np.uint32(-shift)
-        words[word] &= np.uint32((1 << of_word) - 1)
-    for code, parts in enumerate(TOP_CODES[bits], record.words * record.fields):
-        top = pieces[code // 4] >> np.uint32(code % 4 * bits)
-        for word, shift, mask in parts:
-            words[word] |= (top & np.uint32(mask)) << np.uint32(shift)
+    def put(code: np.ndarray, word: int, shift: int) -> None:
+        words[word] |= code.astype("<u4") << np.uint32(shift)
+
+    for k in range(record.in_fields):
+        word, field = record.field(k)
+        put(stored[k], word, field * codec.bits)
+    for k, pieces in enumerate(TOP_CODES[codec.bits], record.in_fields):
+        for word, shift, mask in pieces:
+            put(stored[k] & np.uint8(mask), word, shift)
     return words.T
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
     """The inverse of `_words`, as i8."""
     mask = np.uint32((1 << codec.bits) - 1)
-    shifts = np.arange(record.fields, dtype=np.uint32) * np.uint32(codec.bits)
-    fields = (words[..., None] >> shifts & mask).reshape(*words.shape[:-1], -1)
+    of_words, of_fields = np.array([record.field(k) for k in range(record.in_fields)], np.uint32).T
+    fields = words[..., of_words] >> of_fields * np.uint32(codec.bits) & mask
     tops = [
         np.bitwise_or.reduce([words[..., word] >> np.uint32(shift) & np.uint32(piece) for word, shift, piece in pieces])
         for pieces in TOP_CODES[codec.bits]

@@ -18,7 +18,7 @@ def code_factors(codec: Codec) -> np.ndarray:
     if not record.fields:
         return np.ones(codec.group or 1, np.float32)
     top = 32 - codec.bits
-    shifts = [codec.bits * field for field in range(record.fields)] * record.words
+    shifts = [codec.bits * record.field(k)[1] for k in range(record.in_fields)]
     shifts += [0] * len(TOP_CODES[codec.bits])
     return np.array([1.0 if shift == top else 2.0**-shift for shift in shifts], np.float32)
 
@@ -136,8 +136,7 @@ class GroupCodes:
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
             return r.widened("extsi", r.rows(at, v, "i8", 8), "i32")
-        fields = r.layout.fields
-        beyond = k - fields * r.layout.words
+        beyond = k - r.layout.in_fields
         if beyond >= 0:
             pieces = [
                 self._masked(self._shifted(self._word(word, v), shift), mask) for word, shift, mask in TOP_CODES[bits][beyond]
@@ -146,7 +145,7 @@ class GroupCodes:
             for piece in pieces[1:]:
                 code = r.b.binary("ori", code, piece)
             return code
-        word, field = divmod(k, fields)
+        word, field = r.layout.field(k)
         shift = bits * field
         if shift == 32 - bits:
             return self._shifted(self._word(word, v), shift)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from castiron.emitter.kernels.weights.x_bytes import MOST
-from castiron.emitter.kernels.writing.body import Body, Ssa, vector_type, width_of
+from castiron.emitter.kernels.writing.body import Body, Ssa, vector_type
 from castiron.emitter.kernels.writing.isa import Isa
 
 _DPBUSD = {8: "llvm.x86.avx512.vpdpbusd.256", 16: "llvm.x86.avx512.vpdpbusd.512"}
@@ -50,8 +50,8 @@ class Dot:
         if self._wide:
             low = self.b.isplat(0x00FF00FF, self.lanes)
             odd = self.b.binary("shrui", quad, self.b.isplat(8, self.lanes))
-            return self._halves(self.b.binary("andi", quad, low)), self._halves(self.b.binary("andi", odd, low))
-        return (self._bytes(quad),)
+            return tuple(self._halves(self.b.binary("andi", each, low)) for each in (quad, odd))
+        return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, word: Ssa) -> tuple[Ssa, ...]:
         """Four bytes of x, in one i32, for every lane, as `add` takes them."""
@@ -63,7 +63,7 @@ class Dot:
             eight = self.b.constant("dense<8>", halves.type)
             even = self.b.binary("shrsi", self.b.binary("shli", halves, eight), eight)
             return even, self.b.binary("shrsi", halves, eight)
-        return (self._bytes(every),)
+        return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def add(self, total: Total, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Total:
         """The total with another four products a lane."""
@@ -112,15 +112,8 @@ class Dot:
         high = self.b.binary("shli", quad, self.b.isplat(24 - 8 * j, self.lanes)) if j < 3 else quad
         return self.b.binary(shift, high, self.b.isplat(24, self.lanes))
 
-    def _bytes(self, quad: Ssa) -> Ssa:
-        return self._cast(quad, "i8", 4)
-
     def _halves(self, quad: Ssa) -> Ssa:
-        return self._cast(quad, "i16", 2)
-
-    def _cast(self, value: Ssa, element: str, per_lane: int) -> Ssa:
-        type_ = vector_type(width_of(value) * per_lane, element)
-        return self.b.let(f"vector.bitcast {value} : {value.type} to {type_}", type_)
+        return self.b.bitcast(quad, 2 * self.lanes, "i16")
 
     def _call(self, name: str, element: str, per_lane: int, *operands: Ssa) -> Ssa:
         type_ = vector_type(self.lanes * per_lane, element)
