@@ -24,6 +24,7 @@ from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
+from castiron.emitter.states import CACHES
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting.kept import write_kept
@@ -56,7 +57,8 @@ class Options:
     """What `castiron compile` can be told.
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
-    checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable". batch: numbers of
+    checkpoint's own types, the others convert every matrix. cache: "f32" or "f16", the elements of states that have a row for
+    every position; other states are f32. lowering: "kernels" or "portable". batch: numbers of
     sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. embed: widths of the
     functions that give hidden states, for embeddings of texts. threads: how many will run the bundle, by which kernels share
     out their work; None takes one a physical core. tuned: what `castiron tune` found on this machine is used, for the target
@@ -67,6 +69,7 @@ class Options:
     context: int | None = None
     weights: str = "native"
     numerics: str = "exact"
+    cache: str = "f32"
     lowering: str = "kernels"
     target: str = "host"
     batch: tuple[int, ...] = (4, 8)
@@ -78,7 +81,8 @@ class Options:
     iree_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
+        known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": CACHES, "lowering": LOWERINGS}
+        for field, allowed in known.items():
             if getattr(self, field) not in allowed:
                 raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
         for field, most in (("batch", 64), ("speculate", 64), ("embed", 512)):
@@ -129,7 +133,7 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     widths = [width for width in widths if width <= context]
     verify = [width for width in options.speculate if width <= context]
     embed = [width for width in options.embed if width <= context]
-    module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed)
+    module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:

@@ -26,6 +26,7 @@ class Asked:
     isa: str
     threads: int
     context: int
+    cache: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Aske
         def codec(weight: str) -> str:
             return asked.codec if "embed_tokens" in weight else "f32"
 
-        model = build(config, codec, asked.context, some["prefill"], some["verify"], some["decode_batch"])
+        model = build(config, codec, asked.context, some["prefill"], some["verify"], some["decode_batch"], cache=asked.cache)
         lowered = lower(model, "kernels", asked.isa, asked.threads)
         chosen = lowered.functions[f"{function}_{tokens}" if tokens > 1 else "decode_step"]
         kernels = (op.attrs["kernel"] for op in chosen.ops if op.kind == "kernel")
@@ -110,11 +111,13 @@ def named_kernel(
     isa: str = "avx2",
     threads: int = 2,
     context: int = 8192,
+    cache: str = "f32",
 ) -> Kernel:
     """The kernel `name` (a key of KINDS) that a model of these sizes has, with the default tiles.
 
     shape: its numbers joined by `x`. tokens: rows of x; of attention_decode sequences, of experts pairs of a token and
-    an expert. codec: of the weight, where there is one. context: positions of the cache, where there is one.
+    an expert. codec: of the weight, where there is one. context, cache: positions and elements of the cache, where there is
+    one.
     PipelineError, one sentence, for whatever does not fit.
     """
     kind = KINDS.get(name)
@@ -128,6 +131,6 @@ def named_kernel(
     if tokens < least or (most is not None and tokens > most):
         raise PipelineError(f"{name} does not take {tokens} tokens: --tokens takes {kind.tokens_words}")
     try:
-        return kind.make(name, Asked(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens)))
+        return kind.make(name, Asked(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens), cache))
     except (ValueError, EmitError) as error:
         raise PipelineError(f"{name} of shape {shape}: {error}") from None
