@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -172,6 +173,12 @@ def test_a_packed_bundle_and_the_commands_take_it(bundles, tmp_path, capsys):
     assert greedy(Session(packed, 1), TOKENS, 8) == greedy(Session(bundle, 1), TOKENS, 8)
     assert cli.main(["explain", str(bundle.path), "--position", "40", "--threads", "1"]) == 0
     assert "attention_decode" in capsys.readouterr().out
+    out = str(tmp_path / "bundle")
+    argv = ["compile", str(bundle.manifest.source["path"]), "-o", out, "--context", "32", "--cache", "f16", "--batch", "none"]
+    assert cli.main(argv) == 0
+    assert re.search(r"MB, f16 cache \(emit", capsys.readouterr().out)
+    assert cli.main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cache"] == "f16"
 
 
 def test_verify_tells_where_it_differs(bundles, tmp_path, capsys):
@@ -189,8 +196,9 @@ def test_verify_tells_where_it_differs(bundles, tmp_path, capsys):
 def test_another_cache_is_another_bundle(bundles, tmp_path):
     checkpoint, out = bundles("llama").path.parent / "llama", tmp_path / "bundle"
     told = {cache: Options(context=32, cache=cache, batch=(), speculate=()) for cache in CACHES}
-    assert [compile_model(checkpoint, out, told[cache]).up_to_date for cache in ("f32", "f16", "f16", "f32")] == [
-        False, False, True, False,
+    reports = [compile_model(checkpoint, out, told[cache]) for cache in ("f32", "f16", "f16", "f32")]
+    assert [(report.cache, report.up_to_date) for report in reports] == [
+        ("f32", False), ("f16", False), ("f16", True), ("f32", False),
     ]  # fmt: skip
     assert len({cached_place(checkpoint, options) for options in told.values()}) == 2
 

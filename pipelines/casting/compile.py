@@ -101,12 +101,13 @@ class Options:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Where the bundle is, whether it was there already, seconds by stage, and bytes of the files written."""
+    """Where the bundle is, whether it was there already, seconds by stage, bytes of its files, elements of its caches."""
 
     bundle: Path
     up_to_date: bool
     seconds: dict[str, float]
     files: dict[str, int]
+    cache: str
 
 
 def context_of(config: dict, asked: int | None) -> int:
@@ -200,7 +201,7 @@ def compile_model(
     before = existing(out)
     up_to_date = before and before.manifest.compile.get("key") == key and _has_tiles(before, tiles)
     if up_to_date and keep is None:
-        return CompileReport(before.path, True, {}, _sizes(before))
+        return _report(before, True, {})
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
@@ -216,7 +217,7 @@ def compile_model(
     if keep is not None:
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
-        return CompileReport(before.path, True, {}, _sizes(before))
+        return _report(before, True, {})
     with BundleWriter(out) as writer:
         with stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
@@ -237,7 +238,7 @@ def compile_model(
         facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         bundle = writer.commit(_manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights})
-    return CompileReport(bundle.path, False, seconds, _sizes(bundle))
+    return _report(bundle, False, seconds)
 
 
 def products_of(module: Module) -> list[str]:
@@ -327,8 +328,9 @@ def _has_tiles(bundle: Bundle, tiles: store.FieldsByProduct) -> bool:
     return facts.get("tuned") == {name: tiles[name] for name in facts.get("products", ()) if name in tiles}
 
 
-def _sizes(bundle: Bundle) -> dict[str, int]:
-    return {name: file.size for name, file in bundle.manifest.files.items()}
+def _report(bundle: Bundle, up_to_date: bool, seconds: dict[str, float]) -> CompileReport:
+    sizes = {name: file.size for name, file in bundle.manifest.files.items()}
+    return CompileReport(bundle.path, up_to_date, seconds, sizes, bundle.manifest.cache)
 
 
 def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
