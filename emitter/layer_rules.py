@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from castiron.emitter.ir import Op
+from castiron.emitter.states import CACHES
 from castiron.emitter.types import F32, I32, TensorType
 from castiron.emitter.verifier import STABLEHLO, Rule, shapes_of
 
@@ -68,7 +69,9 @@ def _attention(op: Op) -> str | None:
     held = layers // (tokens if op.attrs["mode"] == "batch" else 1)
     window = op.attrs["window"]
     turns = op.attrs["cache"] == "window"
-    ok = 0 <= op.attrs["layer"] < held and k_cache.type == v_cache.type and (window is None or window > 0)
+    if k_cache.type != v_cache.type or k_cache.dtype not in ((F32,) if turns else CACHES.values()):
+        return "the two caches differ, or hold what no such cache does"
+    ok = 0 <= op.attrs["layer"] < held and (window is None or window > 0)
     return None if ok and not (turns and not 0 < (window or 0) <= rows) else "no such layer, or a window that its ring lacks"
 
 

@@ -132,7 +132,8 @@ def attention(
 
     q is [T, heads, head_dim]; a query at position p sees positions j with j <= p and, under a window, p - j < window.
     Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2, arXiv:2408.00118).
-    The states are positional, or rings of at least `window` positions. Returns [T, heads * head_dim].
+    The states are positional, or rings of at least `window` positions. What is appended is rounded to the elements of the
+    states (f32, or f16 of positional ones) before any query sees it; all else is f32. Returns [T, heads * head_dim].
     """
     k_cache, v_cache = (step.states[name] for name in cache)
     kind, (layers, rows, *heads) = step.kinds[cache[0]], k_cache.shape

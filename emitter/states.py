@@ -6,15 +6,20 @@ alone, never from the model that has it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from castiron.emitter.types import F32, I32, DType, EmitError, TensorType
+from castiron.emitter.types import F16, F32, I32, DType, EmitError, TensorType
 
 # How dimension 1 relates to positions; dimension 0 stacks layers (of a batch: the layers of one sequence after another).
 #   positional  [layers, context, ...]: row p is position p, written once
 #   window      [layers, W, ...]: a ring of the last W positions, position p in row p mod W
 #   recurrent   [layers, ...]: replaced at every token, zero before the first
 KINDS = ("positional", "window", "recurrent")
+
+# What the elements of positional states may be. Rings and recurrent states are f32 always: a recurrence would add up its
+# roundings, and neither grows with the context.
+CACHES: dict[str, DType] = {"f32": F32, "f16": F16}
 
 # Of each role: the function's name, and whether it has one row of results or one a token. Embed gives hidden states, the
 # others logits.
@@ -49,6 +54,13 @@ class State:
 def kv_cache(layers: int, context: int, kv_heads: int, head_dim: int) -> tuple[State, State]:
     """Keys and values of every layer at every position, each f32 [layers, context, kv_heads, head_dim]."""
     return State("k", shape := (layers, context, kv_heads, head_dim)), State("v", shape)
+
+
+def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
+    """The states with positional ones of the elements `cache`, a key of `CACHES`; EmitError for another."""
+    if cache not in CACHES:
+        raise EmitError(f"cache {cache!r} is not one of {', '.join(CACHES)}")
+    return tuple(replace(state, dtype=CACHES[cache]) if state.kind == "positional" else state for state in states)
 
 
 def function_name(role: str, width: int) -> str:

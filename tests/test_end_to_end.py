@@ -142,9 +142,10 @@ def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
     assert found == hf.greedy(oracle, tokens, 16).tokens
 
 
-def stream_sizes(checkpoint_dir, lowering: str, context: int, tmp_path) -> dict[str, list[int]]:
+def stream_sizes(checkpoint_dir, lowering: str, cache: str, context: int, tmp_path) -> dict[str, list[int]]:
     """Bytes of every copy and transient allocation in the stream-level IR."""
-    module = build_module(open_checkpoint(checkpoint_dir), Options(context=context, lowering=lowering, batch=()))
+    options = Options(context=context, lowering=lowering, cache=cache, batch=())
+    module = build_module(open_checkpoint(checkpoint_dir), options)
     source = tmp_path / f"{lowering}_{context}.mlir"
     source.write_text(print_module(module))
     flags = [*resolve("host").flags, "--compile-to=stream"]
@@ -163,14 +164,15 @@ def stream_sizes(checkpoint_dir, lowering: str, context: int, tmp_path) -> dict[
     }
 
 
+@pytest.mark.parametrize(("cache", "item_bytes"), [("f32", 4), ("f16", 2)])
 @pytest.mark.parametrize("lowering", ["kernels", "portable"])
-def test_no_copy_of_the_cache(checkpoint_dir, lowering, tmp_path):
+def test_no_copy_of_the_cache(checkpoint_dir, lowering, cache, item_bytes, tmp_path):
     """No copy is as large as one layer of one cache; the kernels allocate nothing that grows with the context."""
-    layer_bytes = 256 * 2 * 24 * 4
-    sizes = stream_sizes(checkpoint_dir, lowering, 256, tmp_path)
+    layer_bytes = 256 * 2 * 24 * item_bytes
+    sizes = stream_sizes(checkpoint_dir, lowering, cache, 256, tmp_path)
     assert max(sizes["copy"], default=0) < layer_bytes and sizes["alloc"]
     if lowering == "kernels":
-        shorter = stream_sizes(checkpoint_dir, lowering, 128, tmp_path)
+        shorter = stream_sizes(checkpoint_dir, lowering, cache, 128, tmp_path)
         assert sorted(sizes["alloc"]) == sorted(shorter["alloc"])
 
 

@@ -137,6 +137,11 @@ class Manifest:
     schema: int = SCHEMA
 
     @property
+    def cache(self) -> str:
+        """What the elements of positional states are; f32 where there are none."""
+        return next((state.dtype for state in self.states if state.kind == "positional"), "f32")
+
+    @property
     def prefill_widths(self) -> tuple[int, ...]:
         """Ascending."""
         return self.widths("prefill")

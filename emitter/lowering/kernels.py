@@ -97,14 +97,14 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         operands[count : count + len(names)],
     )
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
-    (layers, context), tokens = k_cache.shape[:2], rows[0].shape[0]
+    (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], k_cache.dtype
     scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"])
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
     if op.attrs["mode"] in ("decode", "batch"):
         batch = tokens if op.attrs["mode"] == "batch" else None
-        kernel = attention_decode(layers, context, layout, scores, isa=c.isa, batch=batch)
+        kernel = attention_decode(layers, context, layout, scores, isa=c.isa, batch=batch, cache=cache)
         # Zeros that every layer leaves as zeros.
         type_ = kernel.tensors["counters"]
         counters = c.counters.get(type_) or ops.constant(0, I32, type_.shape)
@@ -112,9 +112,9 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         c.counters[type_] = found["counters"]
         return found["out"], found["k_cache"], found["v_cache"]
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
-    kernel = rope_append(layers, context, tokens, layout, isa=c.isa)
+    kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
-    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa)
+    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, cache=cache)
     out = ops.kernel_call(kernel, **chunk, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 

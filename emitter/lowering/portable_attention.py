@@ -49,12 +49,14 @@ def _over_positions(
 ) -> tuple[Value, Value, Value]:
     """Attention of one sequence over the rows of all positions; rows past the real ones are written, and read by nobody."""
     tokens, context = q.shape[0], k_cache.shape[1]
+    k, v = ops.convert(k, k_cache.dtype), ops.convert(v, v_cache.dtype)
     if op.attrs["mode"] == "batch" and length is not None:
         k, v = (_kept(new, cache, layer, start, length) for new, cache in ((k, k_cache), (v, v_cache)))
     k_cache, v_cache = _with_layer(k_cache, layer, k, start), _with_layer(v_cache, layer, v, start)
     shape = (tokens, context)
     seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
-    return _attend(op, q, _of_layer(k_cache, layer), _of_layer(v_cache, layer), seen), k_cache, v_cache
+    held_k, held_v = (ops.convert(_of_layer(cache, layer), F32) for cache in (k_cache, v_cache))
+    return _attend(op, q, held_k, held_v, seen), k_cache, v_cache
 
 
 def _kept(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:

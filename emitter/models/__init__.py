@@ -14,7 +14,7 @@ from castiron.emitter import ops
 from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import Noted
-from castiron.emitter.states import ROLES, kv_cache
+from castiron.emitter.states import ROLES, kv_cache, stored_as
 from castiron.emitter.step import ModelModule, Step
 from castiron.emitter.types import EmitError
 
@@ -60,6 +60,7 @@ def build(
     verify: Sequence[int] = (),
     batches: Sequence[int] = (),
     embeds: Sequence[int] = (),
+    cache: str = "f32",
 ) -> ModelModule:
     """The layer-operation module of a model, over states that are the family's `states(config, context)`, or where it has
     none a KV cache.
@@ -71,8 +72,9 @@ def build(
     alone, and its results mean nothing. embed_T(tokens, start, length, *states) for each T of `embeds`: a chunk's hidden
     states after the last norm, [T, hidden], and no logits.
 
-    config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are.
-    Raises EmitError for a config that is not understood and for a context past the model's limit.
+    config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are. cache: the
+    elements of positional states, a key of `states.CACHES`.
+    Raises EmitError for a config or a cache that is not understood and for a context past the model's limit.
     """
     model = family(config)
     c = model.Config.read(config)
@@ -82,6 +84,7 @@ def build(
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
     states = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
+    states = stored_as(states, cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
         with module.step(role, width, states, context) as step:

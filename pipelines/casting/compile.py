@@ -24,6 +24,7 @@ from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
+from castiron.emitter.states import CACHES
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting.kept import write_kept
@@ -58,7 +59,8 @@ class Options:
     """What `castiron compile` can be told.
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
-    checkpoint's own types, the others convert every matrix. lowering: "kernels" or "portable". batch: numbers of
+    checkpoint's own types, the others convert every matrix. cache: "f32" or "f16", the elements of states that have a row for
+    every position; other states are f32. lowering: "kernels" or "portable". batch: numbers of
     sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. embed: widths of the
     functions that give hidden states, for embeddings of texts. threads: how many will run the bundle, by which kernels share
     out their work; None takes one a physical core. tuned: what `castiron tune` found on this machine is used, for the target
@@ -69,6 +71,7 @@ class Options:
     context: int | None = None
     weights: str = "native"
     numerics: str = "exact"
+    cache: str = "f32"
     lowering: str = "kernels"
     target: str = "host"
     batch: tuple[int, ...] = (4, 8)
@@ -80,7 +83,8 @@ class Options:
     iree_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, allowed in (("weights", WEIGHTS), ("numerics", NUMERICS), ("lowering", LOWERINGS)):
+        known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": CACHES, "lowering": LOWERINGS}
+        for field, allowed in known.items():
             if getattr(self, field) not in allowed:
                 raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
         for field, most in (("batch", 64), ("speculate", 64), ("embed", 512)):
@@ -99,13 +103,14 @@ class Options:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Where the bundle is, whether it was there already, seconds by stage, bytes of the files written, and its manifest's
-    accuracy: how far numerics that round are from exact ones, None where that was not measured."""
+    """Where the bundle is, whether it was there already, seconds by stage, bytes of its files, elements of its caches, and its
+    manifest's accuracy: how far numerics that round are from exact ones, None where that was not measured."""
 
     bundle: Path
     up_to_date: bool
     seconds: dict[str, float]
     files: dict[str, int]
+    cache: str
     accuracy: Accuracy | None = None
 
 
@@ -133,7 +138,7 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     widths = [width for width in widths if width <= context]
     verify = [width for width in options.speculate if width <= context]
     embed = [width for width in options.embed if width <= context]
-    module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed)
+    module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:
@@ -202,7 +207,7 @@ def compile_model(
     before = existing(out)
     up_to_date = before and before.manifest.compile.get("key") == key and _has_tiles(before, tiles)
     if up_to_date and keep is None:
-        return CompileReport(before.path, True, {}, _sizes(before), before.manifest.accuracy)
+        return _report(before, True, {})
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
@@ -218,7 +223,7 @@ def compile_model(
     if keep is not None:
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
-        return CompileReport(before.path, True, {}, _sizes(before), before.manifest.accuracy)
+        return _report(before, True, {})
     with BundleWriter(out) as writer:
         with stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
@@ -244,7 +249,7 @@ def compile_model(
                 accuracy = evaluate(writer.staged(manifest, hashes), lambda done, total: told("evaluate", done / total))
             manifest = replace(manifest, accuracy=accuracy)
         bundle = writer.commit(manifest, hashes)
-    return CompileReport(bundle.path, False, seconds, _sizes(bundle), bundle.manifest.accuracy)
+    return _report(bundle, False, seconds)
 
 
 def products_of(module: Module) -> list[str]:
@@ -334,8 +339,9 @@ def _has_tiles(bundle: Bundle, tiles: store.FieldsByProduct) -> bool:
     return facts.get("tuned") == {name: tiles[name] for name in facts.get("products", ()) if name in tiles}
 
 
-def _sizes(bundle: Bundle) -> dict[str, int]:
-    return {name: file.size for name, file in bundle.manifest.files.items()}
+def _report(bundle: Bundle, up_to_date: bool, seconds: dict[str, float]) -> CompileReport:
+    sizes = {name: file.size for name, file in bundle.manifest.files.items()}
+    return CompileReport(bundle.path, up_to_date, seconds, sizes, bundle.manifest.cache, bundle.manifest.accuracy)
 
 
 def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:

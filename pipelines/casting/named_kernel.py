@@ -26,7 +26,8 @@ class Asked:
     isa: str
     threads: int
     context: int
-    numerics: str = "exact"
+    numerics: str
+    cache: str
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Aske
         def codec(weight: str) -> str:
             return asked.codec if "embed_tokens" in weight else "f32"
 
-        model = build(config, codec, asked.context, some["prefill"], some["verify"], some["decode_batch"])
+        model = build(config, codec, asked.context, some["prefill"], some["verify"], some["decode_batch"], cache=asked.cache)
         lowered = lower(model, "kernels", asked.isa, asked.threads)
         chosen = lowered.functions[f"{function}_{tokens}" if tokens > 1 else "decode_step"]
         kernels = (op.attrs["kernel"] for op in chosen.ops if op.kind == "kernel")
@@ -117,12 +118,13 @@ def named_kernel(
     threads: int = 2,
     context: int = 8192,
     numerics: str = "exact",
+    cache: str = "f32",
 ) -> Kernel:
     """The kernel `name` (a key of KINDS) that a model of these sizes has, with the default tiles.
 
     shape: its numbers joined by `x`. tokens: rows of x; of attention_decode sequences, of experts pairs of a token and
-    an expert. codec: of the weight, where there is one. context: positions of the cache, where there is one.
-    numerics: of a product.
+    an expert. codec: of the weight, where there is one. context, cache: positions and elements of the cache, where there is
+    one. numerics: of a product.
     PipelineError, one sentence, for whatever does not fit.
     """
     kind = KINDS.get(name)
@@ -138,7 +140,7 @@ def named_kernel(
     if numerics != "exact" and not kind.is_product:
         raise PipelineError(f"{name} is no product and has no numerics but exact: leave --numerics out")
     try:
-        asked = Asked(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens), numerics)
+        asked = Asked(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens), numerics, cache)
         return kind.make(name, asked)
     except (ValueError, EmitError) as error:
         raise PipelineError(f"{name} of shape {shape}: {error}") from None

@@ -130,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
         "ratios": {name: ratios(ours, peer) for name, peer in results.items()},
         "settings": {
             "model": bundle.manifest.name, "weights": bundle.manifest.weights, "numerics": bundle.manifest.numerics,
-            **asdict(settings),
+            "cache": bundle.manifest.cache, **asdict(settings),
         },
         "missing": engines.missing,
         "notes": engines.notes,
@@ -237,7 +237,7 @@ def contestants(args: argparse.Namespace, bundle, workload) -> tuple:
     from castiron.reference.peers import PEERS
 
     found = Engines({"castiron": str(bundle.path)})
-    measured = {"castiron": Measured("castiron", workload.weight_bytes, 4)}
+    measured = {"castiron": Measured("castiron", workload.weight_bytes, workload.cache_item_bytes)}
     if not workload.known:
         found.notes["castiron"] = (
             "it does not say what its functions read: decode_roofline is an estimate, all weights and no cache"

@@ -17,10 +17,11 @@ examples:
   castiron compile smollm2-135m-instruct
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
   castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
+  castiron compile model.gguf --cache f16 --context 32768
   castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
 
---json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), tokenizer (false if the bundle
-takes token ids only), accuracy (with --numerics fast, where this machine runs the bundle: how far it is
+--json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), cache (of what elements), tokenizer
+(false if the bundle takes token ids only), accuracy (with --numerics fast, where this machine runs the bundle: how far it is
 from its own exact steps on a few hundred tokens, as in the manifest; else null).
 """
 
@@ -52,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(report) | {"bundle": str(report.bundle), "tokenizer": tokenizer}))
         return 0
-    size = megabytes(sum(report.files.values()))
+    size = megabytes(sum(report.files.values())) + ("" if report.cache == "f32" else f", {report.cache} cache")
     if report.up_to_date:
         print(f"{out}: up to date, {size}")
     else:

@@ -26,7 +26,7 @@ examples:
   castiron emit model.gguf --lowering portable --weights-as arguments -o model.stablehlo.mlir
   castiron emit smollm2-135m-instruct --layer 3 --function decode_step
   castiron emit --kernel gemv --codec q4_1 --shape 1536x576
-  castiron emit --kernel attention_decode --shape 9x3x64 --context 2048 --isa avx512
+  castiron emit --kernel attention_decode --shape 9x3x64 --context 2048 --cache f16 --isa avx512
 
 --kernel           --shape                  --tokens
 {KERNELS}
@@ -109,6 +109,7 @@ def _kernel(args: argparse.Namespace) -> Module:
         isa=args.isa or resolve(args.target).isa,
         threads=options.threads_or_cores,
         context=args.context or 8192,
+        cache=options.cache,
     )
     return excerpt.one_kernel(kernel)
 

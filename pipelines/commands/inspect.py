@@ -67,7 +67,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
-        ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights"),
+        ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
         ("context", f"{manifest.context} positions"),
         ("states", states),

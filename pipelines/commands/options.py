@@ -21,6 +21,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
                         "rounded to bytes in prompts and batches, tokens may differ")  # fmt: skip
+    parser.add_argument("--cache", choices=("f32", "f16"), default="f32",
+                        help="number format of the KV cache; f16: half the memory and reading, tokens may differ")  # fmt: skip
     parser.add_argument("--lowering", choices=("kernels", "portable"), default="kernels",
                         help="kernels: castiron's own; portable: StableHLO alone")  # fmt: skip
     parser.add_argument("--target", choices=TARGETS, default="host", help="the CPU that will run the bundle")
@@ -52,7 +54,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def compile_options(args: argparse.Namespace):
     from castiron.pipelines.casting.compile import Options
 
-    names = ("context", "weights", "numerics", "lowering", "target", "batch", "speculate", "embed", "threads")
+    names = ("context", "weights", "numerics", "cache", "lowering", "target", "batch", "speculate", "embed", "threads")
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),

@@ -14,10 +14,7 @@ from pathlib import Path
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
-from castiron.vmfb.manifest import WEIGHTS, Manifest
-
-# Of a state's elements, as castiron keeps them.
-STATE_ITEM_BYTES = 4
+from castiron.vmfb.manifest import STATE_ITEM_BYTES, WEIGHTS, Manifest
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,14 @@ class Workload:
         kernels = self._kernels("decode_step").values()
         return sum(k["calls"] * k["flops"][0] // 2 for k in kernels if "tokens" in k) if self.known else None
 
+    @property
+    def cache_item_bytes(self) -> int:
+        """Bytes of an element of the bundle's caches."""
+        return STATE_ITEM_BYTES[self.manifest.cache]
+
     def cache_bytes(self, depth: int, tokens: int, item_bytes: int) -> float:
-        """Bytes of caches that a token reads, on average over `tokens` from position `depth` on; those of their elements
-        are `item_bytes`."""
+        """Bytes of caches that a token reads, on average over `tokens` from position `depth` on, by an engine whose elements
+        take `item_bytes`."""
         if not self.known:
             return 0.0
         # A kernel whose bytes grow with the position reads one position at 0, and each time as many more.
@@ -64,7 +66,7 @@ class Workload:
             for kernel in growing
             for position in range(depth, depth + tokens)
         )
-        return read * item_bytes / STATE_ITEM_BYTES / tokens
+        return read * item_bytes / self.cache_item_bytes / tokens
 
     def prefill_flops(self, tokens: int) -> float | None:
         """Multiplications and additions for `tokens` from an empty context, with logits of the last token only.

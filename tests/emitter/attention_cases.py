@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -12,12 +12,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter.kernels.attention.decode import attention_decode
-from castiron.emitter.kernels.attention.heads import HeadLayout
+from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
+from castiron.emitter.states import CACHES
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
@@ -28,7 +29,8 @@ BATCH = 5  # sequences decoded at once
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's attention: heads and options, a chunk of `tokens`, and long contexts split into `splits` parts."""
+    """One layer's attention: heads and options, a chunk of `tokens`, long contexts split into `splits` parts, and caches of
+    the elements `cache`."""
 
     heads: int
     kv_heads: int
@@ -39,6 +41,7 @@ class Case:
     tokens: int = 16
     splits: int = 8
     seed: int = 0
+    cache: str = "f32"
 
     @property
     def layout(self) -> HeadLayout:
@@ -53,14 +56,14 @@ class Case:
         return Scores(self.scale, **self.scores)
 
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
-        options = {"splits": self.splits, "split_from": 24}
+        options = {"splits": self.splits, "split_from": 24, "cache": CACHES[self.cache]}
         return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, self.how, isa=isa, batch=batch, **options)
 
     def append(self, isa: Isa) -> Kernel:
-        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa)
+        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, cache=CACHES[self.cache])
 
     def prefill(self, isa: Isa) -> Kernel:
-        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa)
+        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa, cache=CACHES[self.cache])
 
 
 def cases() -> st.SearchStrategy[Case]:
@@ -106,6 +109,11 @@ REAL = [
 ]
 
 
+def stored_as(cache: str, found: Sequence[Case]) -> list[Case]:
+    """The cases with caches of these elements."""
+    return [replace(case, cache=cache) for case in found]
+
+
 def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarray | int) -> dict[str, np.ndarray | int]:
     """Every operand: `given`, else random numbers, of the caches NaN from row `real` on in every layer."""
     operands: dict[str, np.ndarray | int] = {"layer": LAYER}
@@ -115,22 +123,63 @@ def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarra
         elif name == "counters":
             operands[name] = np.zeros(type_.shape, np.int32)
         else:
-            operands[name] = rng.standard_normal(type_.shape).astype(np.float32)
+            operands[name] = rng.standard_normal(type_.shape).astype(type_.dtype.numpy)
             if name.endswith("_cache"):
                 operands[name][:, real:] = np.nan
     return operands
 
 
-def score_error(case: Case, q: np.ndarray, k: np.ndarray) -> float:
-    """How far a score may be from the exact one: rounding of the products and their sum, and of the soft cap."""
+def keys_stored(case: Case, exact: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest that a cache may hold of keys that are within `limit` of exact ones: rounding keeps order."""
+    dtype = CACHES[case.cache].numpy
+    return (exact - limit).astype(dtype), (exact + limit).astype(dtype)
+
+
+def rounding_of(case: Case, exact: np.ndarray, limit: float) -> np.ndarray:
+    """How much further apart than they are two such keys can be by being rounded to either side; almost everywhere 0."""
+    low, high = (bound.astype(np.float64) for bound in keys_stored(case, exact, limit))
+    return np.maximum(high - low - 2 * limit, 0.0)
+
+
+def score_error(case: Case, q: np.ndarray, k: np.ndarray, rounding: np.ndarray | None = None) -> float:
+    """How far a score may be from the exact one: rounding of the products and their sum, and of the soft cap, over keys k,
+    and what the `rounding` of appended ones makes."""
     group = case.heads // case.kv_heads
-    sizes = np.einsum("thgd,shd->thgs", *(np.abs(x) for x in (q.reshape(len(q), -1, group, case.head_dim), k)))
-    return UNIT * (4 * float(sizes.max()) * case.scale + 4 * (case.scores.get("softcap") or 0.0) + 8)
+
+    def largest(keys: np.ndarray) -> float:
+        sizes = (np.abs(x.astype(np.float64)) for x in (q.reshape(len(q), -1, group, case.head_dim), keys))
+        return float(np.einsum("thgd,shd->thgs", *sizes).max()) * case.scale
+
+    own = 0.0 if rounding is None else largest(rounding)
+    return UNIT * (4 * largest(k) + 4 * (case.scores.get("softcap") or 0.0) + 8) + own
 
 
-def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> float:
+def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: np.ndarray | None = None) -> float:
     """Bound of a weighted mean's error: weights are off by twice a score's error, relatively."""
-    return float(np.abs(v).max()) * (2 * score_error(case, q, k) + 8 * UNIT)
+    return float(np.abs(v).max()) * (2 * score_error(case, q, k, rounding) + 8 * UNIT)
+
+
+def close_keys(name: str, case: Case, got: np.ndarray, exact: np.ndarray, limit: float) -> None:
+    """Every key is what the cache holds of one within the limit of the exact one."""
+    low, high = keys_stored(case, exact, limit)
+    assert (low <= got).all() and (got <= high).all(), f"{name}: a key is not that of {limit:.2e} around the exact one"
+
+
+def check_append(runner: Runner, case: Case, kernel: Kernel, start: int, length: int) -> None:
+    """The rows are the definition's, and no other row is written."""
+    operands = fill(np.random.default_rng(case.seed + start), kernel, CONTEXT, start=start, length=length)
+    got, want = runner(kernel, **operands), kernel.reference(**operands)
+    name = f"{kernel.name} from {start}, {length} tokens"
+    q, k, _ = prepared_heads(case.layout, operands["qkv"], start + np.arange(case.tokens), operands)
+    # Two products and a sum, after a norm of up to four roundings.
+    close(f"{name}, q", got["q"], want["q"], 16 * UNIT * float(np.abs(q).max()))
+    rows = slice(start, start + length)
+    close_keys(name, case, got["k_cache"][LAYER, rows], k[:length], 16 * UNIT * float(np.abs(k).max()))
+    close(f"{name}, values", got["v_cache"], want["v_cache"], 0.0)
+    for held in ("k_cache", "v_cache"):
+        untouched = np.ones(got[held].shape[:2], bool)
+        untouched[LAYER, rows] = False
+        assert np.array_equal(got[held][untouched], operands[held][untouched]), f"{name}: another row was written"
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, limit: float) -> None:
@@ -146,7 +195,9 @@ def kernels_of(found: tuple[Case, ...], target: str, directory) -> tuple[dict[Ca
     isa = ISAS[resolve(target).isa]
     kernels = {case: (case.decode(isa), case.append(isa), case.prefill(isa)) for case in found}
     unique = {kernel.name: kernel for case, three in kernels.items() for kernel in (*three, case.decode(isa, BATCH))}
-    return kernels, runnable(list(unique.values()), target, directory)
+    place = directory / found[0].cache
+    place.mkdir(exist_ok=True)
+    return kernels, runnable(list(unique.values()), target, place)
 
 
 def running(found: Sequence[Case], target: str, threads: int, directory) -> tuple[Runner, Iterator[tuple[Case, tuple]]]:

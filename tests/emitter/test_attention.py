@@ -9,6 +9,7 @@ from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
+from castiron.emitter.states import CACHES
 from castiron.vmfb.targets import resolve
 from tests.emitter.attention_cases import (
     BATCH,
@@ -18,11 +19,15 @@ from tests.emitter.attention_cases import (
     REAL,
     UNIT,
     Case,
+    check_append,
     close,
+    close_keys,
     drawn,
     fill,
     output_error,
+    rounding_of,
     running,
+    stored_as,
 )
 
 CASES = drawn(8) + REAL
@@ -36,14 +41,22 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("attention")
 
 
+@pytest.fixture(scope="module", params=CACHES)
+def cases(request):
+    return stored_as(request.param, CASES)
+
+
 def check_decode(runner, case: Case, kernel, position: int) -> None:
     operands = fill(np.random.default_rng(case.seed + position), kernel, position, position=position)
     got, want = runner(kernel, **operands), kernel.reference(**operands)
     name = f"{kernel.name} at {position}"
     q, k, _ = prepared_heads(case.layout, operands["qkv"], np.array([position]), operands)
+    limit = 8 * UNIT * float(np.abs(k).max())
     seen = (want[cache][LAYER, : position + 1] for cache in ("k_cache", "v_cache"))
-    close(name, got["out"], want["out"], output_error(case, q, *seen))
-    close(f"{name}, keys", got["k_cache"], want["k_cache"], 8 * UNIT * float(np.abs(k).max()))
+    close(name, got["out"], want["out"], output_error(case, q, *seen, rounding_of(case, k, limit)))
+    close_keys(name, case, got["k_cache"][LAYER, position], k[0], limit)
+    got["k_cache"][LAYER, position] = want["k_cache"][LAYER, position]
+    close(f"{name}, other keys", got["k_cache"], want["k_cache"], 0.0)
     close(f"{name}, values", got["v_cache"], want["v_cache"], 0.0)
     assert not got["counters"].any(), f"{name}: the counters are not zero again"
 
@@ -60,26 +73,26 @@ def check_prefill(runner, case: Case, kernel, start: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_decode_matches_the_definition(directory, threads):
-    runner, kernels = running(CASES, "host", threads, directory)
+def test_decode_matches_the_definition(directory, threads, cases):
+    runner, kernels = running(cases, "host", threads, directory)
     for case, (decode, _, _) in kernels:
         for position in POSITIONS:
             check_decode(runner, case, decode, position)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_prefill_matches_the_definition(directory, threads):
-    runner, kernels = running(CASES, "host", threads, directory)
+def test_prefill_matches_the_definition(directory, threads, cases):
+    runner, kernels = running(cases, "host", threads, directory)
     for case, (_, _, prefill) in kernels:
         for start in STARTS:
             for length in {1, case.tokens // 2, case.tokens}:
                 check_prefill(runner, case, prefill, start, length)
 
 
-def test_split_parts_are_joined_whichever_thread_comes_last(directory):
+def test_split_parts_are_joined_whichever_thread_comes_last(directory, cases):
     """Many calls on two threads with the counters handed on: every one gives the same as one thread."""
-    one, kernels = running(CASES, "host", 1, directory)
-    two, _ = running(CASES, "host", 2, directory)
+    one, kernels = running(cases, "host", 1, directory)
+    two, _ = running(cases, "host", 2, directory)
     for case, (decode, _, _) in kernels:
         # Short sequences after long ones: their parts are done before those are.
         for kernel, position in (decode, CONTEXT - 1), (case.decode(ISAS[resolve("host").isa], BATCH), [199, 33, 199, 33, 100]):
@@ -92,9 +105,9 @@ def test_split_parts_are_joined_whichever_thread_comes_last(directory):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_batch_gives_every_sequence_the_bits_it_gets_alone(directory, threads):
+def test_a_batch_gives_every_sequence_the_bits_it_gets_alone(directory, threads, cases):
     """Sequences at positions of their own, split and not; idle ones leave their caches alone and are zero."""
-    runner, kernels = running(CASES, "host", threads, directory)
+    runner, kernels = running(cases, "host", threads, directory)
     positions = [CONTEXT - 1, 33, -1, 0, 144]
     for case, (decode, _, _) in kernels:
         batch = case.decode(ISAS[resolve("host").isa], BATCH)
@@ -122,9 +135,9 @@ def test_a_batch_gives_every_sequence_the_bits_it_gets_alone(directory, threads)
         assert not together["counters"].any(), f"{batch.name}: the counters are not zero again"
 
 
-def test_every_sequence_of_a_batch_counts_its_own_parts(directory):
+def test_every_sequence_of_a_batch_counts_its_own_parts(directory, cases):
     """Parts that are never complete leave counts behind, in the counters of their sequence alone."""
-    runner, kernels = running(CASES, "host", 1, directory)
+    runner, kernels = running(cases, "host", 1, directory)
     for case, _ in kernels:
         if (case.scores.get("window") or CONTEXT) <= 24:
             continue
@@ -139,9 +152,9 @@ def test_every_sequence_of_a_batch_counts_its_own_parts(directory):
         assert not np.delete(counts, 3, axis=0).any(), kernel.name
 
 
-def test_token_by_token_equals_a_chunk(directory):
+def test_token_by_token_equals_a_chunk(directory, cases):
     """Decode's chain and append with prefill write the same caches and give the same outputs."""
-    runner, kernels = running(CASES, "host", 2, directory)
+    runner, kernels = running(cases, "host", 2, directory)
     for case, (decode, append, prefill) in kernels:
         start = 30
         chunk = fill(np.random.default_rng(case.seed), append, start, start=start, length=case.tokens)
@@ -150,21 +163,26 @@ def test_token_by_token_equals_a_chunk(directory):
         out = runner(prefill, **shared, **appended)["out"]
         step = {name: value for name, value in chunk.items() if name in decode.operands}
         step["counters"] = np.zeros(decode.tensors["counters"].shape, np.int32)
+        q, own, _ = prepared_heads(case.layout, chunk["qkv"], start + np.arange(case.tokens), chunk)
+        rounding = rounding_of(case, own, 16 * UNIT * float(np.abs(own).max()))
         for t in range(case.tokens):
             step |= {"qkv": chunk["qkv"][t : t + 1], "position": np.int32(start + t)}
             got = runner(decode, **step)
             step |= {name: got[name] for name in ("k_cache", "v_cache")}
-            heads = prepared_heads(case.layout, step["qkv"], np.array([start + t]), step)[0]
             k, v = (appended[cache][LAYER, : start + t + 1] for cache in ("k_cache", "v_cache"))
-            close(f"{decode.name}, token {t}", got["out"], out[t : t + 1], 2 * output_error(case, heads, k, v))
-        largest = float(np.nanmax(np.abs(appended["k_cache"])))
-        close(f"{decode.name}, keys", step["k_cache"], appended["k_cache"], 16 * UNIT * largest)
+            limit = 2 * output_error(case, q[t : t + 1], k, v, rounding)
+            close(f"{decode.name}, token {t}", got["out"], out[t : t + 1], limit)
+        rows = slice(start, start + case.tokens)
+        for way in (step, appended):
+            close_keys(decode.name, case, way["k_cache"][LAYER, rows], own, 16 * UNIT * float(np.abs(own).max()))
+        step["k_cache"][LAYER, rows] = appended["k_cache"][LAYER, rows]
+        close(f"{decode.name}, other keys", step["k_cache"], appended["k_cache"], 0.0)
         assert np.array_equal(step["v_cache"], appended["v_cache"], equal_nan=True)
 
 
-def test_scores_far_apart_and_far_from_the_first(directory):
+def test_scores_far_apart_and_far_from_the_first(directory, cases):
     """References rise: scores that grow past e^88 of the first one, and weights that vanish, are neither inf nor NaN."""
-    runner, kernels = running(CASES, "host", 2, directory)
+    runner, kernels = running(cases, "host", 2, directory)
     for case, (decode, _, prefill) in kernels:
         if case.scores or case.rope or case.options.get("qk_norm"):
             continue
@@ -179,16 +197,14 @@ def test_scores_far_apart_and_far_from_the_first(directory):
         close(prefill.name, runner(prefill, **chunk)["out"], prefill.reference(**chunk)["out"], 1e-4)
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
-def test_other_targets_compile_and_their_kernels_match_the_definition(directory, target):
-    runner, kernels = running([REAL[0], REAL[2], REAL[-1]], target, 2, directory)
+def test_other_targets_compile_and_their_kernels_match_the_definition(directory, target, cache):
+    runner, kernels = running(stored_as(cache, [REAL[0], REAL[2], REAL[-1]]), target, 2, directory)
     for case, (decode, append, prefill) in kernels:
         check_decode(runner, case, decode, 100)
         check_prefill(runner, case, prefill, 47, case.tokens - 3)
-        operands = fill(np.random.default_rng(case.seed), append, CONTEXT, start=3, length=case.tokens)
-        got, want = runner(append, **operands), append.reference(**operands)
-        for name in append.results:
-            close(append.name, got[name], want[name], 1e-5)
+        check_append(runner, case, append, 3, case.tokens)
 
 
 def test_work_follows_the_position():
@@ -199,9 +215,18 @@ def test_work_follows_the_position():
     assert windowed.work(4000) == windowed.work(99)
 
 
+def test_half_the_bytes_of_a_position_are_half_the_reading():
+    per_position = []
+    for cache in CACHES:
+        for kernel in (case.decode(AVX2) for case in stored_as(cache, REAL[:1])):
+            assert kernel.work(9)[0] == REAL[0].decode(AVX2).work(9)[0]
+            per_position.append(kernel.work(9)[1] - kernel.work(8)[1])
+    assert per_position == [2 * 3 * 64 * 4, 2 * 3 * 64 * 2]
+
+
 def test_text_differs_where_names_differ():
     texts = {}
-    for case in CASES:
+    for case in [case for cache in CACHES for case in stored_as(cache, CASES)]:
         for isa in (AVX2, AVX512, NEON):
             for kernel in (case.decode(isa), case.append(isa), case.prefill(isa)):
                 assert texts.setdefault(kernel.name, kernel.text) == kernel.text, kernel.name

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from castiron.emitter.kernels.attention.heads import prepared_heads, rotated
-from tests.emitter.attention_cases import CONTEXT, LAYER, REAL, UNIT, close, drawn, fill, running
+from castiron.emitter.kernels.attention.heads import rotated
+from castiron.emitter.states import CACHES
+from tests.emitter.attention_cases import CONTEXT, REAL, check_append, drawn, running, stored_as
 
 CASES = drawn(8) + REAL
 
@@ -18,25 +19,14 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("rope_append")
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_host_matches_the_definition(directory, threads):
-    runner, kernels = running(CASES, "host", threads, directory)
+def test_host_matches_the_definition(directory, threads, cache):
+    runner, kernels = running(stored_as(cache, CASES), "host", threads, directory)
     for case, (_, append, _) in kernels:
         for start in (0, 47, CONTEXT - case.tokens):
             for length in {1, case.tokens // 2, case.tokens}:
-                operands = fill(np.random.default_rng(case.seed + start), append, CONTEXT, start=start, length=length)
-                got, want = runner(append, **operands), append.reference(**operands)
-                name = f"{append.name} from {start}, {length} tokens"
-                heads = prepared_heads(case.layout, operands["qkv"], start + np.arange(case.tokens), operands)
-                # Two products and a sum, after a norm of up to four roundings.
-                for part, size in zip(want, heads, strict=True):
-                    limit = 0.0 if part == "v_cache" else 16 * UNIT * float(np.abs(size).max())
-                    close(f"{name}, {part}", got[part], want[part], limit)
-                for cache in ("k_cache", "v_cache"):
-                    untouched = np.ones(got[cache].shape[:2], bool)
-                    untouched[LAYER, start : start + length] = False
-                    same = np.array_equal(got[cache][untouched], operands[cache][untouched])
-                    assert same, f"{name}: another row was written"
+                check_append(runner, case, append, start, length)
 
 
 def test_definition_is_that_of_hf():

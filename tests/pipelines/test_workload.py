@@ -11,6 +11,7 @@ import pytest
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
+from castiron.emitter.states import CACHES
 from castiron.pipelines.casting.compile import work_of
 from castiron.pipelines.measuring.workload import Workload, gguf_bytes, parameter_sizes
 from castiron.vmfb.bundle import open_bundle
@@ -34,14 +35,15 @@ STARCODER2 = {"model_type": "starcoder2", "hidden_size": 512, "num_hidden_layers
 WIDTHS, CONTEXT = (8, 32, 128), 2048
 
 
-def workload(config: dict, codec: str) -> Workload:
+def workload(config: dict, codec: str, cache: str = "f32") -> Workload:
     """That of a bundle of this model, its matrices stored in `codec`, without compiling it."""
-    module = build(config, lambda name: "f32" if "norm" in name or "bias" in name else codec, CONTEXT, WIDTHS)
+    stored = lambda name: "f32" if "norm" in name or "bias" in name else codec
+    module = build(config, stored, CONTEXT, WIDTHS, cache=cache)
     lowered = lower(module, "kernels", "avx2", 2)
     work = {name: work_of(function, CONTEXT) for name, function in lowered.functions.items()}
     functions = [SimpleNamespace(role="prefill", width=width, name=f"prefill_{width}") for width in WIDTHS]
-    manifest = SimpleNamespace(compile={"work": work}, functions=functions, context=CONTEXT, prefill_widths=WIDTHS)
-    return Workload(manifest, 0)
+    facts = {"context": CONTEXT, "prefill_widths": WIDTHS, "cache": cache}
+    return Workload(SimpleNamespace(compile={"work": work}, functions=functions, **facts), 0)
 
 
 def matrices(config: dict, mlp: int = 3) -> int:
@@ -51,9 +53,10 @@ def matrices(config: dict, mlp: int = 3) -> int:
     return hidden * head_dim * 2 * (heads + config["num_key_value_heads"]) + mlp * hidden * config["intermediate_size"]
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_work_of_a_dense_model_is_what_its_sizes_say(tied):
-    found, layers, hidden = workload(SMOLLM2 | {"tie_word_embeddings": tied}, "q4_1"), 30, 576
+def test_the_work_of_a_dense_model_is_what_its_sizes_say(tied, cache):
+    found, layers, hidden = workload(SMOLLM2 | {"tie_word_embeddings": tied}, "q4_1", cache), 30, 576
     elements, head = layers * matrices(SMOLLM2), 49152 * hidden
     assert found.elements == elements + head
     norms = (2 * layers + 1) * hidden * 4
@@ -65,6 +68,7 @@ def test_the_work_of_a_dense_model_is_what_its_sizes_say(tied):
     for depth, tokens in ((0, 64), (1000, 32)):
         positions = np.arange(depth, depth + tokens) + 1
         assert found.cache_bytes(depth, tokens, 2) == 2 * layers * 3 * 64 * 2 * positions.mean()
+    assert found.cache_item_bytes == {"f32": 4, "f16": 2}[cache]
 
 
 def test_a_call_that_is_not_full_counts_by_its_tokens():

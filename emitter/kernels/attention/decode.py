@@ -33,7 +33,7 @@ from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.types import F32, I32, DType, TensorType
 
 SPLIT_BYTES = 128 * 1024  # of keys and values, up to which the heads are shared out whole
 UNIT = 32  # positions that parts are multiples of: fewer would prepare the queries too often, more would leave unequal shares
@@ -49,6 +49,7 @@ def attention_decode(
     splits: int = 8,
     split_from: int | None = None,
     batch: int | None = None,
+    cache: DType = F32,
 ) -> Kernel:
     """One token's attention in one dispatch, at a cost that follows its position.
 
@@ -63,8 +64,12 @@ def attention_decode(
     With `batch` B there are B sequences: qkv [B, row], position i32 [B], out [B, heads*head_dim], and the caches hold the
     layers of one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is
     negative is idle: its caches stay as they are and its result is zero.
+
+    The elements of the caches are `cache`, f32 or f16. Rows are rounded to nearest even when they are appended, the token's
+    own too before it counts, and widened where they are read; everything else is f32.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
+    item_bytes = cache.bits // 8
     if splits & (splits - 1) or splits < 2:
         raise ValueError(f"attention_decode takes a power of two above 1 as splits, got {splits}")
     rows = batch or 1
@@ -72,13 +77,13 @@ def attention_decode(
         raise ValueError(f"attention_decode needs layers ({layers}) that {batch} sequences share evenly")
     shape = _shape(layout, isa)
     per = shape.per
-    split_from = split_from or max(2 * TILE, SPLIT_BYTES // (8 * per * hd))
+    split_from = split_from or max(2 * TILE, SPLIT_BYTES // (2 * item_bytes * per * hd))
     groups = kv_heads // per
     slots = max(per, splits)
     units = groups * slots
 
-    cache = TensorType((layers, context, kv_heads, hd), F32)
-    kept = {"k_cache": cache, "v_cache": cache, "counters": TensorType((rows * groups,), I32)}
+    caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, kv_heads, hd), cache))
+    kept = {**caches, "counters": TensorType((rows * groups,), I32)}
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
         **layout.operands(context),
@@ -88,7 +93,7 @@ def attention_decode(
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
     name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += "" if batch is None else f"_b{batch}"
+    name += ("" if batch is None else f"_b{batch}") + f"_{cache.name}" * (cache is not F32)
 
     def write(b: Body, position: Ssa, layer: Ssa, **given: Ssa) -> None:
         unit: Index = b.workgroup()
@@ -146,6 +151,7 @@ def attention_decode(
                 continue
             at = i * (layers // rows) + layer
             q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
+            # Rounded as the caches store them.
             k_cache[at, own], v_cache[at, own] = k[0], v[0]
             out[i] = attend(q, k_cache[at], v_cache[at], [own], scores).reshape(-1)
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
@@ -163,7 +169,7 @@ def attention_decode(
         in_place={name: name for name in kept},
         reference=reference,
         flops=lambda position: rows * 4 * heads * hd * seen(position),
-        nbytes=lambda position: rows * 4 * (2 * kv_heads * hd * seen(position) + layout.row + heads * hd),
+        nbytes=lambda position: rows * (item_bytes * 2 * kv_heads * hd * seen(position) + 4 * (layout.row + heads * hd)),
     )
 
 

@@ -3,7 +3,8 @@
 Flash attention's recurrence (Dao et al. 2022). A tile is a set of columns, each a (token, query head) pair of one kv head's
 group, against a block of keys. Scores are computed transposed, [key, column], with a column in each lane: the softmax then
 needs nothing across lanes, and a key's element is a broadcast straight out of the cache. Weighted values are computed as
-[column, head_dim], with the value rows' own vectors, in the rows of the result. Nothing of the cache is transposed or copied.
+[column, head_dim], with the value rows' own vectors, in the rows of the result. Nothing of a cache of f32 is transposed or
+copied.
 
     workgroup (tile of columns, kv head), the last tokens first:
       qt [head_dim, columns] = scale * q^T                                                             stack
@@ -13,6 +14,7 @@ needs nothing across lanes, and a key's element is a broadcast straight out of t
         for `rows` keys:
           acc [rows, columns] = 0                                                                  registers
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
+            keys [rows, depth], out of a cache of f16: `depth` elements of each key as f32               stack
           scores[rows, columns] = masked, capped acc                                                   stack
         rescale = exp(maxima - new maxima); scores = exp(scores - new maxima)
         sums = sums * rescale + sum over keys of scores
@@ -25,6 +27,8 @@ needs nothing across lanes, and a key's element is a broadcast straight out of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout
@@ -33,24 +37,28 @@ from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, outer, transpose
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.types import F32, I32, DType, TensorType
 
 KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
+ROWS = (1, 2, 3, 4, 6, 8, 12)  # how many these may be
+DEPTH = 64  # elements of a key that are widened at once, at most
 
 
-def attention_prefill(layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa) -> Kernel:
+def attention_prefill(
+    layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, cache: DType = F32
+) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, k_cache and v_cache [layers, context, kv_heads, head_dim],
     layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees positions max(0, start + t - window + 1) ..
-    start + t.
+    start + t. The elements of the caches are `cache`, f32 or f16; everything else is f32.
     """
-    heads, kv_heads, hd, group = layout.heads, layout.kv_heads, layout.head_dim, layout.group
-    shape = _Shape(T * group, hd, isa)
-    cache, scalar = TensorType((layers, context, kv_heads, hd), F32), TensorType((), I32)
-    rows = TensorType((T, heads * hd), F32)
-    chunk, caches = {"q": rows, "start": scalar, "length": scalar}, {"k_cache": cache, "v_cache": cache}
-    window = scores.window
+    heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
+    shape = _Shape(T * group, hd, isa, cache)
+    scalar, rows = TensorType((), I32), TensorType((T, heads * hd), F32)
+    chunk = {"q": rows, "start": scalar, "length": scalar}
+    caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, kv_heads, hd), cache))
+    name = f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
     tiles = T * group // shape.columns
 
     def write(b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa) -> None:
@@ -85,14 +93,14 @@ def attention_prefill(layers: int, context: int, T: int, layout: HeadLayout, sco
         return sum(min(start + t + 1, window or context) for t in range(T))
 
     return write_kernel(
-        f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}",
+        name + f"_{cache.name}" * (cache is not F32),
         {**chunk, **caches, "layer": INDEX},
         {"out": rows},
         kv_heads * tiles,
         write,
         reference=reference,
         flops=lambda start: 4 * heads * hd * pairs(start),
-        nbytes=lambda start: 8 * (T * heads * hd + kv_heads * hd * min(start + T, T + (window or context))),
+        nbytes=lambda start: 8 * T * heads * hd + 2 * cache.bits // 8 * kv_heads * hd * min(start + T, T + (window or context)),
     )
 
 
@@ -100,24 +108,29 @@ class _Shape:
     """Sizes of the tiles: `columns` of a tile in `vectors` of `width` lanes, `rows` keys at once against them.
 
     For the weighted values: `out_columns` x `out_vectors` of `out_width` lanes of head_dim. `square` is the side of the
-    blocks in which queries are transposed. Every size divides what it tiles, so that no tile is ragged.
+    blocks in which queries are transposed. `depth` is how much of a key is widened at once, 0 where the cache is f32. Every
+    size divides what it tiles, so that no tile is ragged.
     """
 
-    def __init__(self, columns: int, hd: int, isa: Isa):
+    def __init__(self, columns: int, hd: int, isa: Isa, cache: DType):
         accumulators = isa.registers * 3 // 4
         self.hd = hd
         self.width = largest_width(isa.lanes, columns)
-        while self.width > 1 and self.width * 4 * (hd + KEYS + 6) > STACK_BYTES:
+        stack = STACK_BYTES - (0 if cache is F32 else 4 * ROWS[-1] * DEPTH)
+        while self.width > 1 and self.width * 4 * (hd + KEYS + 6) > stack:
             self.width //= 2
         # Three vectors by four keys load the least for each fma on 16 registers.
         wanted = (3, 2, 1) if isa.registers == 16 else (4, 3, 2, 1)
         sizes = [n * self.width for n in wanted]
-        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + KEYS + 6) <= STACK_BYTES), self.width)
+        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + KEYS + 6) <= stack), self.width)
         self.vectors = self.columns // self.width
-        self.rows = max(n for n in (1, 2, 3, 4, 6, 8, 12) if n * self.vectors <= accumulators)
+        self.rows = max(n for n in ROWS if n * self.vectors <= accumulators)
         self.square = largest_width(self.width, hd)
         self.out_width = largest_width(isa.lanes, hd)
         chunks = hd // self.out_width
+        self.unroll = largest_width(4, hd)
+        step = max(self.out_width, self.unroll)
+        self.depth = 0 if cache is F32 else max(n for n in range(step, DEPTH + 1, step) if hd % n == 0)
         shapes = [
             (c, n)
             for n in range(1, min(chunks, 8) + 1)
@@ -147,6 +160,8 @@ class _Tile:
         self.maxima, self.sums, self.rescale = (b.stack(shape.columns) for _ in range(3))
         self.limits, self.tokens, self.offsets = (b.stack(shape.columns, element="i32") for _ in range(3))
         self.lanes = range(0, shape.columns, shape.width)
+        if shape.depth:
+            self.keys = b.stack(shape.rows, shape.depth)
 
     def begin(self, q: Ssa, out: Ssa, start: Index, real: Index) -> None:
         """Where each column's row is, its queries transposed and scaled, the recurrence empty, the result's rows zero."""
@@ -193,16 +208,18 @@ class _Tile:
         """Masked scores of `rows` keys from `first` on; past `last` the last key stands in, and the mask takes it out."""
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
-        unroll = largest_width(4, shape.hd)
-        zero = b.splat(0.0, shape.width)
-        with b.loop(0, shape.hd, unroll, carry=[zero] * (shape.rows * shape.vectors)) as loop:
-            sums = loop.values
-            for i in range(unroll):
-                d = b.add(loop.index, i)
-                queries = [b.vload(self.q, shape.width, d, c) for c in self.lanes]
-                keys = (b.broadcast(b.load(self.k_cache, self.layer, row, self.head, d), shape.width) for row in rows)
-                sums = outer(b, keys, queries, sums)
-            loop.give(*sums)
+        zeros = [b.splat(0.0, shape.width)] * (shape.rows * shape.vectors)
+        if shape.depth:
+            with b.loop(0, shape.hd, shape.depth, carry=zeros) as part:
+                for i, row in enumerate(rows):
+                    with b.loop(0, shape.depth, shape.out_width) as d:
+                        at = self.layer, row, self.head, b.add(part.index, d.index)
+                        b.vstore(b.widened(b.vload(self.k_cache, shape.out_width, *at)), self.keys, i, d.index)
+                part.give(*self.products(part.index, shape.depth, part.values, lambda i, d: b.load(self.keys, i, d)))
+            totals = part.results
+        else:
+            key = lambda i, d: b.load(self.k_cache, self.layer, rows[i], self.head, d)
+            totals = self.products(0, shape.hd, zeros, key)
         never = b.splat(NEVER, shape.width)
         for v, c in enumerate(self.lanes):
             limit = b.vload(self.limits, shape.width, c)
@@ -212,8 +229,22 @@ class _Tile:
                 if self.how.window is not None:
                     near = b.binary("addi", position, b.isplat(self.how.window, shape.width))
                     seen = b.both(seen, b.compare("sgt", near, limit))
-                score = self.how.capped(b, loop.results[i * shape.vectors + v])
+                score = self.how.capped(b, totals[i * shape.vectors + v])
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
+
+    def products(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> list[Ssa]:
+        """sums + keys times queries over elements first .. first + count - 1; `key` gives that of a row at d - first."""
+        b, shape = self.b, self.shape
+        with b.loop(0, count, shape.unroll, carry=sums) as loop:
+            sums = loop.values
+            for i in range(shape.unroll):
+                d = b.add(loop.index, i)
+                at = b.add(first, d)
+                queries = [b.vload(self.q, shape.width, at, c) for c in self.lanes]
+                keys = (b.broadcast(key(row, d), shape.width) for row in range(shape.rows))
+                sums = outer(b, keys, queries, sums)
+            loop.give(*sums)
+        return loop.results
 
     def softmax(self, count: Index) -> None:
         """Turn scores into weights; update the maxima, the sums and the rescaling of what was summed before."""
@@ -256,7 +287,7 @@ class _Tile:
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
             for i, e in enumerate(offsets):
-                v = b.vload(self.v_cache, width, self.layer, row, self.head, e)
+                v = b.widened(b.vload(self.v_cache, width, self.layer, row, self.head, e))
                 sums.append([b.fma(w, v, j.values[c * len(offsets) + i]) for c, w in enumerate(weights)])
             j.give(*[sums[i][c] for c in range(len(columns)) for i in range(len(offsets))])
         for (token, offset), totals in zip(targets, batches(j.results, len(offsets)), strict=True):

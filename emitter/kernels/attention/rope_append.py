@@ -19,23 +19,24 @@ from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_h
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.types import F32, I32, DType, TensorType
 
 ROWS = 4  # tokens that a workgroup takes
 
 
-def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa) -> Kernel:
+def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: DType = F32) -> Kernel:
     """Queries rotated, keys and values of a chunk of T tokens written into the caches.
 
     qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32, k_cache and v_cache
     [layers, context, kv_heads, head_dim], layer -> q [T, heads*head_dim], k_cache, v_cache. Token t stands at position
-    start + t; only rows t < length reach the caches.
+    start + t; only rows t < length reach the caches, whose elements are `cache`, f32 or f16 (rounded to nearest even).
     """
     hd = layout.head_dim
-    cache = TensorType((layers, context, layout.kv_heads, hd), F32)
     scalar = TensorType((), I32)
-    caches = {"k_cache": cache, "v_cache": cache}
+    caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, layout.kv_heads, hd), cache))
     operands = {"qkv": TensorType((T, layout.row), F32), **layout.operands(context), "start": scalar, "length": scalar}
+
+    parts = [f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}"]
 
     def write(b: Body, qkv: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, q: Ssa, **given: Ssa) -> None:
         first = b.to_index(b.load(start))
@@ -56,7 +57,7 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
                 prepare_head(b, layout, isa.lanes, "k", head.index, source, target, given, position)
                 values = Span(qkv, [t], b.add(offset, layout.kv_heads * hd))
                 with b.loop(0, hd, width) as d:
-                    b.vstore(values.load(b, d.index, width), v_cache, *cached, d.index)
+                    b.vstore(b.narrowed(values.load(b, d.index, width), v_cache), v_cache, *cached, d.index)
 
     def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
         positions, length = int(given["start"]) + np.arange(T), int(given["length"])
@@ -67,7 +68,7 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
         return {"q": q.reshape(T, -1).astype(np.float32), "k_cache": k_cache, "v_cache": v_cache}
 
     return write_kernel(
-        f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}",
+        "_".join([*parts, *[cache.name] * (cache is not F32)]),
         {**operands, **caches, "layer": INDEX},
         {"q": TensorType((T, layout.heads * hd), F32), **caches},
         -(-T // ROWS),
@@ -75,5 +76,5 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
         in_place={name: name for name in caches},
         reference=reference,
         flops=3 * T * (layout.heads + layout.kv_heads) * (layout.rotary_dim or 0),
-        nbytes=4 * T * 2 * layout.row,
+        nbytes=T * (4 * (layout.row + layout.keys) + cache.bits // 8 * (layout.row - layout.keys)),
     )

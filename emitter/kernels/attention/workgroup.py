@@ -30,12 +30,13 @@ from dataclasses import dataclass
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
 from castiron.emitter.kernels.attention.scores import NEVER, Scores
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, element_of, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, outer
+from castiron.emitter.types import DTYPES
 
 TILE = 48  # positions, whole vectors of every instruction set; from 32 to 96 the time differs by a few percent
-LINE = 16  # f32 elements of a cache line
+LINE_BYTES = 64
 SLACK = 30.0  # how far a score may rise above its head's reference: e^30 is far from overflow
 
 
@@ -103,6 +104,7 @@ class Workgroup:
         self.token, self.first, self.end = token, first, end
         self.qkv, self.k_cache, self.v_cache = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
         self.bases = [b.address(cache) for cache in (self.k_cache, self.v_cache)]
+        self.item_bytes = DTYPES[element_of(self.k_cache.type)].bits // 8
         low = b.mul(first, self.group)
         with b.loop(low, b.mul(end, self.group)) as head:
             g = b.sub(head.index, low)
@@ -127,8 +129,10 @@ class Workgroup:
             low = b.mul(b.sub(head.index, self.first), self.group)
             with b.loop(0, hd, self.width) as d:
                 v = b.vload(self.qkv, self.width, self.token.row, b.add(b.add(offset, layout.kv_heads * hd), d.index))
-                b.vstore(v, self.v_cache, *cached, d.index)
-                b.vstore(b.vload(self.k, self.width, d.index), self.k_cache, *cached, d.index)
+                v = self._append(v, self.v_cache, *cached, d.index)
+                k = b.vload(self.k, self.width, d.index)
+                if (kept := self._append(k, self.k_cache, *cached, d.index)) is not k:
+                    b.vstore(kept, self.k, d.index)
                 for i in range(self.group):
                     b.vstore(v, self.values, b.add(low, i), d.index)
             one = b.constant(f"dense<[1.0{', 0.0' * (self.lanes - 1)}]>", f"vector<{self.lanes}xf32>")
@@ -139,6 +143,12 @@ class Workgroup:
                 score = self.how.capped(b, lane_sums(b, d.results))
                 b.store(b.extract(score, 0), self.references, g.index)
                 b.vstore(one, self.sums, g.index, 0)
+
+    def _append(self, x: Ssa, cache: Ssa, *at: Index) -> Ssa:
+        """Store x in a cache; gives it as whoever reads it there has it."""
+        stored = self.b.narrowed(x, cache)
+        self.b.vstore(stored, cache, *at)
+        return x if stored is x else self.b.widened(stored)
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
         """Add the positions start .. end - 1 to the recurrence, reading ahead or not."""
@@ -176,13 +186,13 @@ class Workgroup:
         b, segment = self.b, self.shape.segment
         size = self.layout.kv_heads * self.hd
         start = b.mul(b.add(b.mul(self.token.layer, self.context), row), size)
-        for line in range(0, count, LINE):
+        for line in range(0, count, LINE_BYTES // self.item_bytes):
             element = b.add(at, line)
             if segment < size:
                 element = b.add(
                     b.mul(b.div(element, segment), size), b.add(b.rem(element, segment), b.mul(self.first, self.hd))
                 )
-            b.touch(base, b.mul(b.add(start, element), 4))
+            b.touch(base, b.mul(b.add(start, element), self.item_bytes))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Scores of `rows` positions from `row` on, as those of the tile from j on.
@@ -204,7 +214,8 @@ class Workgroup:
                             self.touch(base, ahead_from, share, rows * self.width)
                     queries = [b.vload(self.q, self.width, g, d) for g in held]
                     cached = (self.k_cache, self.width, self.token.layer)
-                    sums = outer(b, (b.vload(*cached, b.add(row, r), head, d) for r in range(rows)), queries, sums)
+                    keys = (b.widened(b.vload(*cached, b.add(row, r), head, d)) for r in range(rows))
+                    sums = outer(b, keys, queries, sums)
                 loop.give(*sums)
             for i, g in enumerate(held):
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
@@ -252,7 +263,7 @@ class Workgroup:
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
             for i, c in enumerate(columns):
-                v = b.vload(self.v_cache, width, self.token.layer, b.add(first, j.index), head, c)
+                v = b.widened(b.vload(self.v_cache, width, self.token.layer, b.add(first, j.index), head, c))
                 sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(weights)])
             j.give(*[sums[i][g] for g in range(len(held)) for i in range(len(columns))])
         for g, results in zip(held, batches(j.results, len(columns)), strict=True):

@@ -232,6 +232,16 @@ class Body:
         type = vector_type(width, element)
         return self.let(f"vector.bitcast {vector} : {vector.type} to {type}", type)
 
+    def widened(self, x: Ssa) -> Ssa:
+        """A float or a vector of them as f32, which is exact."""
+        type = x.type.replace(element_of(x.type), "f32")
+        return x if type == x.type else self.let(f"arith.extf {x} : {x.type} to {type}", type)
+
+    def narrowed(self, x: Ssa, buffer: Ssa) -> Ssa:
+        """f32 as the floats of a buffer, rounded to nearest even."""
+        type = x.type.replace("f32", element_of(buffer.type))
+        return x if type == x.type else self.let(f"arith.truncf {x} : {x.type} to {type}", type)
+
     def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
         return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
 
