@@ -9,8 +9,10 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products import gemm_few
 from castiron.emitter.kernels.products.choosing import kernel_of
 from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.round_x import round_x
+from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.emitter.lowering import lower
+from castiron.emitter.lowering import NUMERICS, lower
 from castiron.emitter.models import build
 from castiron.emitter.types import EmitError
 from castiron.pipelines.errors import PipelineError
@@ -58,8 +60,13 @@ class Kind:
 def _product(name: str, asked: Asked) -> Kernel:
     *experts, out, inner = asked.sizes
     product = Product(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0,
-                      numerics=asked.numerics)  # fmt: skip
+                      numerics="bytes" if asked.numerics == "fast" else "exact")  # fmt: skip
     return kernel_of(product, ISAS[asked.isa], asked.threads)
+
+
+def _round_x(name: str, asked: Asked) -> Kernel:
+    product = Product(asked.codec, max(2, asked.tokens), LANES, asked.sizes[0], numerics="bytes")
+    return round_x(asked.tokens, product.in_features, product.format, isa=ISAS[asked.isa])
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Asked], Kernel]:
@@ -104,6 +111,7 @@ KINDS: dict[str, Kind] = {
     "rms_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "olmo2", "hidden_size")),
     "layer_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "starcoder2", "hidden_size")),
     "embed": Kind("VOCABxHIDDEN", "49152x576", (1, 1, None), _of_model("prefill", "llama", "vocab_size", "hidden_size")),
+    "round_x": Kind("IN", "576", (128, 1, None), _round_x),
     "argmax": Kind("VOCAB", "49152", (1, 1, None), _of_model("verify", "llama", "vocab_size")),
 }
 
@@ -137,6 +145,8 @@ def named_kernel(
     tokens = default if tokens is None else tokens
     if tokens < least or (most is not None and tokens > most):
         raise PipelineError(f"{name} does not take {tokens} tokens: --tokens takes {kind.tokens_words}")
+    if numerics not in NUMERICS:
+        raise PipelineError(f"numerics {numerics!r} are unknown: use {', '.join(NUMERICS)}")
     if numerics != "exact" and not kind.is_product:
         raise PipelineError(f"{name} is no product and has no numerics but exact: leave --numerics out")
     try:

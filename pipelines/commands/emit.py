@@ -109,6 +109,7 @@ def _kernel(args: argparse.Namespace) -> Module:
         isa=args.isa or resolve(args.target).isa,
         threads=options.threads_or_cores,
         context=args.context or 8192,
+        numerics=options.numerics,
         cache=options.cache,
     )
     return excerpt.one_kernel(kernel)

@@ -15,11 +15,14 @@ from castiron.pipelines.casting.named_kernel import named_kernel
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE, HEAD, TAIL = 110, 70, 30  # lines
-# By kind: the words of `castiron emit --kernel` that make it.
+# By kind, with x in bytes too: the words of `castiron emit --kernel` that make it.
 INSTANCES = {
     "gemv": "--shape 32x64 --codec q4_1",
     "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
     "gemm": "--shape 16x64 --codec bf16 --tokens 9",
+    "gemm_few_bytes": "--shape 16x64 --codec q5_0 --tokens 2 --numerics fast",
+    "gemm_bytes": "--shape 16x64 --codec q4_1 --tokens 9 --numerics fast",
+    "round_x": "--shape 64 --codec q4_1 --tokens 2",
     "experts": "--shape 2x16x64 --codec bf16 --tokens 2",
     "attention_decode": "--shape 4x2x16 --context 64",
     "attention_prefill": "--shape 4x2x16 --context 64 --tokens 8",
@@ -35,7 +38,7 @@ def kernel(name: str) -> Kernel:
     words = shlex.split(INSTANCES[name])
     given = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
     numbers = {key: int(given.pop(key)) for key in ("tokens", "context") if key in given}
-    return named_kernel(name, given.pop("shape"), isa="avx2", threads=2, **numbers, **given)
+    return named_kernel(name.removesuffix("_bytes"), given.pop("shape"), isa="avx2", threads=2, **numbers, **given)
 
 
 def golden(name: str) -> str:
@@ -45,7 +48,7 @@ def golden(name: str) -> str:
     shown = lines if len(lines) <= WHOLE else _cut(_busiest(lines))
     return "\n".join(
         [
-            f"// castiron emit --kernel {name} {INSTANCES[name]} --isa avx2 --threads 2",
+            f"// castiron emit --kernel {name.removesuffix('_bytes')} {INSTANCES[name]} --isa avx2 --threads 2",
             f"// {len(lines)} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()}",
             *shown,
             "",
@@ -63,7 +66,7 @@ def _busiest(lines: list[str]) -> list[str]:
             loop = lines[starts.pop() : i + 1]
             if sum("scf.for" in line for line in loop) == 1:
                 loops.append(loop)
-    return max(loops, key=lambda loop: (sum("math.fma" in line for line in loop), len(loop)))
+    return max(loops, key=lambda loop: (sum("math.fma" in line or "call_intrinsic" in line for line in loop), len(loop)))
 
 
 def _depth(line: str) -> int:

@@ -16,7 +16,7 @@ def test_the_text_is_the_golden_one(name):
 
 
 def test_every_kind_of_kernel_has_one():
-    assert INSTANCES.keys() == KINDS.keys()
+    assert {name.removesuffix("_bytes") for name in INSTANCES} == KINDS.keys()
 
 
 @pytest.mark.parametrize("name", INSTANCES)
