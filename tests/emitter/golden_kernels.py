@@ -15,7 +15,7 @@ from castiron.pipelines.casting.named_kernel import named_kernel
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE, HEAD, TAIL = 110, 70, 30  # lines
-# By kind, with x in bytes too: the words of `castiron emit --kernel` that make it.
+# By kind, with x in bytes and over a cache of f16 too: the words of `castiron emit --kernel` that make it.
 INSTANCES = {
     "gemv": "--shape 32x64 --codec q4_1",
     "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
@@ -27,6 +27,9 @@ INSTANCES = {
     "attention_decode": "--shape 4x2x16 --context 64",
     "attention_prefill": "--shape 4x2x16 --context 64 --tokens 8",
     "rope_append": "--shape 4x2x16 --context 64 --tokens 8",
+    "attention_decode_f16": "--shape 4x2x16 --context 64 --cache f16",
+    "attention_prefill_f16": "--shape 4x2x16 --context 64 --tokens 8 --cache f16",
+    "rope_append_f16": "--shape 4x2x16 --context 64 --tokens 8 --cache f16",
     "rms_norm": "--shape 16 --tokens 4",
     "layer_norm": "--shape 16 --tokens 4",
     "embed": "--shape 16x8 --codec bf16",
@@ -38,7 +41,11 @@ def kernel(name: str) -> Kernel:
     words = shlex.split(INSTANCES[name])
     given = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
     numbers = {key: int(given.pop(key)) for key in ("tokens", "context") if key in given}
-    return named_kernel(name.removesuffix("_bytes"), given.pop("shape"), isa="avx2", threads=2, **numbers, **given)
+    return named_kernel(kind(name), given.pop("shape"), isa="avx2", threads=2, **numbers, **given)
+
+
+def kind(name: str) -> str:
+    return name.removesuffix("_f16").removesuffix("_bytes")
 
 
 def golden(name: str) -> str:
@@ -48,7 +55,7 @@ def golden(name: str) -> str:
     shown = lines if len(lines) <= WHOLE else _cut(_busiest(lines))
     return "\n".join(
         [
-            f"// castiron emit --kernel {name.removesuffix('_bytes')} {INSTANCES[name]} --isa avx2 --threads 2",
+            f"// castiron emit --kernel {kind(name)} {INSTANCES[name]} --isa avx2 --threads 2",
             f"// {len(lines)} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()}",
             *shown,
             "",

@@ -6,7 +6,7 @@ import pytest
 
 from castiron.pipelines import cli
 from castiron.pipelines.casting.named_kernel import KINDS
-from tests.emitter.golden_kernels import FOLDER, INSTANCES, golden, kernel
+from tests.emitter.golden_kernels import FOLDER, INSTANCES, golden, kernel, kind
 
 
 @pytest.mark.parametrize("name", INSTANCES)
@@ -16,7 +16,7 @@ def test_the_text_is_the_golden_one(name):
 
 
 def test_every_kind_of_kernel_has_one():
-    assert {name.removesuffix("_bytes") for name in INSTANCES} == KINDS.keys()
+    assert {kind(name) for name in INSTANCES} == KINDS.keys()
 
 
 @pytest.mark.parametrize("name", INSTANCES)

@@ -8,7 +8,7 @@ from castiron.emitter.ir import Function, Module, Op
 from castiron.emitter.layer_rules import LAYERS
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.types import F32, I32, EmitError, TensorType
+from castiron.emitter.types import BF16, F16, F32, I32, EmitError, TensorType
 from castiron.emitter.verifier import LOWERED, check
 
 SIZES = {
@@ -44,6 +44,8 @@ DAMAGE = {
         ("cache", "window", "no such layer, or a window that its ring lacks"),
         ("swap", (0, 1), "the results are not rows and the two caches"),
         ("drop", 6, "positions are not those of its mode"),
+        ("caches", (BF16, BF16), "the two caches differ, or hold what no such cache does"),
+        ("caches", (F16, F32), "the two caches differ, or hold what no such cache does"),
         ("result", TensorType((8, 31), F32), "the results are not rows and the two caches"),
     ],
     "activation": [("function", "swish2", "an unknown function"), ("result", TensorType((8, 31), F32), "another type")],
@@ -78,6 +80,15 @@ def test_what_families_write_holds_and_is_not_lowered(family):
         check(lower(module(family), "portable"), LAYERS)
 
 
+def test_a_ring_of_f16_is_caught():
+    _, _, op = operation("attention")
+    for cache in (*op.operands[3:5], *op.results[1:]):
+        cache.type = TensorType(cache.shape, F16)
+    assert LAYERS["attention"].problem(op) is None
+    op.attrs = {**op.attrs, "cache": "window", "window": 8}
+    assert "hold what no such cache does" in LAYERS["attention"].problem(op)
+
+
 def test_every_operation_of_the_table_is_damaged_here():
     assert set(DAMAGE) == set(LAYERS) - set(LOWERED)
 
@@ -92,6 +103,10 @@ def test_damage_is_caught_before_lowering(kind, what, value, sentence):
         first, second = value
         operands[first], operands[second] = operands[second], operands[first]
         op.operands = tuple(operands)
+    elif what == "caches":
+        for cache, dtype in zip((3, 4), value, strict=True):
+            for holder in (operands[cache], op.results[cache - 2]):
+                holder.type = TensorType(holder.shape, dtype)
     elif what == "drop":
         op.operands = tuple(v for i, v in enumerate(operands) if i != value)
     else:

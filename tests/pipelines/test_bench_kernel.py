@@ -16,8 +16,8 @@ from tests.pipelines.test_bench import FixedMachine
 from tests.pipelines.test_cli import complaint
 from tests.pipelines.toy_text import read_json
 
-SHAPES = {"experts": "4x32x64", "embed": "512x64", "argmax": "512", "rms_norm": "64", "layer_norm": "64"}
-CODECS = {"gemv": "q4_k", "gemm_few": "q6_k", "gemm": "q8_0", "experts": "q4_0", "embed": "q4_1"}
+SHAPES = {"experts": "4x32x64", "embed": "512x64", "argmax": "512", "rms_norm": "64", "layer_norm": "64", "round_x": "64"}
+CODECS = {"round_x": "q4_1", "gemv": "q4_k", "gemm_few": "q6_k", "gemm": "q8_0", "experts": "q4_0", "embed": "q4_1"}
 
 
 @pytest.fixture(autouse=True)
