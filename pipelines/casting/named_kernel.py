@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from castiron.emitter.codecs import codec_of
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products import gemm_few
 from castiron.emitter.kernels.products.choosing import kernel_of
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.round_x import round_x
-from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.packing import LANES, packed_shape
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import NUMERICS, lower
 from castiron.emitter.models import build
@@ -65,8 +66,10 @@ def _product(name: str, asked: Asked) -> Kernel:
 
 
 def _round_x(name: str, asked: Asked) -> Kernel:
-    product = Product(asked.codec, max(2, asked.tokens), LANES, asked.sizes[0], numerics="bytes")
-    return round_x(asked.tokens, product.in_features, product.format, isa=ISAS[asked.isa])
+    # A codec of floats takes no bytes; what is made for most is shown then.
+    codec = asked.codec if codec_of(asked.codec).quantised else "q4_1"
+    packed_shape(codec, LANES, asked.sizes[0])
+    return round_x(asked.tokens, asked.sizes[0], codec_of(codec), isa=ISAS[asked.isa])
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Asked], Kernel]:

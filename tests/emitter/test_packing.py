@@ -47,11 +47,11 @@ def plain_record(codec: str, rows: np.ndarray) -> bytes:
     words = np.zeros((record.groups, record.words, LANES), np.uint32)
     for lane, group, k in np.ndindex(LANES, record.groups, kind.group):
         code = int(parts.codes[lane, group * kind.group + k]) + kind.offset
-        word, field = divmod(k, record.fields)
-        if word < record.words:
+        if k < record.in_fields:
+            word, field = record.field(k)
             words[group, word, lane] |= code << field * kind.bits
             continue
-        for word, shift, mask in TOP_CODES[kind.bits][k - record.words * record.fields]:
+        for word, shift, mask in TOP_CODES[kind.bits][k - record.in_fields]:
             words[group, word, lane] |= (code & mask) << shift
     return head + words.tobytes()
 
