@@ -242,6 +242,7 @@ def compile_model(
         facts["work"] = {name: work_of(function, context) for name, function in module.functions.items()}
         facts["threads"], facts["products"] = options.threads_or_cores, products_of(module)
         facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
+        facts["rounded"] = rounded_of(module, target)
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         manifest, hashes = _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights}
         if evaluate and options.numerics != "exact" and not missing_features(target):
@@ -256,6 +257,14 @@ def products_of(module: Module) -> list[str]:
     """Names of the products that the module has kernels for, in order, each once."""
     kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
     return list(dict.fromkeys(kernel.product.name for kernel in kernels if kernel.product))
+
+
+def rounded_of(module: Module, target: Target) -> dict[str, int | str]:
+    """How many of the products take x as bytes, of how many, and the instruction that multiplies these; empty if none does."""
+    kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
+    products = {kernel.product for kernel in kernels if kernel.product}
+    count = sum(product.numerics == "bytes" for product in products)
+    return {"products": count, "of": len(products), "by": ISAS[target.isa].dot} if count else {}
 
 
 def work_of(function: Function, context: int) -> dict[str, dict]:

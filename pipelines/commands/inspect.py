@@ -67,7 +67,8 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
-        ("numerics", f"{manifest.numerics}, {manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
+        ("numerics", manifest.numerics + rounded(manifest.compile)),
+        ("made with", f"{manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
         ("context", f"{manifest.context} positions"),
         ("states", states),
@@ -83,6 +84,12 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
     ]
     return json.loads(dump(manifest)), table(rows)
+
+
+def rounded(facts: dict) -> str:
+    """How many products take x as bytes, out of the facts about a compilation; nothing where none does."""
+    found = facts.get("rounded")
+    return f" (x as bytes in {found['products']} of {found['of']} products, by {found['by']})" if found else ""
 
 
 def tuned(facts: dict) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import gguf
 import pytest
 
+from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.pipelines import cli
 from castiron.pipelines.casting import compile as compiling
 from castiron.pipelines.casting.compile import Options, compile_model
@@ -59,6 +61,11 @@ def test_compile_measures_what_fast_numerics_cost(fast, capsys):
         accuracy = facts["accuracy"]
         assert facts["up_to_date"] == up_to_date and ("evaluate" in facts["seconds"]) == (not up_to_date)
         assert err == f"castiron: numerics fast, {open_bundle(place).manifest.accuracy}\n"
+    assert cli.main(["inspect", str(place)]) == 0
+    shown = re.search(
+        r"^numerics +fast \(x as bytes in (\d+) of (\d+) products, by (\w+)\)$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert shown and 0 < int(shown[1]) < int(shown[2]) and shown[3] == ISAS[open_bundle(place).manifest.target.isa].dot
     assert accuracy["against"] == "decode_step" and accuracy["context"] == 96 and accuracy["tokens"] == 2 * 47
     assert 0 < accuracy["kld_mean"] < accuracy["kld_99"] <= accuracy["kld_maximum"] < 1 and accuracy["kld_error"] > 0
     # The steps are the reference: nothing of it is the exact functions' own noise.
