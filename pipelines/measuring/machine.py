@@ -61,21 +61,28 @@ def _fma(lanes: int, chains: int) -> str:
 
 
 def _dot(isa: Isa, chains: int) -> str:
+    rows = chains // 2
+
     def write(body: Body, x: Ssa, y: Ssa) -> None:
-        integers = [body.bitcast(body.vload(x, isa.lanes, i, 0), isa.lanes, "i32") for i in range(chains + 2)]
         dot = Dot(body, isa, DOT_BITS)
-        *starts, code, bytes_ = integers
-        operands = dot.code(code), dot.x(body.extract(bytes_, 0))
+        integers = [body.bitcast(body.vload(x, isa.lanes, i, 0), isa.lanes, "i32") for i in range(chains + 2)]
+        starts, codes = integers[:chains], [dot.code(code) for code in integers[chains:]]
+        # As in a kernel two codes meet many x from memory: products that stay or that sums share would be taken once.
         with body.loop(0, DOT_ITERATIONS, carry=starts) as loop:
             sums = [Total(start) for start in loop.values]
-            for _ in range(DOTS):
-                sums = [dot.add(total, *operands) for total in sums]
+            for step in range(DOTS):
+                column = body.rem(body.add(loop.index, step), isa.lanes)
+                for row in range(rows):
+                    word = body.load(x, chains + 2 + row, column)
+                    bytes_ = dot.x(body.let(f"arith.bitcast {word} : f32 to i32", "i32"))
+                    for i, code in enumerate(codes, 2 * row):
+                        sums[i] = dot.add(sums[i], code, bytes_)
             loop.give(*map(dot.words, sums))
         total = reduce(lambda a, b: body.binary("addi", a, b), loop.results)
-        body.vstore(body.let(f"arith.sitofp {total} : {total.type} to {vector_type(isa.lanes)}", vector_type(isa.lanes)),
-                    y, body.workgroup(), 0)  # fmt: skip
+        floats = vector_type(isa.lanes)
+        body.vstore(body.let(f"arith.sitofp {total} : {total.type} to {floats}", floats), y, body.workgroup(), 0)
 
-    return _probe("dot", (chains + 2, isa.lanes), (FMA_GROUPS, isa.lanes), write)
+    return _probe("dot", (chains + 2 + rows, isa.lanes), (FMA_GROUPS, isa.lanes), write)
 
 
 def _probe(name: str, operand: tuple[int, ...], result: tuple[int, ...], write: Callable[..., None]) -> str:
@@ -115,7 +122,7 @@ class Machine:
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])
         self._calls = {}
-        for name, shape in (("read", (READ_FLOATS,)), ("fma", (chains + 2, lanes)), ("dot", (chains + 2, lanes))):
+        for name, shape in (("read", (READ_FLOATS,)), ("fma", (chains + 2, lanes)), ("dot", (chains + 2 + chains // 2, lanes))):
             operand = Buffer(self, shape, "f32")
             # Pages that nobody wrote are all the same page of zeros, in cache.
             operand.array[...] = 1.0

@@ -14,7 +14,7 @@ from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring import bench
 from castiron.pipelines.measuring.bench import Measured, Settings, ratios, summarise
-from castiron.pipelines.measuring.machine import DOT_ITERATIONS, DOTS, FMA_ITERATIONS, READ_FLOATS, Machine
+from castiron.pipelines.measuring.machine import DOT_ITERATIONS, DOTS, FMA_ITERATIONS, READ_FLOATS, Machine, chains_of
 from tests.pipelines import toy_text
 from tests.pipelines.tiny_gguf import write_llama
 from tests.pipelines.toy_text import read_json
@@ -279,7 +279,7 @@ def test_the_probes_do_the_work_that_they_are_counted_for():
             assert found.sum() == READ_FLOATS
         elif name == "dot":
             # Every sum begins with the words that it adds the products of bytes 4, 3, 2 and 1 with themselves to.
-            one = (0x01020304 + DOT_ITERATIONS * DOTS * (16 + 9 + 4 + 1)) * (len(operand.array) - 2)
+            one = (0x01020304 + DOT_ITERATIONS * DOTS * (16 + 9 + 4 + 1)) * chains_of(machine.isa)
             assert np.allclose(found, (one + 2**31) % 2**32 - 2**31, rtol=1e-6)
         else:
             values = operand.array[:-2].astype(np.float64)
