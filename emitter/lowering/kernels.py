@@ -92,10 +92,8 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, gate: S
 
 def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, Value]:
     count, names, layout = op.attrs["rows"], op.attrs["prepared"], op.attrs["layout"]
-    rows, prepared = (
-        [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]],
-        operands[count : count + len(names)],
-    )
+    rows = [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]]
+    prepared = operands[count : count + len(names)]
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
     (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], k_cache.dtype
     scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"])

@@ -20,6 +20,7 @@ import castiron
 from castiron.emitter import types
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.ir import Function, Module, Param, Value
+from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
@@ -240,9 +241,10 @@ def compile_model(
         facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
         context = context_of(checkpoint.config, options.context)
         facts["work"] = {name: work_of(function, context) for name, function in module.functions.items()}
-        facts["threads"], facts["products"] = options.threads_or_cores, products_of(module)
+        products = products_of(module)
+        facts["threads"], facts["products"] = options.threads_or_cores, [product.name for product in products]
         facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
-        facts["rounded"] = rounded_of(module, target)
+        facts["rounded"] = rounded_of(products, target)
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         manifest, hashes = _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights}
         if evaluate and options.numerics != "exact" and not missing_features(target):
@@ -253,16 +255,14 @@ def compile_model(
     return _report(bundle, False, seconds)
 
 
-def products_of(module: Module) -> list[str]:
-    """Names of the products that the module has kernels for, in order, each once."""
+def products_of(module: Module) -> list[Product]:
+    """The products that the module has kernels for, in order, each once."""
     kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
-    return list(dict.fromkeys(kernel.product.name for kernel in kernels if kernel.product))
+    return list(dict.fromkeys(kernel.product for kernel in kernels if kernel.product))
 
 
-def rounded_of(module: Module, target: Target) -> dict[str, int | str]:
+def rounded_of(products: Sequence[Product], target: Target) -> dict[str, int | str]:
     """How many of the products take x as bytes, of how many, and the instruction that multiplies these; empty if none does."""
-    kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
-    products = {kernel.product for kernel in kernels if kernel.product}
     count = sum(product.numerics == "bytes" for product in products)
     return {"products": count, "of": len(products), "by": ISAS[target.isa].dot} if count else {}
 

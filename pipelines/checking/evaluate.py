@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,9 +25,9 @@ class Base(Rows):
 
     name: str
 
+    @abstractmethod
     def first_difference(self, prompt: list[int], ours: list[int]) -> int | None:
         """Where `ours`, the bundle's greedy tokens after `prompt`, first differ from those of the base."""
-        raise NotImplementedError
 
 
 class BundleBase(BundleRows, Base):

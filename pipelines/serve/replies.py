@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 
 from castiron.pipelines.generation.sequence import Delta, Finished, Sequence, Token
@@ -36,7 +37,7 @@ def _reasoning(thoughts: str) -> dict:
     return {"reasoning_content": thoughts} if thoughts else {}
 
 
-class Reply:
+class Reply(ABC):
     """Builds the answers to one request; the two kinds differ in the names of things."""
 
     kind = chunk_kind = prefix = ""
@@ -51,17 +52,17 @@ class Reply:
     def chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
+    @abstractmethod
     def choice(self, index: int, said: Delta, end: Finished) -> dict:
         """One whole answer."""
-        raise NotImplementedError
 
     def opening(self, index: int) -> dict | None:
         """What a stream begins with, if it has something to say before the first text."""
         return None
 
+    @abstractmethod
     def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
         """Some more of an answer, or with `end` its end."""
-        raise NotImplementedError
 
 
 class ChatReply(Reply):

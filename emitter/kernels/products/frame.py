@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import ClassVar
@@ -13,7 +14,7 @@ from castiron.emitter.kernels.writing.isa import Isa
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(ABC):
     """What a search may vary of a kernel, all of it whole numbers above 0; results change by rounding only.
 
     letters: one for each field, before its value in the name of the kernel.
@@ -25,9 +26,9 @@ class Tiles:
     def name(self) -> str:
         return "".join(f"{letter}{value}" for letter, value in zip(self.letters, astuple(self), strict=True))
 
+    @abstractmethod
     def fit(self, product: Product) -> bool:
         """Whether the kernel can have these tiles."""
-        raise NotImplementedError
 
 
 # A product's operands (`Product.operands`) and its result y in its kernel.
