@@ -13,10 +13,10 @@ from pathlib import Path
 
 from castiron.vmfb.archive import MANIFEST, Part, other_bytes, parts_of, unpacked, write_archive
 from castiron.vmfb.cache import cache_root, keep
-from castiron.vmfb.cpu import host_arch, host_cpu
+from castiron.vmfb.cpu import host_arch, host_cpu, tiles_given
 from castiron.vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
 from castiron.vmfb.record import RecordError
-from castiron.vmfb.targets import missing_features
+from castiron.vmfb.targets import TILES, missing_features
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
         raise BundleError(
             f"{path} is compiled for {target.name} ({target.cpu}) and this CPU ({host_cpu()}) lacks "
             f"{', '.join(missing)}; compile it again with --target {choices}"
+        )
+    if TILES in target.features and not tiles_given():
+        raise BundleError(
+            f"{path} is compiled for {target.name} and uses the matrix tiles of AMX, which this system does not give the "
+            "process; compile it again with --target x86-64-v4-bf16"
         )
     try:
         from iree.runtime.version import VERSION as runtime

@@ -53,6 +53,15 @@ def host_features() -> frozenset[str]:
 
 
 @functools.cache
+def tiles_given() -> bool:
+    """Whether this process may use the matrix tiles of Intel's AMX: Linux gives them, to all of its threads, when asked."""
+    if platform.system() != "Linux" or host_arch() != "x86_64":
+        return False
+    arch_prctl, require_xcomp_perm, xtiledata = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, require_xcomp_perm, xtiledata) == 0
+
+
+@functools.cache
 def host_cpu() -> str:
     """The CPU's own name, as `AMD EPYC 9B14`; the architecture where there is none."""
     if platform.system() == "Darwin":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from castiron.vmfb.cpu import host_arch, host_cpu, host_features
+from castiron.vmfb.cpu import host_arch, host_cpu, host_features, tiles_given
 
 COMMON_FLAGS = (
     "--iree-input-type=stablehlo",
@@ -19,6 +19,7 @@ COMMON_FLAGS = (
 _V2 = ("cx16", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2")
 _V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
 _V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
+TILES = "amx-tile"
 _ARM = ("crc", "dotprod", "fullfp16", "lse", "neon", "rdm")
 
 
@@ -47,6 +48,8 @@ def isa_of(arch: str, features: Collection[str]) -> str:
     """The widest of the instruction sets that castiron's kernels know, or the empty string."""
     if arch == "x86_64":
         needs = {
+            "amx": {*_V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16"},
+            "avx512bf16": {*_V4, "avx512vnni", "avx512bf16"},
             "avx512vnni": {*_V4, "avx512vnni"},
             "avx512": {*_V4},
             "avxvnni": {"avx2", "fma", "f16c", "avxvnni"},
@@ -60,22 +63,30 @@ def _target(name: str, arch: str, cpu: str, features: Collection[str], *flags: s
     return Target(name, arch, isa_of(arch, features), cpu, tuple(sorted(features)), COMMON_FLAGS + flags)
 
 
-def _x86(level: str, features: Collection[str], more: str = "") -> Target:
-    """A level of the x86-64 psABI, or that with one feature more, whose name ends in `vnni`."""
-    triple = "--iree-llvmcpu-target-triple=x86_64-unknown-linux-gnu"
-    flags = [triple, f"--iree-llvmcpu-target-cpu={level}", *([f"--iree-llvmcpu-target-cpu-features=+{more}"] if more else [])]
-    name = f"{level}-vnni" if more else level
-    return _target(name, "x86_64", name, [*features, *([more] if more else [])], *flags)
+def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> Target:
+    """A level of the x86-64 psABI, or that with more features and a name of its own."""
+    flags = ["--iree-llvmcpu-target-triple=x86_64-unknown-linux-gnu", f"--iree-llvmcpu-target-cpu={level}"]
+    if more:
+        flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in more))
+    return _target(name or level, "x86_64", name or level, [*features, *more], *flags)
+
+
+def _given_features() -> frozenset[str]:
+    """This CPU's features but for tiles that the system keeps from the process."""
+    features = host_features()
+    return features if TILES not in features or tiles_given() else frozenset(f for f in features if not f.startswith("amx-"))
 
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _target("host", host_arch(), host_cpu(), host_features(), "--iree-llvmcpu-target-cpu=host"),
+        _target("host", host_arch(), host_cpu(), _given_features(), "--iree-llvmcpu-target-cpu=host"),
         _x86("x86-64-v3", _V3),
-        _x86("x86-64-v3", _V3, "avxvnni"),
+        _x86("x86-64-v3", _V3, "avxvnni", name="x86-64-v3-vnni"),
         _x86("x86-64-v4", _V4),
-        _x86("x86-64-v4", _V4, "avx512vnni"),
+        _x86("x86-64-v4", _V4, "avx512vnni", name="x86-64-v4-vnni"),
+        _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", name="x86-64-v4-bf16"),
+        _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16", name="sapphirerapids"),
         # The level that Apple M1, Graviton 2 and Raspberry Pi 5 share; IREE links ELF for every system alike.
         _target(
             "aarch64", "aarch64", "generic", _ARM,

@@ -10,6 +10,8 @@ each workgroup: `ROWS` rows of x [T, in]
 
 from __future__ import annotations
 
+from functools import cache
+
 from castiron.emitter.codecs import Codec
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
 from castiron.emitter.kernels.weights.x_bytes import EVEN_ODD, GROUP, LEAST, MOST, rounded, rounded_types
@@ -21,6 +23,7 @@ from castiron.emitter.types import F32, TensorType
 ROWS = 4  # that a workgroup takes
 
 
+@cache
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
     """x [rows, in], whole GROUPs, -> `rounded_types` for weights of this codec."""
     lanes = isa.lanes

@@ -10,8 +10,10 @@ import numpy as np
 from castiron.emitter import ops
 from castiron.emitter.ir import Param, Value, parameter
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.products.choosing import numerics_of
+from castiron.emitter.kernels.products.product import PIECES, Product
 from castiron.emitter.kernels.round_x import round_x
+from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.step import Weight, source
@@ -23,12 +25,12 @@ NORM_LIMIT = 8192
 
 @dataclass(frozen=True)
 class Projector:
-    """Makes products' calls: `kernel_of` gives the kernel of a product. fast: x becomes bytes where a kernel takes them."""
+    """Makes products' calls: `kernel_of` gives the kernel of a product. fast: x is rounded where a kernel takes it so."""
 
     kernel_of: Callable[[Product], Kernel]
     isa: Isa
     fast: bool = False
-    rounded: dict[tuple[Value, int, bool], Mapping[str, Value]] = field(default_factory=dict)
+    rounded: dict[tuple[Value, str], Mapping[str, Value]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -72,21 +74,25 @@ class Projector:
             experts=experts,
             per_row=tokens // x.shape[0],
         )
-        # One token is bound by memory, and gains nothing.
-        if self.fast and tokens > 1 and not experts and product.format.quantised:
-            product = replace(product, numerics="bytes")
+        product = replace(product, numerics=numerics_of(product, self.isa, self.fast))
         operands = {name: value for name, value in given.items() if value is not None}
         return ops.kernel_call(self.kernel_of(product), **self._x(x, product), **operands)["y"]
 
     def _x(self, x: Value, product: Product) -> dict[str, Value]:
-        """x as the product's kernel takes it, rounded once for all that share a rounding."""
+        """x as the product's kernel takes it, rounded or taken apart once for all that share that."""
         if product.numerics == "exact":
             return {"x": x}
-        key = x, product.format.group, product.format.minimum != 0
+        if product.numerics == "bytes":
+            made = self._made(x, round_x(*x.shape, product.format, isa=self.isa))
+            return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        made = self._made(x, split_x(*x.shape, PIECES[product.numerics], product.summed, isa=self.isa))
+        return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed else {})}
+
+    def _made(self, x: Value, kernel: Kernel) -> Mapping[str, Value]:
+        key = x, kernel.name
         if key not in self.rounded:
-            self.rounded[key] = ops.kernel_call(round_x(x.shape[0], x.shape[1], product.format, isa=self.isa), x=x)
-        rounded = self.rounded[key]
-        return {"x": rounded["y"], "x_scales": rounded["scales"], "x_sums": rounded["sums"]}
+            self.rounded[key] = ops.kernel_call(kernel, x=x)
+        return self.rounded[key]
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:

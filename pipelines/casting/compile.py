@@ -244,7 +244,7 @@ def compile_model(
         products = products_of(module)
         facts["threads"], facts["products"] = options.threads_or_cores, [product.name for product in products]
         facts["tuned"] = {name: tiles[name] for name in facts["products"] if name in tiles}
-        facts["rounded"] = rounded_of(products, target)
+        facts["arithmetic"] = arithmetic_of(products, target)
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         manifest, hashes = _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights}
         if evaluate and options.numerics != "exact" and not missing_features(target):
@@ -261,10 +261,18 @@ def products_of(module: Module) -> list[Product]:
     return list(dict.fromkeys(kernel.product for kernel in kernels if kernel.product))
 
 
-def rounded_of(products: Sequence[Product], target: Target) -> dict[str, int | str]:
-    """How many of the products take x as bytes, of how many, and the instruction that multiplies these; empty if none does."""
-    count = sum(product.numerics == "bytes" for product in products)
-    return {"products": count, "of": len(products), "by": ISAS[target.isa].dot} if count else {}
+def arithmetic_of(products: Sequence[Product], target: Target) -> dict[str, int]:
+    """How many of the products do what to x, and by which instruction; those that multiply f32 are left out."""
+    if not target.isa:
+        return {}
+    isa = ISAS[target.isa]
+    ways = {
+        "bytes": f"x rounded to bytes by {isa.dot}",
+        "pairs": f"x rounded to bf16 by {isa.pairs}",
+        "matrix": f"x and weights rounded to bf16 by {isa.matrix}",
+        "pieces": f"x in exact pieces of bf16 by {isa.matrix}",
+    }
+    return dict(Counter(ways[product.numerics] for product in products if product.numerics in ways))
 
 
 def work_of(function: Function, context: int) -> dict[str, dict]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products import gemm_few
-from castiron.emitter.kernels.products.choosing import kernel_of
-from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.products.choosing import kernel_of, numerics_of
+from castiron.emitter.kernels.products.product import FAST, PIECES, Product
 from castiron.emitter.kernels.round_x import round_x
+from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import NUMERICS, lower
@@ -60,9 +61,12 @@ class Kind:
 
 def _product(name: str, asked: Asked) -> Kernel:
     *experts, out, inner = asked.sizes
-    product = Product(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0,
-                      numerics="bytes" if asked.numerics == "fast" else "exact")  # fmt: skip
-    return kernel_of(product, ISAS[asked.isa], asked.threads)
+    product, isa = Product(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0), ISAS[asked.isa]
+    fast = asked.numerics == "fast"
+    product = replace(product, numerics=numerics_of(product, isa, fast))
+    if fast and product.numerics not in FAST:
+        raise ValueError(f"no kernel of {isa.name} rounds x for {product.tokens} tokens, {product.experts} experts and {product.codec}")
+    return kernel_of(product, isa, asked.threads)
 
 
 def _round_x(name: str, asked: Asked) -> Kernel:
@@ -70,6 +74,11 @@ def _round_x(name: str, asked: Asked) -> Kernel:
     codec = asked.codec if codec_of(asked.codec).quantised else "q4_1"
     packed_shape(codec, LANES, asked.sizes[0])
     return round_x(asked.tokens, asked.sizes[0], codec_of(codec), isa=ISAS[asked.isa])
+
+
+def _split_x(name: str, asked: Asked) -> Kernel:
+    count = PIECES["matrix" if asked.numerics == "fast" else "pieces"]
+    return split_x(asked.tokens, asked.sizes[0], count, codec_of(asked.codec).minimum != 0 and count > 1, isa=ISAS[asked.isa])
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Asked], Kernel]:
@@ -115,6 +124,7 @@ KINDS: dict[str, Kind] = {
     "layer_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "starcoder2", "hidden_size")),
     "embed": Kind("VOCABxHIDDEN", "49152x576", (1, 1, None), _of_model("prefill", "llama", "vocab_size", "hidden_size")),
     "round_x": Kind("IN", "576", (128, 1, None), _round_x),
+    "split_x": Kind("IN", "576", (128, 1, None), _split_x),
     "argmax": Kind("VOCAB", "49152", (1, 1, None), _of_model("verify", "llama", "vocab_size")),
 }
 
@@ -150,7 +160,7 @@ def named_kernel(
         raise PipelineError(f"{name} does not take {tokens} tokens: --tokens takes {kind.tokens_words}")
     if numerics not in NUMERICS:
         raise PipelineError(f"numerics {numerics!r} are unknown: use {', '.join(NUMERICS)}")
-    if numerics != "exact" and not kind.is_product:
+    if numerics != "exact" and not (kind.is_product or kind.make is _split_x):
         raise PipelineError(f"{name} is no product and has no numerics but exact: leave --numerics out")
     try:
         asked = Asked(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens), numerics, cache)

@@ -16,7 +16,7 @@ from castiron.vmfb.program import Program
 from castiron.vmfb.targets import missing_features
 
 # Facts about the compilation that made the module before; without its key castiron compile makes the bundle anew.
-OF_THE_MODULE = ("key", "flags", "text_sha256", "seconds", "iree_compile_seconds", "tuned", "rounded")
+OF_THE_MODULE = ("key", "flags", "text_sha256", "seconds", "iree_compile_seconds", "tuned", "arithmetic")
 
 
 def repack(bundle: Bundle, module: Path, out: Path) -> Bundle:

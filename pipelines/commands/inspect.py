@@ -67,7 +67,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
-        ("numerics", manifest.numerics + rounded(manifest.compile)),
+        ("numerics", manifest.numerics + arithmetic(manifest.compile)),
         ("made with", f"{manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
         ("context", f"{manifest.context} positions"),
@@ -86,10 +86,10 @@ def bundle(path: str) -> tuple[dict, list[str]]:
     return json.loads(dump(manifest)), table(rows)
 
 
-def rounded(facts: dict) -> str:
-    """How many products take x as bytes, out of the facts about a compilation; nothing where none does."""
-    found = facts.get("rounded")
-    return f" (x as bytes in {found['products']} of {found['of']} products, by {found['by']})" if found else ""
+def arithmetic(facts: dict) -> str:
+    """What products do to x, out of the facts about a compilation; nothing where all of them multiply f32."""
+    found, products = facts.get("arithmetic"), facts.get("products", ())
+    return f" ({'; '.join(f'{n} of {len(products)} products {way}' for way, n in found.items())})" if found else ""
 
 
 def tuned(facts: dict) -> str:

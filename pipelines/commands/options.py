@@ -8,7 +8,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
 from castiron.pipelines.sizes import megabytes as megabytes
 
-TARGETS = ("host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "aarch64")
+TARGETS = ("host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids",
+           "aarch64")
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         help="number format of the weight matrices; native keeps the checkpoint's own")  # fmt: skip
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
-                        "rounded to bytes in prompts and batches, tokens may differ")  # fmt: skip
+                        "rounded to bytes or bf16 in prompts and batches, tokens may differ")  # fmt: skip
     parser.add_argument("--cache", choices=("f32", "f16"), default="f32",
                         help="number format of the KV cache; f16: half the memory and reading, tokens may differ")  # fmt: skip
     parser.add_argument("--lowering", choices=("kernels", "portable"), default="kernels",

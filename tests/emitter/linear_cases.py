@@ -16,10 +16,12 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.choosing import kernel_of
 from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.frame import Tiles
-from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.products.product import PIECES, Product
+from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import interleave_rows, pack
-from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded
-from castiron.emitter.kernels.writing.isa import ISAS, Isa
+from castiron.emitter.kernels.weights.x_bytes import rounded
+from castiron.emitter.kernels.weights.x_pieces import nearest
+from castiron.emitter.kernels.writing.isa import AVX2, ISAS, Isa
 from castiron.emitter.kernels.writing.rms import rms_normed
 from castiron.pipelines.measuring.random_rows import raw_rows
 from castiron.vmfb.targets import resolve
@@ -60,11 +62,19 @@ class Case:
         if self.product.length:
             special["length"] = np.int32((self.product.tokens + 1) // 2)
         types = self.product.operands()
-        if self.product.numerics == "bytes":
-            x = rng.standard_normal((self.product.tokens, self.product.in_features)).astype(np.float32)
-            made = rounded(x, self.product.format)
-            special |= {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        if self.product.numerics != "exact":
+            special |= self._made_of(rng.standard_normal((self.product.tokens, self.product.in_features)).astype(np.float32))
         return {n: special[n] if n in special else rng.standard_normal(t.shape).astype(np.float32) for n, t in types.items()}
+
+
+    def _made_of(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """The operands that are made of x."""
+        product = self.product
+        if product.numerics == "bytes":
+            made = rounded(x, product.format)
+            return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        made = split_x(*x.shape, PIECES[product.numerics], product.summed, isa=AVX2).reference(x=x)
+        return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed else {})}
 
 
 def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray:
@@ -83,15 +93,22 @@ def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray
     return 2 * UNIT * np.abs(x) @ weights.T
 
 
+def rounding_error(weights: np.ndarray) -> np.ndarray:
+    """What the nearest bf16 of a weight may be off that of its definition: f32 rounds it in the last places, and next to a
+    tie that decides.
+    """
+    around = [nearest((weights * (1 + side * 4 * UNIT)).astype(np.float32)).astype(np.float64) for side in (-1, 1)]
+    return np.abs(around[1] - around[0])
+
+
 def allowed_error(case: Case, given: Mapping[str, np.ndarray], reference: np.ndarray) -> np.ndarray:
     """The bound of the products, carried through the activation; |silu'|, |gelu'| < 1.13."""
-    x, eps = (
-        of_bytes(given["x"], given["x_scales"]) if "x_scales" in given else given["x"].astype(np.float64),
-        case.product.rms_eps,
-    )
+    x, eps = case.product.x_of(given["x"], given.get("x_scales")), case.product.rms_eps
     if eps is not None:
         x = rms_normed(x, given["norm"], eps)
     errors = [product_error(case.product.codec, x, raw) for raw in case.weights()]
+    if case.product.numerics == "matrix":
+        errors = [error + np.abs(x) @ rounding_error(w).T for error, w in zip(errors, case.dequantised(), strict=True)]
     if len(errors) == 1:
         return errors[0] + 4 * UNIT * np.abs(reference)
     gate, up = (np.abs(x @ w.T) for w in case.dequantised())
@@ -130,7 +147,7 @@ def cases(codec: str, tokens: st.SearchStrategy[int], most_out: int, *fused: str
 @cache
 def _compiled(cases: tuple[Case, ...], target: str, directory) -> tuple[dict[Case, Kernel], Path]:
     kernels = {case: case.kernel(ISAS[resolve(target).isa]) for case in cases}
-    plain = {case: case.kernel(replace(ISAS[resolve(target).isa], dot="plain")) for case in cases}
+    plain = {case: case.kernel(ISAS[resolve(target).isa].plain) for case in cases}
     unique, plainly = (list({k.name: k for k in made.values()}.values()) for made in (kernels, plain))
     return kernels, runnable(unique, target, directory, plainly)
 

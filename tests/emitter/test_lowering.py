@@ -162,6 +162,26 @@ def test_fast_numerics_round_x_once_for_all_products_that_take_it():
         lower(model, "portable", numerics="fast")
 
 
+def test_a_matrix_unit_takes_x_in_pieces_once_for_all_products():
+    """Exact numerics on AMX: pieces where four tokens meet, f32 for fewer, and the logits of other CPUs."""
+    model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8], (2,), (4,))
+    plain, pieces, fast = lower(model), lower(model, isa="amx"), lower(model, isa="amx", numerics="fast")
+    for function in ("prefill_8", "decode_batch_4"):
+        several = [p for p in products_of(pieces, function) if p.tokens > 1]
+        assert {p.numerics for p in several} == {"pieces"}
+        assert {p.numerics for p in products_of(fast, function) if p.tokens > 1} == {"matrix"}
+        inputs = [name for name in ops_of(pieces, function) if name.startswith("split_x")]
+        assert len(inputs) == 4 * 2 + (function != "prefill_8")
+    for function in ("decode_step", "verify_2"):
+        assert {p.numerics for p in products_of(pieces, function)} == {"exact"}
+    k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
+    operands = [np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32), np.int32(0), np.int32(6), k, v]
+    logits = [
+        interpreter.run(module, "prefill_8", operands, params_of(module, model))[1] for module in (plain, pieces, fast)
+    ]
+    assert np.abs(logits[1] - logits[0]).max() < 1e-5 < np.abs(logits[2] - logits[0]).max() < 0.1
+
+
 def ops_of(module, function: str) -> list[str]:
     return [op.attrs["kernel"].name if op.kind == "kernel" else op.kind for op in module.functions[function].ops]
 

@@ -22,8 +22,9 @@ def test_cpuinfo_is_read_under_llvms_names():
     found = cpu.cpuinfo_features(f"processor\t: 0\nmodel name\t: AMD EPYC 9B14\nflags\t\t: {ZEN4}\n", "x86_64")
     assert set(TARGETS["x86-64-v4"].features) <= found
     assert {"avx512vnni", "avx512bf16", "gfni"} <= found and not {"sha_ni", "vaes"} & found
-    assert targets.isa_of("x86_64", found) == "avx512vnni"
-    assert targets.isa_of("x86_64", found - {"avx512vnni"}) == "avx512"
+    assert targets.isa_of("x86_64", found) == "avx512bf16"
+    assert targets.isa_of("x86_64", found - {"avx512bf16"}) == "avx512vnni"
+    assert targets.isa_of("x86_64", found - {"avx512vnni", "avx512bf16"}) == "avx512"
     arm = cpu.cpuinfo_features("Features\t: fp asimd aes crc32 atomics fphp asimdhp asimdrdm asimddp\n", "aarch64")
     assert arm == set(TARGETS["aarch64"].features) and targets.isa_of("aarch64", arm) == "neon"
 
@@ -34,6 +35,8 @@ def test_the_isa_follows_the_features():
         "x86-64-v3-vnni": "avxvnni",
         "x86-64-v4": "avx512",
         "x86-64-v4-vnni": "avx512vnni",
+        "x86-64-v4-bf16": "avx512bf16",
+        "sapphirerapids": "amx",
         "aarch64": "neon",
     }
     assert {name: TARGETS[name].isa for name in isas} == isas

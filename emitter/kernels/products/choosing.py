@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products import experts, few_bytes, gemm, gemm_bytes, gemm_few, gemv
+from castiron.emitter.kernels.products import experts, few_bytes, gemm, gemm_bytes, gemm_few, gemm_matrix, gemm_pairs, gemv
 from castiron.emitter.kernels.products.frame import Tiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
@@ -36,6 +36,18 @@ _WAYS = (
         gemm_bytes.default_tiles,
         gemm_bytes.GemmBytesTiles,
     ),
+    _Way(
+        lambda product: product.numerics in ("pieces", "matrix"),
+        gemm_matrix.gemm_matrix,
+        gemm_matrix.default_tiles,
+        gemm_matrix.GemmMatrixTiles,
+    ),
+    _Way(
+        lambda product: product.numerics == "pairs",
+        gemm_pairs.gemm_pairs,
+        gemm_pairs.default_tiles,
+        gemm_pairs.GemmPairsTiles,
+    ),
     _Way(lambda product: product.tokens <= gemm_few.MOST_TOKENS, gemm_few.gemm_few, gemm_few.default_tiles, gemm_few.FewTiles),
     _Way(lambda product: True, gemm.gemm, gemm.default_tiles, gemm.GemmTiles),
 )
@@ -43,6 +55,20 @@ _WAYS = (
 
 def _way(product: Product) -> _Way:
     return next(way for way in _WAYS if way.takes(product))
+
+
+def numerics_of(product: Product, isa: Isa, fast: bool) -> str:
+    """What is best done to x of a product whose numerics are open (`product.NUMERICS`): rounded only if `fast`.
+
+    One token is bound by memory and gains nothing.
+    """
+    if product.tokens == 1 or product.experts:
+        return "exact"
+    if isa.matrix and product.tokens >= gemm_matrix.LEAST_TOKENS:
+        return "matrix" if fast else "pieces"
+    if fast and product.format.quantised:
+        return "bytes"
+    return "pairs" if fast and isa.pairs and product.codec == "bf16" else "exact"
 
 
 def default_tiles(product: Product, isa: Isa, threads: int = 2) -> Tiles:

@@ -10,12 +10,17 @@ from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.products.epilogue import Epilogue
 from castiron.emitter.kernels.weights.packing import packed_shape, unpack
 from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded_types
+from castiron.emitter.kernels.weights.x_pieces import EXACT, joined, nearest, pieces_type
 from castiron.emitter.kernels.writing.body import number
 from castiron.emitter.kernels.writing.rms import rms_normed
 from castiron.emitter.types import F32, I8, I32, TensorType
 
-# What happens to x before it is multiplied: "exact" leaves it f32, "bytes" is `weights.x_bytes`.
-NUMERICS = ("exact", "bytes")
+# What happens to x before it is multiplied: "exact" leaves it f32; "bytes" is `weights.x_bytes`; of `weights.x_pieces`
+# "pairs" and "matrix" take the one bf16 nearest to it, for a vector or a matrix unit, which has weights rounded to bf16 as
+# well, and "pieces" the three bf16 that make an f32, for a matrix unit.
+NUMERICS = ("exact", "bytes", "pairs", "matrix", "pieces")
+FAST = ("bytes", "pairs", "matrix")
+PIECES = {"pairs": 1, "matrix": 1, "pieces": EXACT}
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,10 @@ class Product:
             raise ValueError(f"a product has {self.tokens} pairs, of which each row of x cannot have {self.per_row}")
         packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
         single = self.tokens == 1 and not self.experts
-        if self.numerics == "bytes" and (self.experts or single or not self.format.quantised):
-            raise ValueError(f"no kernel takes bytes of x for {self.tokens} tokens, {self.experts} experts and {self.codec}")
+        taken = {"bytes": self.format.quantised, "pairs": self.codec == "bf16"}.get(self.numerics, True)
+        if self.numerics != "exact" and (self.experts or single or not taken):
+            what = f"{self.tokens} tokens, {self.experts} experts and {self.codec}"
+            raise ValueError(f"no kernel takes {self.numerics} of x for {what}")
         for option, there, fits in (
             ("rms_eps", self.rms_eps is not None, single),
             ("length", self.length, not single),
@@ -77,7 +84,7 @@ class Product:
     def suffix(self) -> str:
         """The part of a name that is made by what is fused."""
         norm = "" if self.rms_eps is None else f"_rms{number(self.rms_eps)}"
-        return "_bytes" * (self.numerics == "bytes") + norm + self.epilogue.name + "_length" * self.length
+        return f"_{self.numerics}" * (self.numerics != "exact") + norm + self.epilogue.name + "_length" * self.length
 
     @property
     def format(self) -> Codec:
@@ -101,19 +108,15 @@ class Product:
     def operands(self) -> dict[str, TensorType]:
         """What its kernel takes, in order: x, (x_scales, x_sums), (norm), weight, (chosen), (bias), (residual), (length).
 
-        With bytes x, x_scales and x_sums are what `weights.x_bytes` makes of x for the codec.
+        With bytes x, x_scales and x_sums are what `weights.x_bytes` makes of x for the codec, with pieces x is what
+        `weights.x_pieces` makes of it, and x_sums are the sums of its groups where the codec has minima.
         norm [in] is the RMS norm's weight, chosen i32 [tokens] the expert of each pair, length an i32 that counts rows
         of x.
         """
         row_blocks, *record = self.weight_shape
         y, scalar = self.results()["y"], TensorType((), I32)
-        rows, bytes_ = self.tokens // self.per_row, self.numerics == "bytes"
-        f32 = TensorType((rows, self.in_features), F32)
-        made = rounded_types(rows, self.in_features, self.format) if bytes_ else {"y": f32, "scales": f32, "sums": f32}
         every = {
-            "x": (True, made["y"]),
-            "x_scales": (bytes_, made["scales"]),
-            "x_sums": (bytes_, made["sums"]),
+            **{name: (True, type_) for name, type_ in self._x_operands().items()},
             "norm": (self.rms_eps is not None, TensorType((self.in_features,), F32)),
             "weight": (True, TensorType((max(1, self.experts) * row_blocks, *record), I8)),
             "chosen": (self.experts > 0, TensorType((self.tokens,), I32)),
@@ -123,12 +126,29 @@ class Product:
         }
         return {name: type_ for name, (there, type_) in every.items() if there}
 
+    def _x_operands(self) -> dict[str, TensorType]:
+        shape = self.tokens // self.per_row, self.in_features
+        if self.numerics == "bytes":
+            made = rounded_types(*shape, self.format)
+            return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        if self.numerics == "exact":
+            return {"x": TensorType(shape, F32)}
+        given = {"x": pieces_type(*shape, PIECES[self.numerics])}
+        if self.summed:
+            given["x_sums"] = TensorType((shape[0], shape[1] // self.format.group), F32)
+        return given
+
+    @property
+    def summed(self) -> bool:
+        """Whether sums of x come beside its pieces."""
+        return self.numerics == "pieces" and self.format.minimum != 0
+
     def results(self) -> dict[str, TensorType]:
         return {"y": TensorType((self.tokens, self.out_features), F32)}
 
     def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
         """NumPy definition over `operands`, sums in f64."""
-        x = of_bytes(x, given["x_scales"]) if self.numerics == "bytes" else x.astype(np.float64)
+        x = self.x_of(x, given.get("x_scales"))
         if self.rms_eps is not None:
             x = rms_normed(x, given["norm"], self.rms_eps)
         real = self.per_row * int(given["length"]) if self.length else self.tokens
@@ -143,8 +163,17 @@ class Product:
         y[real:] = 0
         return {"y": y}
 
+    def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
+        """What the operand x stands for, f64 [rows, in]."""
+        if self.numerics == "bytes" and scales is not None:
+            return of_bytes(x, scales)
+        if self.numerics in PIECES:
+            return joined(x, self.tokens // self.per_row, self.in_features)
+        return x.astype(np.float64)
+
     def _unpacked(self, weight: np.ndarray) -> np.ndarray:
-        return unpack(self.codec, weight, self.weight_rows, self.in_features).astype(np.float64)
+        values = unpack(self.codec, weight, self.weight_rows, self.in_features)
+        return (nearest(values) if self.numerics == "matrix" else values).astype(np.float64)
 
     @property
     def flops(self) -> int:

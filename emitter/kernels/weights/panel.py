@@ -15,6 +15,29 @@ def units(codec_name: str) -> int:
     return codec.group if codec.quantised else layout(codec).elements
 
 
+def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
+    """[vectors][unit size] weights of a row block's unit number `unit` (k from unit * size up)."""
+    b, codec = records.b, records.codec
+    if not codec.quantised:
+        return [records.elements(block, unit, v) for v in range(records.vectors)]
+    groups = records.layout.groups
+    record, group = b.div(unit, groups), b.rem(unit, groups)
+    codes = records.group_codes(block, record, group)
+    found = []
+    for v in range(records.vectors):
+        scale, base = records.scale_and_base(block, record, group, v)
+        scaled = {1.0: scale}
+        weights = []
+        for k, factor in enumerate(map(float, code_factors(codec))):
+            if factor not in scaled:
+                scaled[factor] = b.mulf(scale, b.splat(factor, records.lanes))
+            code = codes.code(k, v)
+            weight = b.mulf(code, scaled[factor]) if base is None else b.fma(code, scaled[factor], base)
+            weights.append(weight)
+        found.append(weights)
+    return found
+
+
 class Panel:
     """`depth` k of so many `row_blocks` of the packed weight, decoded to f32 on the stack."""
 
@@ -30,7 +53,7 @@ class Panel:
         with b.loop(0, self.row_blocks) as i, b.loop(0, -(-depth // unit)) as u:
             block = b.add(first_block, i.index)
             column = b.mul(i.index, LANES)
-            for v, weights in enumerate(self._decoded(block, b.add(b.div(k, unit), u.index))):
+            for v, weights in enumerate(decoded(self.records, block, b.add(b.div(k, unit), u.index))):
                 for j, weight in enumerate(weights):
                     row = b.add(b.mul(u.index, unit), j)
                     b.vstore(weight, self.values, row, b.add(column, v * self.lanes))
@@ -38,24 +61,3 @@ class Panel:
     def row(self, k: Index, column: Index) -> Ssa:
         """One vector of row k of the panel."""
         return self.b.vload(self.values, self.lanes, k, column)
-
-    def _decoded(self, block: Index, unit: Index) -> list[list[Ssa]]:
-        """[vectors][unit size] weights of unit number `unit` (k from unit * size up)."""
-        records, groups = self.records, self.records.layout.groups
-        if not self.codec.quantised:
-            return [records.elements(block, unit, v) for v in range(records.vectors)]
-        record, group = self.b.div(unit, groups), self.b.rem(unit, groups)
-        codes = records.group_codes(block, record, group)
-        decoded = []
-        for v in range(records.vectors):
-            scale, base = records.scale_and_base(block, record, group, v)
-            scaled = {1.0: scale}
-            weights = []
-            for k, factor in enumerate(map(float, code_factors(self.codec))):
-                if factor not in scaled:
-                    scaled[factor] = self.b.mulf(scale, self.b.splat(factor, records.lanes))
-                code = codes.code(k, v)
-                weight = self.b.mulf(code, scaled[factor]) if base is None else self.b.fma(code, scaled[factor], base)
-                weights.append(weight)
-            decoded.append(weights)
-        return decoded

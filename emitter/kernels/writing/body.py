@@ -46,6 +46,11 @@ def memref_type(shape: Sequence[int], element: str = "f32") -> str:
     return "memref<" + "".join(f"{n}x" for n in shape) + element + ">"
 
 
+def shape_of(buffer: Ssa) -> tuple[int, ...]:
+    """Extents of a memref."""
+    return tuple(map(int, buffer.type.removeprefix("memref<").split("x")[:-1]))
+
+
 def element_of(type: str) -> str:
     """`f32` of `memref<2x3xf32>`, of `vector<8xf32>` and of `f32`."""
     return type.rstrip(">").split("<")[-1].split("x")[-1]
