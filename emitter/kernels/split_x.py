@@ -45,8 +45,8 @@ def split_x(rows: int, in_features: int, count: int, summed: bool = False, *, is
                 b.vstore(words, y, i, group, step, row, 0)
 
         if tail is not None:
-            for k in (0, HALF):
-                b.vstore(b.splat(0.0, HALF), tail, k)
+            for start in (0, HALF):
+                b.vstore(b.splat(0.0, HALF), tail, start)
         with b.loop(0, end) as row:
             token = b.add(first, row.index)
             with b.loop(0, in_features // DEPTH) as step:

@@ -65,7 +65,8 @@ def _product(name: str, asked: Asked) -> Kernel:
     fast = asked.numerics == "fast"
     product = replace(product, numerics=numerics_of(product, isa, fast))
     if fast and product.numerics not in FAST:
-        raise ValueError(f"no kernel of {isa.name} rounds x for {product.tokens} tokens, {product.experts} experts and {product.codec}")
+        of = f"{product.tokens} tokens, {product.experts} experts and {product.codec}"
+        raise ValueError(f"no kernel of {isa.name} rounds x for {of}")
     return kernel_of(product, isa, asked.threads)
 
 

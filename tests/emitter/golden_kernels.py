@@ -23,6 +23,9 @@ INSTANCES = {
     "gemm_few_bytes": "--shape 16x64 --codec q5_0 --tokens 2 --numerics fast",
     "gemm_bytes": "--shape 16x64 --codec q4_1 --tokens 9 --numerics fast",
     "round_x": "--shape 64 --codec q4_1 --tokens 2",
+    "gemm_pairs": "--shape 16x64 --codec bf16 --tokens 9 --numerics fast --isa avx512bf16",
+    "gemm_matrix": "--shape 16x64 --codec q4_1 --tokens 9 --isa amx",
+    "split_x": "--shape 64 --codec q4_1 --tokens 2 --isa amx",
     "experts": "--shape 2x16x64 --codec bf16 --tokens 2",
     "attention_decode": "--shape 4x2x16 --context 64",
     "attention_prefill": "--shape 4x2x16 --context 64 --tokens 8",
@@ -41,21 +44,23 @@ def kernel(name: str) -> Kernel:
     words = shlex.split(INSTANCES[name])
     given = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
     numbers = {key: int(given.pop(key)) for key in ("tokens", "context") if key in given}
-    return named_kernel(kind(name), given.pop("shape"), isa="avx2", threads=2, **numbers, **given)
+    return named_kernel(kind(name), given.pop("shape"), threads=2, **numbers, **{"isa": "avx2", **given})
 
 
 def kind(name: str) -> str:
-    return name.removesuffix("_f16").removesuffix("_bytes")
+    for suffix in ("_f16", "_bytes", "_pairs", "_matrix"):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def golden(name: str) -> str:
     """What the file of a kind holds."""
     text = kernel(name).text
-    lines = text.splitlines()
+    lines, isa = text.splitlines(), "" if "--isa" in INSTANCES[name] else " --isa avx2"
     shown = lines if len(lines) <= WHOLE else _cut(_busiest(lines))
     return "\n".join(
         [
-            f"// castiron emit --kernel {kind(name)} {INSTANCES[name]} --isa avx2 --threads 2",
+            f"// castiron emit --kernel {kind(name)} {INSTANCES[name]}{isa} --threads 2",
             f"// {len(lines)} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()}",
             *shown,
             "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -65,7 +65,6 @@ class Case:
         if self.product.numerics != "exact":
             special |= self._made_of(rng.standard_normal((self.product.tokens, self.product.in_features)).astype(np.float32))
         return {n: special[n] if n in special else rng.standard_normal(t.shape).astype(np.float32) for n, t in types.items()}
-
 
     def _made_of(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """The operands that are made of x."""

@@ -176,9 +176,7 @@ def test_a_matrix_unit_takes_x_in_pieces_once_for_all_products():
         assert {p.numerics for p in products_of(pieces, function)} == {"exact"}
     k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
     operands = [np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32), np.int32(0), np.int32(6), k, v]
-    logits = [
-        interpreter.run(module, "prefill_8", operands, params_of(module, model))[1] for module in (plain, pieces, fast)
-    ]
+    logits = [interpreter.run(module, "prefill_8", operands, params_of(module, model))[1] for module in (plain, pieces, fast)]
     assert np.abs(logits[1] - logits[0]).max() < 1e-5 < np.abs(logits[2] - logits[0]).max() < 0.1
 
 

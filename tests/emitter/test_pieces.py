@@ -14,7 +14,7 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.x_pieces import EXACT, joined, nearest, split
 from castiron.emitter.kernels.writing.body import STACK_BYTES
-from castiron.emitter.kernels.writing.isa import AMX, AVX512BF16, ISAS
+from castiron.emitter.kernels.writing.isa import AMX, ISAS
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 from tests.emitter.linear_cases import Case, cases, check, draw, run_all

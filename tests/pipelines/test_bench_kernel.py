@@ -16,7 +16,15 @@ from tests.pipelines.test_bench import FixedMachine
 from tests.pipelines.test_cli import complaint
 from tests.pipelines.toy_text import read_json
 
-SHAPES = {"experts": "4x32x64", "embed": "512x64", "argmax": "512", "rms_norm": "64", "layer_norm": "64", "round_x": "64"}
+SHAPES = {
+    "experts": "4x32x64",
+    "embed": "512x64",
+    "argmax": "512",
+    "rms_norm": "64",
+    "layer_norm": "64",
+    "round_x": "64",
+    "split_x": "64",
+}
 CODECS = {"round_x": "q4_1", "gemv": "q4_k", "gemm_few": "q6_k", "gemm": "q8_0", "experts": "q4_0", "embed": "q4_1"}
 
 
@@ -118,7 +126,7 @@ def test_bounds():
         (["--kernel", "gem", "--shape", "4x4"], "kernel 'gem' is not one of gemv"),
         (["--kernel", "gemm", "--shape", "4"], "--shape takes OUTxIN"),
         (["--kernel", "gemm", "--shape", "4x100", "--codec", "q4_k"], "it takes a multiple of 256"),
-        (["--kernel", "gemv", "--shape", "4x256", "--codec", "q4_k", "--numerics", "fast"], "no kernel takes bytes"),
+        (["--kernel", "gemv", "--shape", "4x256", "--codec", "q4_k", "--numerics", "fast"], "rounds x for 1 tokens"),
         (["--kernel", "gemm", "--shape", "4x256", "--numerics", "bytes"], "numerics 'bytes' are unknown: use exact, fast"),
         (["--kernel", "argmax", "--shape", "64", "--numerics", "fast"], "argmax is no product"),
         (["--kernel", "gemm", "--shape", "4x256", "--tokens", "2"], "does not take 2 tokens"),

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 
 import pytest
 
+from castiron.vmfb import bundle
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import BundleWriter, open_bundle
 from castiron.vmfb.manifest import FILES, MODEL, TOKENIZER, WEIGHTS, BundleError, Manifest, dump, entry_points, parse
 from castiron.vmfb.record import to_json
 from castiron.vmfb.session import Session
+from castiron.vmfb.targets import TILES
 from tests.vmfb import toy_bundle
 from tests.vmfb.conftest import CONTEXT, WIDTHS
 
@@ -195,6 +198,16 @@ def test_a_bundle_for_another_cpu_is_refused_but_can_be_inspected(copy):
     assert open_bundle(copy, run=False).manifest.target.cpu == "Other CPU"
     rewrite(copy, set_at("target", "arch", "sparc"))
     assert "is compiled for sparc and this machine is" in refusal(copy)
+
+
+def test_a_bundle_that_needs_matrix_tiles_is_refused_where_the_system_keeps_them(copy, monkeypatch):
+    rewrite(copy, lambda m: m["target"].update(features=[TILES], name="sapphirerapids"))
+    monkeypatch.setattr(bundle, "missing_features", lambda target: ())
+    monkeypatch.setattr(bundle, "host_arch", lambda: open_bundle(copy, run=False).manifest.target.arch)
+    monkeypatch.setattr(bundle, "tiles_given", lambda: False)
+    assert re.search(r"sapphirerapids.*tiles of AMX.*--target x86-64-v4-bf16", refusal(copy))
+    monkeypatch.setattr(bundle, "tiles_given", lambda: True)
+    open_bundle(copy)
 
 
 def test_a_bundle_of_another_iree_is_refused(copy):

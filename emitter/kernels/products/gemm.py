@@ -113,6 +113,7 @@ class Gemm:
         self.b, self.product, self.isa, self.tiles, self.buffers = b, product, isa, tiles, buffers
         self.lanes, self.T, self.in_features = isa.lanes, product.tokens, product.in_features
         self.row_blocks, self.columns = product.weight_shape[0], LANES * tiles.row_blocks
+        self.whole_rows = tiles.rows  # tokens are multiplied so many at a time
         self.panel = self._panel()
         self.sums = b.stack(tiles.tokens, self.columns)
         self.finish = Finish(b, product, self.lanes, buffers, self.sums)
@@ -152,7 +153,7 @@ class Gemm:
             self._multiply(first, count, whole, self.in_features - whole)
 
     def _zero(self, count: Index) -> None:
-        b, rows = self.b, self.tiles.rows
+        b, rows = self.b, self.whole_rows
         with b.loop(0, b.mul(b.ceildiv(count, rows), rows)) as t:
             for column in range(0, self.columns, self.lanes):
                 b.vstore(b.splat(0.0, self.lanes), self.sums, t.index, column)

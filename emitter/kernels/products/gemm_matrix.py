@@ -35,7 +35,7 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.pair_panel import BLOCK_BYTES, CodePanel, PairPanel, pieces_of
 from castiron.emitter.kernels.weights.x_pieces import DEPTH, EXACT, tile_rows
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, batches, shape_of
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, shape_of
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.matrix import ROW_BYTES, Block, Matrix
 
@@ -63,7 +63,8 @@ class GemmMatrixTiles(Tiles):
 
     def stack_bytes(self, product: Product) -> int:
         sums = 4 * self.tokens * LANES * self.row_blocks
-        return sums + self.high * self.wide * self.rows * ROW_BYTES + self.depth // DEPTH * _step_bytes(product, self.row_blocks)
+        parts = self.high * self.wide * self.rows * ROW_BYTES
+        return sums + parts + self.depth // DEPTH * _step_bytes(product, self.row_blocks)
 
     def fit(self, product: Product) -> bool:
         return (
@@ -116,9 +117,9 @@ class _GemmMatrix(Gemm):
 
     def __init__(self, b: Body, product: Product, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
         super().__init__(b, product, isa, tiles, buffers)
-        self.matrix, self.codes = Matrix(b, isa, tiles.rows), of_codes(product)
-        self.part = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
-        self.x_at, self.panel_at, self.part_at = (b.address(each) for each in (buffers["x"], self.panel.words, self.part))
+        self.parts, self.codes = b.stack(tiles.high * tiles.wide, tiles.rows, LANES), of_codes(product)
+        self.matrix = Matrix(b, isa, tiles.rows, self.parts)
+        self.x_at, self.panel_at = b.address(buffers["x"]), b.address(self.panel.words)
         self.x_shape = product.operands()["x"].shape
 
     def _panel(self) -> PairPanel | CodePanel:
@@ -139,22 +140,22 @@ class _GemmMatrix(Gemm):
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
         """The products of `high` tiles of x from number `tile` on, added to the sums of as many from number `at` on."""
-        b, wide, group = self.b, self.tiles.wide, self.product.format.group
+        b, group = self.b, self.product.format.group
         first_step = b.div(k, DEPTH)
-        with b.loop(0, self.tiles.row_blocks, wide) as block:
-            zeros = [self.matrix.zero() for _ in range(high * wide)]
+        with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
             if self.codes:
                 with b.loop(0, depth // group) as step:
                     x_step = b.add(first_step, b.div(step.index, DEPTH // group))
-                    parts = self._step(zeros, tile, x_step, step.index, block.index, high)
+                    parts = self._step(self._zeros(high), tile, x_step, step.index, block.index, high)
                     self._add(parts, at, tile, block.index, high, (step.index, x_step))
             else:
-                each = len(zeros[0])
-                with b.loop(0, -(-depth // DEPTH), carry=[value for part in zeros for value in part]) as step:
-                    parts = [tuple(part) for part in batches(step.values, each)]
-                    parts = self._step(parts, tile, b.add(first_step, step.index), step.index, block.index, high)
-                    step.give(*(value for part in parts for value in part))
-                self._add([tuple(part) for part in batches(step.results, each)], at, tile, block.index, high)
+                with b.loop(0, -(-depth // DEPTH), carry=self._zeros(high)) as step:
+                    x_step = b.add(first_step, step.index)
+                    step.give(*self._step(step.values, tile, x_step, step.index, block.index, high))
+                self._add(step.results, at, tile, block.index, high)
+
+    def _zeros(self, high: int) -> list[Block]:
+        return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
         """parts [high * wide] with the products of one step of the panel."""
@@ -177,9 +178,8 @@ class _GemmMatrix(Gemm):
     ) -> None:
         """Add parts to the sums, times the scale of group of[0] of the panel and with the minimum of x's group of[1]."""
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
-        part_bytes = rows * ROW_BYTES
         for i, part in enumerate(parts):
-            self.matrix.store(part, self.part_at, i * part_bytes)
+            self.matrix.store(part, i)
         columns = [(n, c, b.add(b.mul(b.add(block, n), LANES), c)) for n in range(wide) for c in range(0, LANES, lanes)]
         minima = self.panel.minima if of else None
         scales = [b.vload(self.panel.scales, lanes, of[0], column) for *_, column in columns] if of else []
@@ -192,6 +192,7 @@ class _GemmMatrix(Gemm):
                     token = b.min(token, self.T - 1) if self.T % rows else token
                     x_sum = b.broadcast(b.load(self.buffers["x_sums"], token, of[1]), lanes)
                 for i, (n, c, column) in enumerate(columns):
-                    total, part = b.vload(self.sums, lanes, sum_row, column), b.vload(self.part, lanes, t * wide + n, row.index, c)
-                    total = b.fma(part, scales[i], total) if of else b.addf(total, part)
+                    total = b.vload(self.sums, lanes, sum_row, column)
+                    added = b.vload(self.parts, lanes, t * wide + n, row.index, c)
+                    total = b.fma(added, scales[i], total) if of else b.addf(total, added)
                     b.vstore(b.fma(bases[i], x_sum, total) if bases else total, self.sums, sum_row, column)

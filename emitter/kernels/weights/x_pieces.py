@@ -42,7 +42,7 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
     for _ in range(count):
         parts.append(cut(rest) if count > 1 else nearest(rest))
         rest = rest - parts[-1]
-    _, tiles, steps, tile, _ = pieces_type(*x.shape, count).shape
+    _, tiles, steps, tile, _ = pieces_type(len(x), x.shape[1], count).shape
     filled = np.zeros((count, tiles * tile, steps * DEPTH), np.uint16)
     filled[:, : len(x), : x.shape[1]] = np.stack(parts).view(np.uint32) >> 16
     words = filled.view("<i4").reshape(count, tiles, tile, steps, DEPTH // 2)

@@ -1,11 +1,11 @@
 """Products of small matrices of bf16 with sums in f32: rows of x, 32 k deep, times 16 columns of weights.
 
 x is [rows, 16] of pairs of k in an i32, the weights are [16, 16], pair of k by column, both dense in memory; sums are
-[rows, 16]. What is between loading and storing stands in registers, of which there are eight.
+[rows, 16], and stand in registers, of which there are eight for all of these, until they are stored.
 
     amx    tdpbf16ps on the tiles of Intel's AMX: sums rounded to nearest, denormals as zero. The process asks Linux for
-           tiles before it runs such a kernel (`vmfb.tiles`).
-    plain  vectors of f32 and memory, for any CPU
+           tiles before it runs such a kernel (`vmfb.cpu.tiles_given`).
+    plain  shifts and fma on memory, for any CPU: sums are where they will be stored
 """
 
 from __future__ import annotations
@@ -18,64 +18,67 @@ COLUMNS = 16
 DEPTH = 32  # k of one product
 ROW_BYTES = 64  # of x, of weights and of sums
 _TILE = "!llvm.x86_amx"
+_ROW = vector_type(COLUMNS)
 
-Block = tuple[Ssa, ...]  # sums: one tile, or a vector of each row
-Operand = Ssa  # a tile, or where it stands
+Block = Ssa  # sums, x or weights: a tile, or where it stands
 
 
 class Matrix:
-    """Products of `rows`, up to 16, of x."""
+    """Products of `rows`, up to 16, of x. `results` is [blocks, rows, 16] of f32, where sums are stored."""
 
-    def __init__(self, b: Body, isa: Isa, rows: int):
-        self.b, self.rows, self.tiled = b, rows, isa.matrix == "amx"
+    def __init__(self, b: Body, isa: Isa, rows: int, results: Ssa):
+        self.b, self.rows, self.tiled, self.results = b, rows, isa.matrix == "amx", b.address(results)
 
-    def zero(self) -> Block:
+    def zero(self, number: int) -> Block:
+        """Sums that will be block `number` of the results."""
         if self.tiled:
-            return (self._tile("tilezero", self.rows),)
-        return (self.b.splat(0.0, COLUMNS),) * self.rows
+            return self._tile("tilezero", self.rows)
+        place = self._address(self.results, number * self.rows * ROW_BYTES)
+        with self.b.loop(0, self.rows) as row:
+            self._put(self.b.splat(0.0, COLUMNS), place, self.b.mul(row.index, ROW_BYTES))
+        return place
 
-    def x(self, base: Ssa, offset: Index) -> Operand:
+    def x(self, base: Ssa, offset: Index) -> Block:
         """rows x 16 pairs at `offset` bytes from an address."""
         return self._load(self.rows, base, offset)
 
-    def weights(self, base: Ssa, offset: Index) -> Operand:
+    def weights(self, base: Ssa, offset: Index) -> Block:
         """16 x 16 pairs at `offset` bytes from an address."""
         return self._load(DEPTH // 2, base, offset)
 
-    def add(self, sums: Block, x: Operand, weights: Operand) -> Block:
+    def add(self, sums: Block, x: Block, weights: Block) -> Block:
         """The sums with the products added."""
         if self.tiled:
-            return (self._tile("tdpbf16ps", self.rows, self._width, *sums, x, weights),)
-        with self.b.loop(0, DEPTH // 2, carry=sums) as pair:
-            columns = halves(self.b, self._vector(weights, self.b.mul(pair.index, ROW_BYTES), "i32"))
-            totals = []
-            for row, total in enumerate(pair.values):
-                word = self._at(x, self.b.add(self.b.mul(pair.index, 4), row * ROW_BYTES), "i32")
-                for k, column in zip(halves(self.b, self.b.broadcast(word, COLUMNS)), columns, strict=True):
-                    total = self.b.fma(k, column, total)
-                totals.append(total)
-            pair.give(*totals)
-        return tuple(pair.results)
+            return self._tile("tdpbf16ps", self.rows, self._width, sums, x, weights)
+        b = self.b
+        with b.loop(0, self.rows) as row:
+            at = b.mul(row.index, ROW_BYTES)
+            with b.loop(0, DEPTH // 2, carry=[self._at(sums, at, _ROW)]) as pair:
+                (total,) = pair.values
+                word = self._at(x, b.add(at, b.mul(pair.index, 4)), "i32")
+                columns = self._at(weights, b.mul(pair.index, ROW_BYTES), vector_type(COLUMNS, "i32"))
+                for k, column in zip(halves(b, b.broadcast(word, COLUMNS)), halves(b, columns), strict=True):
+                    total = b.fma(k, column, total)
+                pair.give(total)
+            self._put(pair.results[0], sums, at)
+        return sums
 
-    def store(self, sums: Block, base: Ssa, offset: Index) -> None:
-        """To rows of 16 f32 at `offset` bytes from an address."""
+    def store(self, sums: Block, number: int) -> None:
+        """Block `number` of the results."""
         if self.tiled:
-            self._call("tilestored64", "()", self._extent(self.rows), self._width, self._pointer(base, offset), self._stride, *sums)
-            return
-        for row, total in enumerate(sums):
-            pointer = self._pointer(base, self.b.add(offset, row * ROW_BYTES))
-            self.b.do(f"llvm.store {total}, {pointer} : {total.type}, !llvm.ptr")
+            place = self._pointer(self.results, number * self.rows * ROW_BYTES)
+            self.b.do(self._call("tilestored64", "()", self._extent(self.rows), self._width, place, self._stride, sums))
 
-    def _load(self, rows: int, base: Ssa, offset: Index) -> Operand:
+    def _load(self, rows: int, base: Ssa, offset: Index) -> Block:
         if self.tiled:
             return self._tile("tileloadd64", rows, self._pointer(base, offset), self._stride)
         return self._address(base, offset)
 
-    def _vector(self, base: Ssa, offset: Index, element: str) -> Ssa:
-        return self._at(base, offset, vector_type(COLUMNS, element))
-
     def _at(self, base: Ssa, offset: Index, type: str) -> Ssa:
         return self.b.let(f"llvm.load {self._pointer(base, offset)} : !llvm.ptr -> {type}", type)
+
+    def _put(self, value: Ssa, base: Ssa, offset: Index) -> None:
+        self.b.do(f"llvm.store {value}, {self._pointer(base, offset)} : {value.type}, !llvm.ptr")
 
     def _address(self, base: Ssa, offset: Index) -> Ssa:
         offset = self.b.index(offset)
@@ -96,12 +99,9 @@ class Matrix:
         return self.b.constant(str(n), "i16")
 
     def _tile(self, name: str, rows: int, *operands: Ssa) -> Ssa:
-        return Ssa(self._call(name, _TILE, self._extent(rows), self._width, *operands), _TILE)
+        return self.b.let(self._call(name, _TILE, self._extent(rows), self._width, *operands), _TILE)
 
-    def _call(self, name: str, result: str, *operands: Ssa) -> str:
+    @staticmethod
+    def _call(name: str, result: str, *operands: Ssa) -> str:
         listed, types = ", ".join(operands), ", ".join(operand.type for operand in operands)
-        call = f'llvm.call_intrinsic "llvm.x86.{name}.internal"({listed}) : ({types}) -> {result}'
-        if result == "()":
-            self.b.do(call)
-            return ""
-        return self.b.let(call, result)
+        return f'llvm.call_intrinsic "llvm.x86.{name}.internal"({listed}) : ({types}) -> {result}'

@@ -1,13 +1,13 @@
 """Sums of products of pairs of bf16 in the lanes of a vector: each lane of i32 holds two, the lower half first.
 
-    dpbf16  vdpbf16ps of AVX-512: both products added to an f32, each rounded to nearest, denormals as zero
-    bfdot   NEON's, the same but for how it rounds
-    plain   shifts and two fma in f32, for any CPU
+dpbf16  vdpbf16ps of AVX-512: both products added to an f32, each rounded to nearest, denormals as zero
+bfdot   NEON's, the same but for how it rounds
+plain   shifts and two fma in f32, for any CPU
 """
 
 from __future__ import annotations
 
-from castiron.emitter.kernels.writing.body import Body, Ssa, vector_type, width_of
+from castiron.emitter.kernels.writing.body import Body, Ssa, width_of
 from castiron.emitter.kernels.writing.isa import Isa
 
 _DPBF16 = {8: "llvm.x86.avx512bf16.dpbf16ps.256", 16: "llvm.x86.avx512bf16.dpbf16ps.512"}
