@@ -28,7 +28,8 @@ def rows_at_once(bytes_of_a_row: int) -> int:
 class Parts:
     """n blocks taken apart. `codes` already carry their sign, so `code` is the factor of the scale.
 
-    codes [n, block] i8; d, m [n] f16; scales, minima [n, groups] u8 or i8, factors of d and m, or None for ones.
+    codes [n, block] i8; d [n] f16, or u8 exponents (`Codec.exponents`); m [n] f16; scales, minima [n, groups] u8 or i8,
+    factors of d and m, or None for ones.
     """
 
     codes: np.ndarray
@@ -42,8 +43,9 @@ class Parts:
 class Codec:
     """One way to store a row. `block` elements take `block_bytes` bytes; `group` elements share a scale.
 
-    Codes are `bits` wide, and stored as `code + offset` (unsigned) unless they are 8 bits wide. `minimum` is the
-    sign with which the minimum is added: +1, -1, or 0 where there is none.
+    Codes are packed `bits` wide, and stored as `code + offset` (unsigned) unless they are 8 bits wide, or as the place of the
+    code in `table` where there is one. `minimum` is the sign with which the minimum is added: +1, -1, or 0 where there is
+    none. `exponents`: d is 2^(d - 128), as in OCP's MX formats.
     """
 
     name: str
@@ -54,6 +56,13 @@ class Codec:
     offset: int = 0
     group: int = 0
     minimum: int = 0
+    table: tuple[int, ...] = ()
+    exponents: bool = False
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code itself, however it is stored."""
+        return 8 if self.table else self.bits
 
     @property
     def quantised(self) -> bool:
@@ -134,6 +143,56 @@ def _split_q6_k(b: np.ndarray) -> Parts:
     return Parts(_signed(codes, 32), _f16(b[:, 208:]), scales=np.ascontiguousarray(b[:, 192:208]).view(np.int8))
 
 
+def _split_q2_k(b: np.ndarray) -> Parts:
+    codes = _signed(_bit_plane(b[:, 16:80], 32, 2), 0)
+    return Parts(codes, _f16(b[:, 80:82]), _f16(b[:, 82:84]), b[:, :16] & 15, b[:, :16] >> 4)
+
+
+def _split_q3_k(b: np.ndarray) -> Parts:
+    codes = _bit_plane(b[:, 32:96], 32, 2) | _bit_plane(b[:, :32], 32, 1) << 2
+    scales = _nibbles(b[:, 96:104], 8) | _bit_plane(b[:, 104:108], 4, 2) << 4
+    return Parts(_signed(codes, 4), _f16(b[:, 108:]), scales=_signed(scales, 32))
+
+
+def _in_table(table: tuple[int, ...], places: np.ndarray) -> np.ndarray:
+    return np.array(table, np.int8)[places]
+
+
+def _split_iq4_nl(b: np.ndarray) -> Parts:
+    return Parts(_in_table(IQ4, _nibbles(b[:, 2:], 16)), _f16(b[:, :2]))
+
+
+def _split_iq4_xs(b: np.ndarray) -> Parts:
+    high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=2).reshape(len(b), 8)
+    scales = _signed(low | high.astype(np.uint8) << 4, 32)
+    return Parts(_in_table(IQ4, _nibbles(b[:, 8:], 16)), _f16(b[:, :2]), scales=scales)
+
+
+def _split_mxfp4(b: np.ndarray) -> Parts:
+    return Parts(_in_table(E2M1, _nibbles(b[:, 1:], 16)), np.ascontiguousarray(b[:, 0]))
+
+
+def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
+    """[n, b] bytes of digits to base 3 behind the point, the first one of all bytes first: -1, 0 or 1 of each."""
+    powers = (3 ** np.arange(digits)).astype(np.uint8)
+    found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
+    return found.astype(np.int8).reshape(len(columns), -1) - np.int8(1)
+
+
+def _split_tq1_0(b: np.ndarray) -> Parts:
+    parts = (_ternary(b[:, :32], 5), _ternary(b[:, 32:48], 5), _ternary(b[:, 48:52], 4))
+    return Parts(np.concatenate(parts, axis=1), _f16(b[:, 52:]))
+
+
+def _split_tq2_0(b: np.ndarray) -> Parts:
+    return Parts(_signed(_bit_plane(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
+
+
+# What four bits stand for: ggml's kvalues_iq4nl, and twice the numbers of OCP's E2M1.
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
@@ -148,6 +207,15 @@ CODECS: dict[str, Codec] = {
         Codec("q4_k", 256, 144, _split_q4_k, bits=4, group=32, minimum=-1),
         Codec("q5_k", 256, 176, _split_q5_k, bits=5, group=32, minimum=-1),
         Codec("q6_k", 256, 210, _split_q6_k, bits=6, offset=32, group=16),
+        Codec("q2_k", 256, 84, _split_q2_k, bits=2, group=16, minimum=-1),
+        # Of 3 bits, packed as 4.
+        Codec("q3_k", 256, 110, _split_q3_k, bits=4, offset=4, group=16),
+        Codec("iq4_nl", 32, 18, _split_iq4_nl, bits=4, group=32, table=IQ4),
+        Codec("iq4_xs", 256, 136, _split_iq4_xs, bits=4, group=32, table=IQ4),
+        Codec("mxfp4", 32, 17, _split_mxfp4, bits=4, group=32, table=E2M1, exponents=True),
+        # Ternary, packed as 2 bits.
+        Codec("tq1_0", 256, 54, _split_tq1_0, bits=2, offset=1, group=32),
+        Codec("tq2_0", 256, 66, _split_tq2_0, bits=2, offset=1, group=32),
     )
 }
 
@@ -185,9 +253,14 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
     return values(codec, codec.split(raw.reshape(-1, codec.block_bytes))).reshape(len(raw), -1)
 
 
+def powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    """2^(e - 128) f32 of u8."""
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+
+
 def values(codec: Codec, parts: Parts) -> np.ndarray:
     """n blocks -> what they stand for, [n, block] f32, rounded where ggml rounds."""
-    scale = parts.d.astype(np.float32)[:, None]
+    scale = (powers_of_two(parts.d) if codec.exponents else parts.d.astype(np.float32))[:, None]
     if parts.scales is not None:
         scale = scale * parts.scales.astype(np.float32)
     groups = parts.codes.reshape(len(parts.codes), -1, codec.group).astype(np.float32)

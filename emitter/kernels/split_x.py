@@ -2,7 +2,7 @@
 
 each workgroup: a tile of up to 16 rows of x [T, in]
   for row, for each 32 k:
-    sums = sum(x), where the minima of a codec ask for it
+    sums = sum(x) of each group of so many, where the minima of a codec ask for it
     for piece:
       pieces = pairs of the bf16 that x begins with, or that is nearest to it if there is one piece
       x -= the piece
@@ -26,23 +26,23 @@ HALF = DEPTH // 2
 
 
 @cache
-def split_x(rows: int, in_features: int, count: int, summed: bool = False, *, isa: Isa) -> Kernel:
-    """x [rows, in] -> y, `pieces_type` of so many pieces, and if `summed` sums f32 [rows, in / 32]."""
+def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
+    """x [rows, in] -> y, `pieces_type` of so many pieces, and for a group of 16 or 32 sums f32 [rows, in / group]."""
     tile, whole = tile_rows(rows), in_features // DEPTH * DEPTH
     results = {"y": pieces_type(rows, in_features, count)}
-    if summed:
-        results["sums"] = TensorType((rows, in_features // DEPTH), F32)
+    if group:
+        results["sums"] = TensorType((rows, in_features // group), F32)
 
     def write(b: Body, x: Ssa, y: Ssa, sums: Ssa | None = None) -> None:
-        group = b.workgroup()
-        first = b.mul(group, tile)
+        number = b.workgroup()
+        first = b.mul(number, tile)
         end = b.sub(b.min(b.add(first, tile), rows), first)
         tail = b.stack(DEPTH) if whole < in_features else None
 
         def put(row: Index, step: Index, low: Ssa, high: Ssa) -> None:
             even, odd = (b.shuffle(low, high, range(start, DEPTH, 2)) for start in (0, 1))
             for i, words in enumerate(pieces(b, even, odd, count)):
-                b.vstore(words, y, i, group, step, row, 0)
+                b.vstore(words, y, i, number, step, row, 0)
 
         if tail is not None:
             for start in (0, HALF):
@@ -52,7 +52,10 @@ def split_x(rows: int, in_features: int, count: int, summed: bool = False, *, is
             with b.loop(0, in_features // DEPTH) as step:
                 low, high = (b.vload(x, HALF, token, b.add(b.mul(step.index, DEPTH), k)) for k in (0, HALF))
                 if sums is not None:
-                    b.store(b.extract(lane_sums(b, [b.addf(low, high)]), 0), sums, token, step.index)
+                    parts = [b.addf(low, high)] if group == DEPTH else [low, high]
+                    for i, part in enumerate(parts):
+                        at = b.add(b.mul(step.index, len(parts)), i)
+                        b.store(b.extract(lane_sums(b, [part]), 0), sums, token, at)
                 put(row.index, step.index, low, high)
             if tail is not None:
                 with b.loop(0, in_features - whole) as k:
@@ -60,16 +63,16 @@ def split_x(rows: int, in_features: int, count: int, summed: bool = False, *, is
                 put(row.index, whole // DEPTH, b.vload(tail, HALF, 0), b.vload(tail, HALF, HALF))
         with b.loop(end, tile) as row, b.loop(0, -(-in_features // DEPTH)) as step:
             for i in range(count):
-                b.vstore(b.isplat(0, HALF), y, i, group, step.index, row.index, 0)
+                b.vstore(b.isplat(0, HALF), y, i, number, step.index, row.index, 0)
 
     def reference(x: np.ndarray) -> dict[str, np.ndarray]:
         found = {"y": split(x, count)}
-        if summed:
-            found["sums"] = x.reshape(rows, -1, DEPTH).sum(axis=2, dtype=np.float64).astype(np.float32)
+        if group:
+            found["sums"] = x.reshape(rows, -1, group).sum(axis=2, dtype=np.float64).astype(np.float32)
         return found
 
     return write_kernel(
-        f"split_x_{rows}x{in_features}_{count}{'_sums' * summed}_{isa.name}",
+        f"split_x_{rows}x{in_features}_{count}{f'_by{group}' if group else ''}_{isa.name}",
         {"x": TensorType((rows, in_features), F32)},
         results,
         results["y"].shape[1],

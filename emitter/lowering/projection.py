@@ -85,8 +85,8 @@ class Projector:
         if product.numerics == "bytes":
             made = self._made(x, round_x(*x.shape, product.format, isa=self.isa))
             return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
-        made = self._made(x, split_x(*x.shape, PIECES[product.numerics], product.summed, isa=self.isa))
-        return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed else {})}
+        made = self._made(x, split_x(*x.shape, PIECES[product.numerics], product.summed_groups, isa=self.isa))
+        return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed_groups else {})}
 
     def _made(self, x: Value, kernel: Kernel) -> Mapping[str, Value]:
         key = x, kernel.name

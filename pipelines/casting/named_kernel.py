@@ -79,7 +79,9 @@ def _round_x(name: str, asked: Asked) -> Kernel:
 
 def _split_x(name: str, asked: Asked) -> Kernel:
     count = PIECES["matrix" if asked.numerics == "fast" else "pieces"]
-    return split_x(asked.tokens, asked.sizes[0], count, codec_of(asked.codec).minimum != 0 and count > 1, isa=ISAS[asked.isa])
+    codec = codec_of(asked.codec)
+    group = codec.group if codec.minimum and count > 1 else 0
+    return split_x(asked.tokens, asked.sizes[0], count, group, isa=ISAS[asked.isa])
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Asked], Kernel]:

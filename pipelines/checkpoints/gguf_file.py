@@ -19,7 +19,8 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 
 CODEC_OF_GGML_TYPE = {
     0: "f32", 1: "f16", 30: "bf16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0",
-    12: "q4_k", 13: "q5_k", 14: "q6_k",
+    10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 34: "tq1_0", 35: "tq2_0",
+    39: "mxfp4",
 }  # fmt: skip
 
 _SCALARS = {

@@ -9,6 +9,9 @@ from castiron.emitter.types import DTYPES, from_f32
 
 # Of random blocks before they come again: more than a core's caches tell apart, and drawn in a moment.
 TILE_BYTES = 1 << 22
+# Of a block's scale, about what trained weights have, and its place, where that is not the first byte.
+SCALES = {"q2_k": 0.002, "q3_k": 0.001, "tq1_0": 0.05, "tq2_0": 0.05, "iq4_nl": 0.001, "iq4_xs": 0.00003}
+SCALE_AT = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
@@ -23,10 +26,13 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
         halves = (rng.standard_normal(blocks.shape[:2]) * size).astype(np.float16)
         blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
 
-    small = codec.block == 32
-    put(208 if codec_name == "q6_k" else 0, 0.01 if small else 0.0002)
+    small, place = codec.block == 32, SCALE_AT.get(codec_name, 0)
+    if codec.exponents:
+        blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
+        return blocks.reshape(rows, -1)
+    put(place, SCALES.get(codec_name, 0.01 if small else 0.0002))
     if codec.minimum:
-        put(2, 0.05 if small else 0.0005)
+        put(place + 2, 0.05 if small else 0.005 if codec_name == "q2_k" else 0.0005)
     return blocks.reshape(rows, -1)
 
 

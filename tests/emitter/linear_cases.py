@@ -72,8 +72,8 @@ class Case:
         if product.numerics == "bytes":
             made = rounded(x, product.format)
             return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
-        made = split_x(*x.shape, PIECES[product.numerics], product.summed, isa=AVX2).reference(x=x)
-        return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed else {})}
+        made = split_x(*x.shape, PIECES[product.numerics], product.summed_groups, isa=AVX2).reference(x=x)
+        return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed_groups else {})}
 
 
 def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray:
@@ -101,17 +101,18 @@ def rounding_error(weights: np.ndarray) -> np.ndarray:
 
 
 def allowed_error(case: Case, given: Mapping[str, np.ndarray], reference: np.ndarray) -> np.ndarray:
-    """The bound of the products, carried through the activation; |silu'|, |gelu'| < 1.13."""
+    """The bound of the products, carried through the activation, and of adding bias and residual; |silu'|, |gelu'| < 1.13."""
     x, eps = case.product.x_of(given["x"], given.get("x_scales")), case.product.rms_eps
     if eps is not None:
         x = rms_normed(x, given["norm"], eps)
     errors = [product_error(case.product.codec, x, raw) for raw in case.weights()]
     if case.product.numerics == "matrix":
         errors = [error + np.abs(x) @ rounding_error(w).T for error, w in zip(errors, case.dequantised(), strict=True)]
+    added = 2 * UNIT * (np.abs(given.get("bias", 0.0)) + np.abs(given.get("residual", 0.0))) + 4 * UNIT * np.abs(reference)
     if len(errors) == 1:
-        return errors[0] + 4 * UNIT * np.abs(reference)
+        return errors[0] + added
     gate, up = (np.abs(x @ w.T) for w in case.dequantised())
-    return 1.13 * errors[0] * up + errors[1] * (gate + errors[0]) + 8 * UNIT * (gate * up + np.abs(reference))
+    return 1.13 * errors[0] * up + errors[1] * (gate + errors[0]) + 8 * UNIT * gate * up + 2 * added
 
 
 def draw(strategy: st.SearchStrategy[Case], count: int) -> list[Case]:

@@ -24,8 +24,10 @@ def kernels_of(codec: str, isa) -> list:
 
 
 def compiled_for(target: str, directory, codecs=CODECS) -> tuple[dict, Path]:
-    kernels = {codec: kernels_of(codec, ISAS[resolve(target).isa]) for codec in codecs}
-    return kernels, runnable([k for pair in kernels.values() for k in pair], target, directory)
+    isa = ISAS[resolve(target).isa]
+    kernels, plain = ({codec: kernels_of(codec, each) for codec in codecs} for each in (isa, isa.plain))
+    every, plainly = ([k for pair in found.values() for k in pair] for found in (kernels, plain))
+    return kernels, runnable(every, target, directory, plainly)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_rows_are_bit_equal_to_the_dequantised_ones(compiled, threads):
 
 @pytest.mark.parametrize("target", ["x86-64-v4", "aarch64"])
 def test_other_targets_compile_and_their_kernels_give_the_same(target, tmp_path):
-    check(*compiled_for(target, tmp_path, ("bf16", "q4_1", "q5_k", "q8_0")), 2)
+    check(*compiled_for(target, tmp_path, ("bf16", "q4_1", "q5_k", "q8_0", "q3_k", "iq4_xs", "mxfp4", "tq2_0")), 2)
 
 
 def check(kernels: dict, path: Path, threads: int) -> None:

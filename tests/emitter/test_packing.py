@@ -46,7 +46,8 @@ def plain_record(codec: str, rows: np.ndarray) -> bytes:
         return head + parts.codes.T.tobytes()
     words = np.zeros((record.groups, record.words, LANES), np.uint32)
     for lane, group, k in np.ndindex(LANES, record.groups, kind.group):
-        code = int(parts.codes[lane, group * kind.group + k]) + kind.offset
+        code = int(parts.codes[lane, group * kind.group + k])
+        code = kind.table.index(code) if kind.table else code + kind.offset
         if k < record.in_fields:
             word, field = record.field(k)
             words[group, word, lane] |= code << field * kind.bits
@@ -82,8 +83,9 @@ def test_floats_stand_k_by_k(codec, inner):
 def test_packing_adds_nothing_to_whole_blocks(codec):
     rows, in_features = 32, 512
     raw = rows_of(codec, rows, in_features // CODECS[codec].block, 0)
-    six_bit_scales = 4 * raw.size // CODECS[codec].block_bytes if codec in ("q4_k", "q5_k") else 0
-    assert pack(codec, raw).nbytes == raw.nbytes + six_bit_scales
+    # Of a block: scales and minima become bytes, codes of 3 bits 4, ternary ones 2.
+    more = {"q2_k": 16, "q3_k": 4 + 32, "q4_k": 4, "q5_k": 4, "iq4_xs": 2, "tq1_0": 12}.get(codec, 0)
+    assert pack(codec, raw).nbytes == raw.nbytes + more * raw.size // CODECS[codec].block_bytes
 
 
 def test_filling_rows_are_zero():

@@ -165,8 +165,8 @@ class Step:
 
     def __init__(self, b: Body, product: Product, isa: Isa, buffers: Buffers):
         self.b, self.codec, self.lanes, self.buffers = b, product.format, isa.lanes, buffers
-        self.dot, self.parts = Dot(b, isa, self.codec.bits), GROUP // product.format.group
-        self.bias = 0 if self.codec.minimum else self.codec.offset + Dot.bias(isa, self.codec.bits)
+        self.dot, self.parts = Dot(b, isa, self.codec.code_bits), GROUP // product.format.group
+        self.bias = 0 if self.codec.minimum else self.codec.offset + Dot.bias(isa, self.codec.code_bits)
 
     def add(
         self,

@@ -147,7 +147,7 @@ class _GemmMatrix(Gemm):
                 with b.loop(0, depth // group) as step:
                     x_step = b.add(first_step, b.div(step.index, DEPTH // group))
                     parts = self._step(self._zeros(high), tile, x_step, step.index, block.index, high)
-                    self._add(parts, at, tile, block.index, high, (step.index, x_step))
+                    self._add(parts, at, tile, block.index, high, (step.index, b.add(b.div(k, group), step.index)))
             else:
                 with b.loop(0, -(-depth // DEPTH), carry=self._zeros(high)) as step:
                     x_step = b.add(first_step, step.index)
@@ -176,7 +176,7 @@ class _GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Add parts to the sums, times the scale of group of[0] of the panel and with the minimum of x's group of[1]."""
+        """Add parts to the sums, times the scale of group of[0] of the panel and with its minimum for x's group of[1]."""
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):
             self.matrix.store(part, i)

@@ -217,8 +217,7 @@ class Gemv:
             sums, lows = list(g.values[: len(self.sides)]), list(g.values[len(self.sides) :])
             for n, (i, v) in enumerate(self.sides):
                 scale = records.group_scale(row_blocks[i], record, g.index, v)
-                assert scale is not None, "where a record has several groups, each has a scale"
-                sums[n] = b.fma(products[n], scale, sums[n])
+                sums[n] = b.addf(products[n], sums[n]) if scale is None else b.fma(products[n], scale, sums[n])
                 low = records.group_minimum(row_blocks[i], record, g.index, v)
                 if low is not None:
                     lows[n] = b.fma(low, self.x.sum_of(at), lows[n])

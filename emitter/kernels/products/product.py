@@ -134,14 +134,14 @@ class Product:
         if self.numerics == "exact":
             return {"x": TensorType(shape, F32)}
         given = {"x": pieces_type(*shape, PIECES[self.numerics])}
-        if self.summed:
+        if self.summed_groups:
             given["x_sums"] = TensorType((shape[0], shape[1] // self.format.group), F32)
         return given
 
     @property
-    def summed(self) -> bool:
-        """Whether sums of x come beside its pieces."""
-        return self.numerics == "pieces" and self.format.minimum != 0
+    def summed_groups(self) -> int:
+        """The size of groups of which sums of x come beside its pieces; 0 for none."""
+        return self.format.group if self.numerics == "pieces" and self.format.minimum else 0
 
     def results(self) -> dict[str, TensorType]:
         return {"y": TensorType((self.tokens, self.out_features), F32)}

@@ -12,6 +12,7 @@ from castiron.emitter.kernels.weights.x_bytes import EVEN_ODD
 from castiron.emitter.kernels.writing.body import Index, Ssa
 from castiron.emitter.kernels.writing.dot import Dot
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.table import byte_entries
 
 
 class CodeBytes:
@@ -19,7 +20,7 @@ class CodeBytes:
 
     def __init__(self, records: Records, isa: Isa, block: Index, record: Index, group: Index):
         self.records, self.block, self.record = records, block, record
-        self.bias = Dot.bias(isa, records.codec.bits)
+        self.bias, self.isa = Dot.bias(isa, records.codec.code_bits), isa
         self.offset = records.codes_at(group)
         self._words: dict[tuple[int, Index], Ssa] = {}
 
@@ -40,6 +41,8 @@ class CodeBytes:
         quad = parts[0]
         for part in parts[1:]:
             quad = r.b.binary("ori", quad, part)
+        if r.codec.table:
+            return byte_entries(r.b, self.isa, [code + self.bias for code in r.codec.table], quad)
         return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.bias else quad
 
     def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:

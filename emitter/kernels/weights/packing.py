@@ -7,11 +7,11 @@ Rows stand in row blocks of 16, row = lane of a vector; a partial last one is fi
 and a record holds 16 rows of one codec block (32 or 256 elements) in the file's own size, but for the six-bit scales of
 K-quants, which become bytes (3 % of the whole):
 
-    d      [16] f16                  scale of the codec block
+    d      [16] f16                  scale of the codec block; u8 where it is an exponent
     m      [16] f16                  minimum, where the codec has one
     scales [groups, 16] u8 or i8     factors of d, where the codec has them
     minima [groups, 16] u8           factors of m, where the codec has them
-    codes  [groups, words, 16] i32   fields of 4, 5 or 6 bits, code k of a group where `Layout.field` says;
+    codes  [groups, words, 16] i32   fields of 2, 4, 5 or 6 bits, code k of a group where `Layout.field` says;
                                      for 8 bits: [group, 16] i8
 
 A kernel that takes `word & mask` has the code times a power of two, which it multiplies into x beforehand: no shift
@@ -33,6 +33,7 @@ _MOST_THREADS = 4  # memory keeps up with so many
 
 # bits -> for every code beyond the fields, the pieces (word, right shift, mask) that are or-ed to give it
 TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
+    2: (),
     4: (),
     5: (((0, 30, 3), (1, 28, 12), (2, 26, 16)), ((3, 30, 3), (4, 28, 12), (2, 27, 16))),
     6: (((0, 30, 3), (1, 28, 12), (2, 26, 48)),),
@@ -75,7 +76,7 @@ def layout(codec: Codec) -> Layout:
         return Layout(elements * codec.block_bytes * LANES, elements)
     groups = codec.block // codec.group
     parts = codec.split(np.zeros((1, codec.block_bytes), np.uint8))
-    offset, offsets = 2 * LANES, {}
+    offset, offsets = parts.d.itemsize * LANES, {}
     for part, per_lane in (("m", 2), ("scales", groups), ("minima", groups)):
         if getattr(parts, part) is not None:
             offsets[part] = offset
@@ -96,7 +97,7 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
     """codes [n, group] i8 -> words [n, words] u32."""
     # By code, so that each step goes through memory in one stride.
-    stored = np.ascontiguousarray((codes.view(np.uint8) + np.uint8(codec.offset)).T)
+    stored = np.ascontiguousarray(_stored(codec, codes).T)
     words = np.zeros((record.words, len(codes)), "<u4")
 
     def put(code: np.ndarray, word: int, shift: int) -> None:
@@ -111,6 +112,16 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
     return words.T
 
 
+def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
+    """What stands for codes i8 in their fields, u8."""
+    if not codec.table:
+        return codes.view(np.uint8) + np.uint8(codec.offset)
+    places = np.zeros(256, np.uint8)
+    # The first place of a code that has two.
+    places[np.array(codec.table[::-1], np.int8).view(np.uint8)] = np.arange(len(codec.table))[::-1]
+    return places[codes.view(np.uint8)]
+
+
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
     """The inverse of `_words`, as i8."""
     mask = np.uint32((1 << codec.bits) - 1)
@@ -121,6 +132,8 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
         for pieces in TOP_CODES[codec.bits]
     ]
     stored = np.concatenate([fields, *(top[..., None] for top in tops)], axis=-1)
+    if codec.table:
+        return np.array(codec.table, np.int8)[stored]
     return (stored.astype(np.int16) - codec.offset).astype(np.int8)
 
 
@@ -213,7 +226,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
     scales = "i1" if codec.minimum == 0 else "u1"
     parts = Parts(
         codes.reshape(len(codes), -1),
-        take(record.d, "<f2"),
+        take(record.d, "u1" if codec.exponents else "<f2"),
         None if record.m is None else take(record.m, "<f2"),
         None if record.scales is None else take(record.scales, scales, groups),
         None if record.minima is None else take(record.minima, "u1", groups),

@@ -8,6 +8,7 @@ from castiron.emitter.codecs import Codec
 from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, layout
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type, width_of
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.table import entries
 
 CACHE_LINE = 64
 
@@ -15,7 +16,7 @@ CACHE_LINE = 64
 def code_factors(codec: Codec) -> np.ndarray:
     """[group] f32: `Records.codes` gives code k times 1 / factors[k], a power of two, so x[k] is multiplied by it."""
     record = layout(codec)
-    if not record.fields:
+    if not record.fields or codec.table:
         return np.ones(codec.group or 1, np.float32)
     top = 32 - codec.bits
     shifts = [codec.bits * record.field(k)[1] for k in range(record.in_fields)]
@@ -31,7 +32,7 @@ class Records:
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
-        self.b, self.codec, self.weight, self.base = b, codec, weight, base
+        self.b, self.codec, self.isa, self.weight, self.base = b, codec, isa, weight, base
         self.layout = layout(codec)
         self.lanes = isa.lanes
         self.vectors = LANES // isa.lanes
@@ -56,7 +57,13 @@ class Records:
         self.b.do(f"memref.prefetch {self.weight}[{at}], read, locality<3>, data : {self.weight.type}")
 
     def d(self, block: Index, record: Index, v: Index) -> Ssa:
-        return self._f16((block, record, self.layout.d), v)
+        at = (block, record, self.layout.d)
+        if not self.codec.exponents:
+            return self._f16(at, v)
+        # 2^(e - 128): an exponent of f32, but for the two smallest, which are as good as 0.
+        b, one = self.b, self.b.isplat(1, self.lanes)
+        exponent = b.binary("subi", b.binary("maxui", self.widened("extui", self.rows(at, v, "i8", 8), "i32"), one), one)
+        return b.bitcast(b.binary("shli", exponent, b.isplat(23, self.lanes)), self.lanes, "f32")
 
     def m(self, block: Index, record: Index, v: Index) -> Ssa | None:
         return None if self.layout.m is None else self._f16((block, record, self.layout.m), v)
@@ -147,10 +154,15 @@ class GroupCodes:
             return code
         word, field = r.layout.field(k)
         shift = bits * field
+        if r.codec.table:
+            return self._masked(self._shifted(self._word(word, v), shift), (1 << bits) - 1)
         if shift == 32 - bits:
             return self._shifted(self._word(word, v), shift)
         return self._masked(self._word(word, v), ((1 << bits) - 1) << shift)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Code k of vector v as stored (`offset` not taken off) times 1 / `code_factors`[k], exactly, as f32."""
-        return self.records.widened("sitofp", self._stored(k, v), "f32")
+        """Code k of vector v, `offset` not taken off, times 1 / `code_factors`[k], exactly, as f32."""
+        r = self.records
+        if r.codec.table:
+            return entries(r.b, r.isa, r.codec.table, self._stored(k, v))
+        return r.widened("sitofp", self._stored(k, v), "f32")
