@@ -24,7 +24,7 @@ LLAMA_SIZES = {
 
 
 def write_gguf(path: Path, arch: str, metadata: dict, tensors: dict) -> Path:
-    """tensors: name -> f32 array, or (array, gguf quantisation type). Integers are written as u32."""
+    """tensors: name -> f32 array, or (array, gguf quantisation type), u8 if it is of that type. Integers are written as u32."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         match value:
@@ -40,7 +40,8 @@ def write_gguf(path: Path, arch: str, metadata: dict, tensors: dict) -> Path:
                 writer.add_array(key, list(value))
     for name, tensor in tensors.items():
         values, kind = tensor if isinstance(tensor, tuple) else (tensor, gguf.GGMLQuantizationType.F32)
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        raw = values if values.dtype == np.uint8 else gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,8 +1,8 @@
 """Entries of a table of 16 numbers by their places, in the lanes of a vector: by the CPU's permutation of lanes or bytes.
 
-    AVX-512, AVX2  vpermps of 16 or twice 8 lanes, vpshufb of bytes
-    NEON           tbl of bytes
-    plain          a tree of choices by the bits of the place, for any CPU
+AVX-512, AVX2  vpermps of 16 or twice 8 lanes, vpshufb of bytes
+NEON           tbl of bytes
+plain          a tree of choices by the bits of the place, for any CPU
 """
 
 from __future__ import annotations
