@@ -52,7 +52,7 @@ def test_matrix_matches_the_definition(directory, threads):
     check(run_all(MATRIX, "sapphirerapids", threads, directory))
 
 
-@pytest.mark.parametrize("target", ["x86-64-v4-bf16"])
+@pytest.mark.parametrize("target", ["x86-64-v4-bf16", "aarch64-i8mm"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pairs_match_the_definition(directory, target, threads):
     check(run_all(PAIRS, target, threads, directory))
