@@ -77,7 +77,7 @@ class Case:
 
 
 class Experts(Case):
-    """A product with experts, of which several pairs chose some and none chose others."""
+    """A product with experts, of which every second pair chose the first, every fourth the second, and few or none the last."""
 
     def of(self, expert: int) -> Case:
         """The product with one expert's weight."""
@@ -88,7 +88,7 @@ class Experts(Case):
         rng, product = np.random.default_rng(self.seed + 7), self.product
         x = rng.standard_normal((product.tokens // product.per_row, product.in_features)).astype(np.float32)
         packed = np.concatenate([self.of(e).packed() for e in range(product.experts)])
-        chosen = rng.integers(0, product.experts, product.tokens, dtype=np.int32)
+        chosen = np.minimum(rng.geometric(0.5, product.tokens), product.experts).astype(np.int32) - 1
         chosen[0] = product.experts - 1
         given = {"x": x, "weight": packed, "chosen": chosen}
         if product.numerics == "bytes":
@@ -97,11 +97,11 @@ class Experts(Case):
         return given | ({"length": np.int32((len(x) + 1) // 2)} if product.length else {})
 
 
-def expert_cases(codec: str, tokens: Sequence[int], **given: str) -> st.SearchStrategy[Case]:
-    """Pairs of up to 5 experts, with `given` of the product."""
+def expert_cases(codec: str, experts: st.SearchStrategy[int], tokens: list[int], **given: str) -> st.SearchStrategy[Case]:
+    """So many pairs of so many experts, with `given` of the product."""
     options = st.fixed_dictionaries(
         {
-            "experts": st.integers(1, 5),
+            "experts": experts,
             "tokens": st.sampled_from(tokens),
             "out_features": st.integers(1, 70),
             "in_features": in_features(codec),

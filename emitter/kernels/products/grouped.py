@@ -54,7 +54,6 @@ class _Grouped(Gemm):
 
     def __init__(self, b: Body, product: Product, isa: Isa, tiles: Any, buffers: Buffers):
         super().__init__(b, product, isa, tiles, buffers)
-        self.most_direct = min(DIRECT_BYTES if product.numerics == "bytes" else DIRECT, tiles.tokens)
         self.counts = b.stack(product.experts, element="i32")
         self.pairs = b.stack(tiles.tokens, element="i32")
         in_order = {name: buffer for name, buffer in buffers.items() if name != "length"}
@@ -120,7 +119,7 @@ class _Grouped(Gemm):
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
         """The results of a set of row blocks, whose first is number `block` of all experts'."""
         b = self.b
-        few = b.less(count, self.most_direct // self.tiles.few * self.tiles.few + 1)
+        few = b.less(count, self.tiles.direct + 1)
         with b.when(few):
             self._direct(block, count)
         with b.when(b.negate(few)):
@@ -131,7 +130,7 @@ class _Grouped(Gemm):
         """The sums of `count` pairs, each tile with weights that it decodes for itself."""
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, whole = LANES // lanes, b.mul(b.div(count, few), few)
-        sizes = sorted({max(1, few // 4), max(1, few // 2), few})
+        sizes = sorted({max(1, few // 2), few})
         with b.loop(0, self.columns, LANES * self.tiles.wide) as column:
             first = b.add(block, b.div(column.index, LANES))
             sides = [(b.add(first, i // per_block), i % per_block, b.add(column.index, i * lanes)) for i in range(vectors)]
@@ -171,7 +170,7 @@ class _Grouped(Gemm):
         for i, total in enumerate(sums):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
-    def _prefetch(self, sides: Sequence[tuple[Index, int, Index]], unit: Index, units: int) -> None:
+    def _prefetch(self, sides: Sequence[tuple[Index, Index, Index]], unit: Index, units: int) -> None:
         """Ask for `units` from number `unit` on of the row blocks that come next."""
         b, records = self.b, self.panel.records
         layout, groups = records.layout, records.layout.groups
@@ -205,10 +204,13 @@ class _GroupedBytes(_Grouped, GemmBytes):
     """The same with x in bytes."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        for side in sides:
-            self._direct_side(side, token, rows)
+        b, vectors, (block, _, column) = self.b, self.panel.records.vectors, sides[0]
+        with b.loop(0, len(sides)) as side:
+            i = side.index
+            at = b.add(block, b.div(i, vectors)), b.rem(i, vectors), b.add(column, b.mul(i, self.lanes))
+            self._direct_side(at, token, rows)
 
-    def _direct_side(self, side: tuple[Index, int, Index], token: Index, rows: int) -> None:
+    def _direct_side(self, side: tuple[Index, Index, Index], token: Index, rows: int) -> None:
         b, records, parts = self.b, self.panel.records, self.step.parts
         (block, v, column), groups, x_row = side, records.layout.groups, self._x_rows(token, rows)
         with b.loop(0, self.in_features // GROUP, carry=[b.splat(0.0, self.lanes)] * rows) as loop:
@@ -224,23 +226,20 @@ class _GroupedBytes(_Grouped, GemmBytes):
             b.vstore(total, self.sums, b.add(token, r), column)
 
 
-def _lists_bytes(product: Product, tokens: int) -> int:
-    """Of the stack for counts and pairs."""
-    return 4 * (product.experts + tokens)
-
-
 @dataclass(frozen=True)
 class GroupedTiles(GemmTiles):
-    """As those of `gemm`, tokens being pairs; `rest`, which divides `rows`, are a tile where there are no more `rows`."""
+    """As those of `gemm`, tokens being pairs, and `rest`, which divides `rows`, being a tile where `rows` are no more left.
+    Blocks of up to `direct` pairs, whole tiles of `few`, need no panel.
+    """
 
     rest: int = 1
     few: int = 1
+    direct: int = 1
 
-    letters: ClassVar = GemmTiles.letters + "ef"
+    letters: ClassVar = GemmTiles.letters + "efn"
 
     def fit(self, product: Product) -> bool:
-        room = STACK_BYTES - self.stack_bytes - _lists_bytes(product, self.tokens)
-        return room >= 0 and self.rows % self.rest == 0 and super().fit(product)
+        return _fit(self, self.stack_bytes, product) and super().fit(product)
 
 
 @dataclass(frozen=True)
@@ -249,12 +248,19 @@ class GroupedBytesTiles(GemmBytesTiles):
 
     rest: int = 1
     few: int = 1
+    direct: int = 1
 
-    letters: ClassVar = GemmBytesTiles.letters + "ef"
+    letters: ClassVar = GemmBytesTiles.letters + "efn"
 
     def fit(self, product: Product) -> bool:
-        room = STACK_BYTES - self.stack_bytes(product) - _lists_bytes(product, self.tokens)
-        return room >= 0 and self.rows % self.rest == 0 and super().fit(product)
+        return _fit(self, self.stack_bytes(product), product) and super().fit(product)
+
+
+def _fit(tiles: GroupedTiles | GroupedBytesTiles, stack_bytes: int, product: Product) -> bool:
+    """Whether counts and pairs fit the stack too, and small tiles the large ones."""
+    lists = 4 * (product.experts + tiles.tokens)
+    small = tiles.rows % tiles.rest == 0 and tiles.direct % tiles.few == 0 and tiles.direct <= tiles.tokens
+    return small and stack_bytes + lists <= STACK_BYTES
 
 
 def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GroupedTiles:
@@ -265,7 +271,8 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GroupedTiles:
     tokens = _block(product, rows, min(gemm.MOST_TOKENS, budget * 3 // 5))
     size = units(product.codec)
     depth = even_share(-(-product.in_features // size), min(gemm.MOST_DEPTH, budget - tokens) // size) * size
-    return GroupedTiles(rows, wide, together, depth, tokens, workgroups=PARTS * threads, rest=rows // 3, few=8 if isa.lanes == LANES else 4)
+    small = _small(isa, rows, min(DIRECT, tokens))
+    return GroupedTiles(rows, wide, together, depth, tokens, workgroups=PARTS * threads, **small)
 
 
 def default_bytes_tiles(product: Product, isa: Isa, threads: int = 2) -> GroupedBytesTiles:
@@ -276,7 +283,8 @@ def default_bytes_tiles(product: Product, isa: Isa, threads: int = 2) -> Grouped
     tokens = _block(product, rows, min(gemm_bytes.MOST_TOKENS, budget // 5 * 3 // 5))
     room = (budget - 5 * tokens) * GROUP // gemm_bytes.bytes_of(GROUP, group)
     depth = even_share(product.in_features // GROUP, min(gemm_bytes.MOST_DEPTH, room) // GROUP) * GROUP
-    return GroupedBytesTiles(rows, wide, together, depth, tokens, workgroups=PARTS * threads, rest=rows // 3, few=8 if isa.lanes == LANES else 4)
+    small = _small(isa, rows, min(DIRECT_BYTES, tokens))
+    return GroupedBytesTiles(rows, wide, together, depth, tokens, workgroups=PARTS * threads, **small)
 
 
 def _columns(product: Product, isa: Isa) -> tuple[int, int]:
@@ -284,6 +292,12 @@ def _columns(product: Product, isa: Isa) -> tuple[int, int]:
     shared = product.epilogue.row_blocks
     wide = 2 if isa.lanes == LANES and (shared == 2 or product.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
+
+
+def _small(isa: Isa, rows: int, direct: int) -> dict[str, int]:
+    """The tiles where pairs are few, or few are left."""
+    few = 8 if isa.lanes == LANES else 4
+    return {"rest": rows // 3, "few": few, "direct": direct // few * few}
 
 
 def _block(product: Product, rows: int, most: int) -> int:
