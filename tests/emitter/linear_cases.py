@@ -181,13 +181,13 @@ def cases(codec: str, tokens: st.SearchStrategy[int], most_out: int, *fused: str
 
 def check_pairs(rows: list[tuple[Case, dict, np.ndarray, np.ndarray]]) -> None:
     """As `check`, of pairs, each by its expert's weight."""
-    for case, given, y, want in rows:
+    for case, operands, y, want in rows:
         per_row, shared = case.product.per_row, ("x", "x_scales")
-        real = per_row * int(given["length"]) if "length" in given else len(y)
+        real = per_row * int(operands["length"]) if "length" in operands else len(y)
         assert real and not y[real:].any() and not want[real:].any(), f"{case}: padding is not zero"
         for pair in range(real):
-            x = {name: given[name][pair // per_row][None] for name in shared if name in given}
-            limit = allowed_error(case.of(given["chosen"][pair]), x, want[pair][None])[0]
+            x = {name: operands[name][pair // per_row][None] for name in shared if name in operands}
+            limit = allowed_error(case.of(operands["chosen"][pair]), x, want[pair][None])[0]
             assert (np.abs(y[pair].astype(np.float64) - want[pair]) <= limit).all(), f"{case}, pair {pair}"
 
 

@@ -66,7 +66,11 @@ def test_a_pair_has_the_bits_of_a_gemm_with_its_experts_weight_whatever_came_wit
     runner = Runner(directory / "alone.vmfb", 1)
     for case, given, y, _ in run_all(EACH, "host", 2, directory):
         for pair in range(0, 2 * int(given["length"]), 3):
-            x = {name: np.repeat(given[name][pair // 2][None], 9, axis=0) for name in ("x", "x_scales", "x_sums") if name in given}
+            x = {
+                name: np.repeat(given[name][pair // 2][None], 9, axis=0)
+                for name in ("x", "x_scales", "x_sums")
+                if name in given
+            }
             want = runner(alone[case], **x, weight=case.of(given["chosen"][pair]).packed())["y"]
             assert np.array_equal(y[pair], want[0]), f"{case}, pair {pair}"
 

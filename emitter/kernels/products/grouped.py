@@ -74,10 +74,10 @@ class _Grouped(Gemm):
             with b.loop(0, count, tiles.tokens, carry=expert.values) as block:
                 here = b.min(b.sub(count, block.index), tiles.tokens)
                 work, done = b.add(here, DECODING), block.values[0]
-                mine = [b.min(b.ceildiv(b.max(b.sub(end, done), 0), work), sets) for end in (low, high)]
-                with b.when(b.less(*mine)):
+                start, stop = (b.min(b.ceildiv(b.max(b.sub(end, done), 0), work), sets) for end in (low, high))
+                with b.when(b.less(start, stop)):
                     self._gather(expert.index, block.index, real)
-                    with b.loop(*mine) as item:
+                    with b.loop(start, stop) as item:
                         first = b.mul(item.index, tiles.row_blocks)
                         self._set(first, b.add(base, first), here)
                 block.give(b.index(b.add(done, b.mul(work, sets))))
