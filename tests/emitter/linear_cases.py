@@ -91,9 +91,8 @@ class Experts(Case):
         chosen = np.minimum(rng.geometric(0.5, product.tokens), product.experts).astype(np.int32) - 1
         chosen[0] = product.experts - 1
         given = {"x": x, "weight": packed, "chosen": chosen}
-        if product.numerics == "bytes":
-            made = rounded(x, product.format)
-            given |= {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        if product.numerics != "exact":
+            given |= self._made_of(x)
         return given | ({"length": np.int32((len(x) + 1) // 2)} if product.length else {})
 
 
@@ -182,12 +181,12 @@ def cases(codec: str, tokens: st.SearchStrategy[int], most_out: int, *fused: str
 def check_pairs(rows: list[tuple[Case, dict, np.ndarray, np.ndarray]]) -> None:
     """As `check`, of pairs, each by its expert's weight."""
     for case, operands, y, want in rows:
-        per_row, shared = case.product.per_row, ("x", "x_scales")
+        per_row, x = case.product.per_row, case.product.x_of(operands["x"], operands.get("x_scales"))
         real = per_row * int(operands["length"]) if "length" in operands else len(y)
         assert real and not y[real:].any() and not want[real:].any(), f"{case}: padding is not zero"
         for pair in range(real):
-            x = {name: operands[name][pair // per_row][None] for name in shared if name in operands}
-            limit = allowed_error(case.of(operands["chosen"][pair]), x, want[pair][None])[0]
+            alone = case.of(operands["chosen"][pair])
+            limit = allowed_error(alone, {"x": x[pair // per_row][None]}, want[pair][None])[0]
             assert (np.abs(y[pair].astype(np.float64) - want[pair]) <= limit).all(), f"{case}, pair {pair}"
 
 
