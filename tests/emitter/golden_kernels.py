@@ -15,7 +15,7 @@ from castiron.pipelines.casting.named_kernel import named_kernel
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE, HEAD, TAIL = 110, 70, 30  # lines
-# By kind, with x in bytes and over a cache of f16 too: the words of `castiron emit --kernel` that make it.
+# By kind, with x in bytes, over a cache of f16 and with pairs of an expert together too: the words of `castiron emit --kernel` that make it.
 INSTANCES = {
     "gemv": "--shape 32x64 --codec q4_1",
     "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
@@ -27,6 +27,8 @@ INSTANCES = {
     "gemm_matrix": "--shape 16x64 --codec q4_1 --tokens 9 --isa amx",
     "split_x": "--shape 64 --codec q4_1 --tokens 2 --isa amx",
     "experts": "--shape 2x16x64 --codec bf16 --tokens 2",
+    "experts_grouped": "--shape 2x16x64 --codec bf16 --tokens 9",
+    "experts_grouped_bytes": "--shape 2x16x64 --codec q4_1 --tokens 9 --numerics fast",
     "attention_decode": "--shape 4x2x16 --context 64",
     "attention_prefill": "--shape 4x2x16 --context 64 --tokens 8",
     "rope_append": "--shape 4x2x16 --context 64 --tokens 8",
@@ -48,7 +50,7 @@ def kernel(name: str) -> Kernel:
 
 
 def kind(name: str) -> str:
-    for suffix in ("_f16", "_bytes", "_pairs", "_matrix"):
+    for suffix in ("_f16", "_bytes", "_pairs", "_matrix", "_grouped"):
         name = name.removesuffix(suffix)
     return name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -76,6 +76,40 @@ class Case:
         return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed_groups else {})}
 
 
+class Experts(Case):
+    """A product with experts, of which every second pair chose the first, every fourth the second, and few or none the last."""
+
+    def of(self, expert: int) -> Case:
+        """The product with one expert's weight."""
+        alone = replace(self.product, tokens=1, experts=0, per_row=1, length=False, numerics="exact")
+        return Case(alone, seed=self.seed + 10 * expert)
+
+    def arguments(self) -> dict[str, np.ndarray]:
+        rng, product = np.random.default_rng(self.seed + 7), self.product
+        x = rng.standard_normal((product.tokens // product.per_row, product.in_features)).astype(np.float32)
+        packed = np.concatenate([self.of(e).packed() for e in range(product.experts)])
+        chosen = np.minimum(rng.geometric(0.5, product.tokens), product.experts).astype(np.int32) - 1
+        chosen[0] = product.experts - 1
+        given = {"x": x, "weight": packed, "chosen": chosen}
+        if product.numerics != "exact":
+            given |= self._made_of(x)
+        return given | ({"length": np.int32((len(x) + 1) // 2)} if product.length else {})
+
+
+def expert_cases(codec: str, experts: st.SearchStrategy[int], tokens: list[int], **given: str) -> st.SearchStrategy[Case]:
+    """So many pairs of so many experts, with `given` of the product."""
+    options = st.fixed_dictionaries(
+        {
+            "experts": experts,
+            "tokens": st.sampled_from(tokens),
+            "out_features": st.integers(1, 70),
+            "in_features": in_features(codec),
+        },
+        optional={"glu": st.sampled_from(list(ACTIVATIONS)), "length": st.just(True), "per_row": st.sampled_from([1, 2, 3])},
+    )
+    return st.builds(Experts, options.map(lambda drawn: Product(codec, **drawn, **given)), seed=st.integers(0, 1000))
+
+
 def product_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray:
     """How far x W^T in f32 may be from the exact product: 4 * 2^-24 * sum |x| |w|, for groups 8 * 2^-24 * sum |x| max |w|.
 
@@ -142,6 +176,18 @@ def cases(codec: str, tokens: st.SearchStrategy[int], most_out: int, *fused: str
         optional={name: values.get(name, st.just(True)) for name in fused},
     )
     return st.builds(Case, options.map(lambda given: Product(codec, **given)), seed=st.integers(0, 1000))
+
+
+def check_pairs(rows: list[tuple[Case, dict, np.ndarray, np.ndarray]]) -> None:
+    """As `check`, of pairs, each by its expert's weight."""
+    for case, operands, y, want in rows:
+        per_row, x = case.product.per_row, case.product.x_of(operands["x"], operands.get("x_scales"))
+        real = per_row * int(operands["length"]) if "length" in operands else len(y)
+        assert real and not y[real:].any() and not want[real:].any(), f"{case}: padding is not zero"
+        for pair in range(real):
+            alone = case.of(operands["chosen"][pair])
+            limit = allowed_error(alone, {"x": x[pair // per_row][None]}, want[pair][None])[0]
+            assert (np.abs(y[pair].astype(np.float64) - want[pair]) <= limit).all(), f"{case}, pair {pair}"
 
 
 @cache

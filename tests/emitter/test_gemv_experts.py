@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.kernels.products.choosing import kernel_of
-from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.gemv import GemvTiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import AVX2, ISAS
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, compile_kernels
-from tests.emitter.linear_cases import Case, allowed_error, draw, in_features, run_all
+from tests.emitter.linear_cases import Experts, check_pairs, draw, expert_cases, run_all
 
-
-class Experts(Case):
-    def of(self, expert: int) -> Case:
-        """The product with one expert's weight."""
-        alone = replace(self.product, tokens=1, experts=0, per_row=1, length=False)
-        return Case(alone, self.tiles, self.seed + 10 * expert)
-
-    def arguments(self) -> dict[str, np.ndarray]:
-        """Experts that several pairs chose and that none did."""
-        rng, product = np.random.default_rng(self.seed + 7), self.product
-        x = rng.standard_normal(product.operands()["x"].shape).astype(np.float32)
-        packed = np.concatenate([self.of(e).packed() for e in range(product.experts)])
-        chosen = rng.integers(0, product.experts, product.tokens, dtype=np.int32)
-        chosen[0] = product.experts - 1
-        given = {"x": x, "weight": packed, "chosen": chosen}
-        return given | ({"length": np.int32((len(x) + 1) // 2)} if product.length else {})
-
-
-def cases_of(codec: str) -> st.SearchStrategy[Case]:
-    options = st.fixed_dictionaries(
-        {
-            "experts": st.integers(1, 5),
-            "tokens": st.sampled_from([6, 12]),
-            "out_features": st.integers(1, 70),
-            "in_features": in_features(codec),
-        },
-        optional={"glu": st.sampled_from(list(ACTIVATIONS)), "length": st.just(True), "per_row": st.sampled_from([1, 2, 3])},
-    )
-    return st.builds(Experts, options.map(lambda given: Product(codec, **given)), seed=st.integers(0, 1000))
-
-
-CASES = [case for codec in CODECS for case in draw(cases_of(codec), 2)] + [
+CASES = [case for codec in CODECS for case in draw(expert_cases(codec, st.integers(3, 5), [6]), 2)] + [
     # x on the stack in parts, and shares of unequal size
     Experts(Product("q4_1", 4, 40, 8192, experts=3, per_row=2)),
     Experts(Product("q8_0", 3, 300, 96, experts=2, glu="silu"), GemvTiles(workgroups=3)),
@@ -62,25 +28,14 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("gemv_experts")
 
 
-def check(rows) -> None:
-    for case, given, y, want in rows:
-        per_row = case.product.per_row
-        real = per_row * int(given["length"]) if "length" in given else len(y)
-        assert real and not y[real:].any() and not want[real:].any(), f"{case}: padding is not zero"
-        for pair in range(real):
-            x, alone = given["x"][pair // per_row][None], case.of(given["chosen"][pair])
-            limit = allowed_error(alone, {"x": x}, want[pair][None])[0]
-            assert (np.abs(y[pair].astype(np.float64) - want[pair]) <= limit).all(), f"{case}, pair {pair}"
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_host_matches_the_definition(directory, threads):
-    check(run_all(CASES, "host", threads, directory))
+    check_pairs(run_all(CASES, "host", threads, directory))
 
 
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
 def test_other_targets_compile_and_their_kernels_match_the_definition(directory, target):
-    check(run_all(EACH, target, 2, directory))
+    check_pairs(run_all(EACH, target, 2, directory))
 
 
 def test_a_pair_has_the_bits_of_a_product_with_its_experts_weight(directory):

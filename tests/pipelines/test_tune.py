@@ -29,6 +29,8 @@ PRODUCTS = [
     Product("q4_1", 8, 960, 576, numerics="bytes"),
     Product("q4_1", 128, 960, 576, length=True, numerics="bytes"),
     Product("q4_1", 8, 96, 64, experts=4, per_row=2),
+    Product("q4_1", 64, 96, 64, experts=4, per_row=2),
+    Product("q4_1", 64, 96, 64, experts=4, per_row=2, numerics="bytes"),
 ]
 
 

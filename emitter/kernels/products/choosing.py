@@ -7,7 +7,17 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products import experts, few_bytes, gemm, gemm_bytes, gemm_few, gemm_matrix, gemm_pairs, gemv
+from castiron.emitter.kernels.products import (
+    experts,
+    few_bytes,
+    gemm,
+    gemm_bytes,
+    gemm_few,
+    gemm_matrix,
+    gemm_pairs,
+    gemv,
+    grouped,
+)
 from castiron.emitter.kernels.products.frame import Tiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import Isa
@@ -22,6 +32,18 @@ class _Way:
 
 
 _WAYS = (
+    _Way(
+        lambda product: product.experts > 0 and product.numerics == "bytes",
+        grouped.grouped_bytes,
+        grouped.default_bytes_tiles,
+        grouped.GroupedBytesTiles,
+    ),
+    _Way(
+        lambda product: 0 < grouped.LEAST * product.experts <= product.tokens,
+        grouped.grouped,
+        grouped.default_tiles,
+        grouped.GroupedTiles,
+    ),
     _Way(lambda product: product.experts > 0, experts.experts, experts.default_tiles, gemv.GemvTiles),
     _Way(lambda product: product.tokens == 1, gemv.gemv, gemv.default_tiles, gemv.GemvTiles),
     _Way(
@@ -60,9 +82,12 @@ def _way(product: Product) -> _Way:
 def numerics_of(product: Product, isa: Isa, fast: bool) -> str:
     """What is best done to x of a product whose numerics are open (`product.NUMERICS`): rounded only if `fast`.
 
-    One token is bound by memory and gains nothing.
+    One token is bound by memory and gains nothing, nor do pairs of which hardly two have one expert.
     """
-    if product.tokens == 1 or product.experts:
+    if product.experts:
+        together = product.tokens >= grouped.LEAST_BYTES * product.experts
+        return "bytes" if fast and together and product.format.quantised else "exact"
+    if product.tokens == 1:
         return "exact"
     if isa.matrix and product.tokens >= gemm_matrix.LEAST_TOKENS:
         return "matrix" if fast else "pieces"

@@ -1,7 +1,7 @@
 """y = W_e x for the experts e that a router chose: one dispatch for all of them, which reads no other expert's weights.
 
 A pair is a token and one of its experts; each is a GEMV (`products.gemv`) of its own with the expert's part of the
-stacked weight.
+stacked weight. Where several pairs have one expert, they come together in `products.grouped`.
 
     each workgroup: one pair and one share of its sets of 16-row blocks; `tiles.workgroups` of them make up a pair
       row = pair / per_row                                          of x [pairs / per_row, in]

@@ -23,6 +23,7 @@ Rows of x from `length` on are not multiplied, but for those that fill the last 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -170,16 +171,20 @@ class Gemm:
             with b.when(b.less(start, b.add(first, count))):
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
+    def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
+        """The row of x that is the one of `rows` from `token` on."""
+        return lambda r: self.b.add(token, r)
+
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
         """sums[row : row + rows] += x[token : token + rows, k : k + depth] @ panel."""
         b, lanes, unroll = self.b, self.lanes, self.tiles.unroll
-        width = LANES * self.tiles.wide
+        width, x_row = LANES * self.tiles.wide, self._x_rows(token, rows)
         with b.loop(0, self.columns, width) as column:
             at = [(b.add(row, r), b.add(column.index, c)) for r in range(rows) for c in range(0, width, lanes)]
 
             def step(j: Index, sums: list[Ssa]) -> list[Ssa]:
                 weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
-                x = (b.broadcast(b.load(self.buffers["x"], b.add(token, r), b.add(k, j)), lanes) for r in range(rows))
+                x = (b.broadcast(b.load(self.buffers["x"], x_row(r), b.add(k, j)), lanes) for r in range(rows))
                 return outer(b, x, weights, sums)
 
             sums = [b.vload(self.sums, lanes, *sum_at) for sum_at in at]

@@ -60,7 +60,7 @@ class GemmBytesTiles(Tiles):
     letters: ClassVar = "rwbdtg"
 
     def stack_bytes(self, product: Product) -> int:
-        return LANES * self.row_blocks * (_bytes_of(self.depth, product.format.group) + 4 * self.tokens)
+        return LANES * self.row_blocks * (bytes_of(self.depth, product.format.group) + 4 * self.tokens)
 
     def fit(self, product: Product) -> bool:
         return (
@@ -73,7 +73,7 @@ class GemmBytesTiles(Tiles):
         )
 
 
-def _bytes_of(depth: int, group: int) -> int:
+def bytes_of(depth: int, group: int) -> int:
     """Of the stack for a row's codes, scales and bases."""
     return depth + depth // group * 8
 
@@ -88,7 +88,7 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmBytesTile
     budget = STACK_BYTES // (LANES * together)
     token_blocks = -(-T // min(MOST_TOKENS, budget // 4 * 3 // 5))
     tokens = -(-T // (token_blocks * rows)) * rows
-    room = (budget - 4 * tokens) * GROUP // _bytes_of(GROUP, group)
+    room = (budget - 4 * tokens) * GROUP // bytes_of(GROUP, group)
     depth = even_share(product.in_features // GROUP, min(MOST_DEPTH, room) // GROUP) * GROUP
     items = row_blocks // together * -(-T // tokens)
     return GemmBytesTiles(rows, wide, together, depth, tokens, workgroups=min(items, PARTS * threads))
@@ -96,7 +96,7 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmBytesTile
 
 def gemm_bytes(product: Product, isa: Isa, tiles: GemmBytesTiles) -> Kernel:
     """The kernel of a product of many tokens with bytes. ValueError for tiles that do not fit."""
-    write = lambda b, buffers: _GemmBytes(b, product, isa, tiles, buffers).write()
+    write = lambda b, buffers: GemmBytes(b, product, isa, tiles, buffers).write()
     return product_kernel(product, isa, tiles, f"gemm_{product.name}", tiles.workgroups, write)
 
 
@@ -135,7 +135,7 @@ class _Panel:
         return scale, base if self.codec.minimum else None
 
 
-class _GemmBytes(Gemm):
+class GemmBytes(Gemm):
     """Writes the body of one kernel."""
 
     def _panel(self) -> _Panel:
@@ -145,6 +145,7 @@ class _GemmBytes(Gemm):
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
         """sums[row : row + rows] += x[token : token + rows, k : k + depth] @ panel."""
         b, panel, width = self.b, self.panel, LANES * self.tiles.wide
+        x_row = self._x_rows(token, rows)
         with b.loop(0, self.columns, width) as column:
             columns = [b.add(column.index, c) for c in range(0, width, self.lanes)]
             at = [(b.add(row, r), c) for r in range(rows) for c in columns]
@@ -154,7 +155,7 @@ class _GemmBytes(Gemm):
                 quads = lambda q: [panel.quads(b.add(first, q), c, at_once) for c in columns]
                 groups = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
                 sides = [[panel.side(group, c) for c in columns] for group in groups]
-                tokens = [b.add(token, r) for r in range(rows)]
+                tokens = [x_row(r) for r in range(rows)]
                 loop.give(*self.step.add(loop.values, tokens, b.add(b.div(k, GROUP), loop.index), quads, sides))
             for total, each in zip(loop.results, at, strict=True):
                 b.vstore(total, self.sums, *each)

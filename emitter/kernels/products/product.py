@@ -60,7 +60,7 @@ class Product:
         packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
         single = self.tokens == 1 and not self.experts
         taken = {"bytes": self.format.quantised, "pairs": self.codec == "bf16"}.get(self.numerics, True)
-        if self.numerics != "exact" and (self.experts or single or not taken):
+        if self.numerics != "exact" and (single or not taken or (self.experts and self.numerics != "bytes")):
             what = f"{self.tokens} tokens, {self.experts} experts and {self.codec}"
             raise ValueError(f"no kernel takes {self.numerics} of x for {what}")
         for option, there, fits in (

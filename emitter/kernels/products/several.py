@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from castiron.emitter.kernels.products.epilogue import each_block
@@ -12,9 +13,15 @@ from castiron.emitter.kernels.writing.body import Body, Index, Ssa
 
 
 class Finish:
-    """Stores results of `sums` [tokens, 16 * row blocks of the weight], with what the product's epilogue does to them."""
+    """Stores results of `sums` [tokens, 16 * row blocks of the weight], with what the product's epilogue does to them.
 
-    def __init__(self, b: Body, product: Product, lanes: int, buffers: Buffers, sums: Ssa):
+    Those of a token are row `place`(token) of the result.
+    """
+
+    def __init__(
+        self, b: Body, product: Product, lanes: int, buffers: Buffers, sums: Ssa, place: Callable[[Index], Index] = lambda t: t
+    ):
+        self.place = place
         self.b, self.lanes, self.epilogue, self.buffers = b, lanes, product.epilogue, buffers
         self.out_features, self.sums = product.out_features, sums
 
@@ -36,6 +43,7 @@ class Finish:
         shared = self.epilogue.row_blocks
 
         def put(token: Index, results: list[Ssa], add: bool) -> None:
+            token = self.place(token)
             for lane in range(0, ragged or LANES, 1 if ragged else lanes):
                 y = results[lane // lanes]
                 y = b.extract(y, lane % lanes) if ragged else y

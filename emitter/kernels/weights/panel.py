@@ -15,27 +15,42 @@ def units(codec_name: str) -> int:
     return codec.group if codec.quantised else layout(codec).elements
 
 
+class Decoded:
+    """The weights of `units` k of a row block, k from `unit` * units up, each decoded when first asked for."""
+
+    def __init__(self, records: Records, block: Index, unit: Index):
+        self.records, self.block = records, block
+        if records.codec.quantised:
+            groups = records.layout.groups
+            self.at = records.b.div(unit, groups), records.b.rem(unit, groups)
+            self.codes = records.group_codes(block, *self.at)
+            self._sides: dict[int, tuple[dict[float, Ssa], Ssa | None]] = {}
+        else:
+            self._elements: dict[int, list[Ssa]] = {}
+            self.at = unit, 0
+
+    def weight(self, k: int, v: int) -> Ssa:
+        """Weight k of vector v."""
+        b, records = self.records.b, self.records
+        if not records.codec.quantised:
+            if v not in self._elements:
+                self._elements[v] = records.elements(self.block, self.at[0], v)
+            return self._elements[v][k]
+        if v not in self._sides:
+            scale, base = records.scale_and_base(self.block, *self.at, v)
+            self._sides[v] = {1.0: scale}, base
+        scaled, base = self._sides[v]
+        factor = float(code_factors(records.codec)[k])
+        if factor not in scaled:
+            scaled[factor] = b.mulf(scaled[1.0], b.splat(factor, records.lanes))
+        code = self.codes.code(k, v)
+        return b.mulf(code, scaled[factor]) if base is None else b.fma(code, scaled[factor], base)
+
+
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """[vectors][unit size] weights of a row block's unit number `unit` (k from unit * size up)."""
-    b, codec = records.b, records.codec
-    if not codec.quantised:
-        return [records.elements(block, unit, v) for v in range(records.vectors)]
-    groups = records.layout.groups
-    record, group = b.div(unit, groups), b.rem(unit, groups)
-    codes = records.group_codes(block, record, group)
-    found = []
-    for v in range(records.vectors):
-        scale, base = records.scale_and_base(block, record, group, v)
-        scaled = {1.0: scale}
-        weights = []
-        for k, factor in enumerate(map(float, code_factors(codec))):
-            if factor not in scaled:
-                scaled[factor] = b.mulf(scale, b.splat(factor, records.lanes))
-            code = codes.code(k, v)
-            weight = b.mulf(code, scaled[factor]) if base is None else b.fma(code, scaled[factor], base)
-            weights.append(weight)
-        found.append(weights)
-    return found
+    """[vectors][unit size] weights of a row block's unit number `unit`."""
+    weights = Decoded(records, block, unit)
+    return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
 class Panel:

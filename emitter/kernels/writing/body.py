@@ -210,7 +210,7 @@ class Body:
     def workgroup(self) -> Ssa:
         return self.let("stream.dispatch.workgroup.id[0] : index", "index")
 
-    def share(self, count: int, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
+    def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
         """First and past-the-last of the items, of `count`, that a workgroup of so many has."""
         low = self.div(self.mul(workgroup, count), workgroups)
         return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
