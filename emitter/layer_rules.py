@@ -9,7 +9,7 @@ from castiron.emitter.states import CACHES
 from castiron.emitter.types import F32, I32, TensorType
 from castiron.emitter.verifier import STABLEHLO, Rule, shapes_of
 
-_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 def _weight(op: Op) -> str | None:

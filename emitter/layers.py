@@ -9,7 +9,7 @@ Shapes: T tokens of one sequence; x is `[T, features]`, heads are `[T, heads, he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from castiron.emitter.states import ROLES
 from castiron.emitter.step import Step, Weight
 from castiron.emitter.types import F32, I32, TensorType
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Value:
@@ -91,24 +91,34 @@ def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
         return append("head_norms", (x, weight), (x.type,), {"eps": eps})[0]
 
 
-def rotary_tables(step: Step, rotary: Rotary, name: str = "rotary") -> tuple[Value, Value]:
-    """cos and sin for `rope`, [context, rotary_dim / 2], as tables `<name>.cos` and `<name>.sin`."""
+def rotary_tables(
+    step: Step, rotary: Rotary, name: str = "rotary", growth: Callable[[np.ndarray], np.ndarray] | None = None
+) -> tuple[Value, Value]:
+    """cos and sin for `rope`, [context, rotary_dim / 2], as tables `<name>.cos` and `<name>.sin`.
+
+    growth: what a head is multiplied by besides, f32 [context] of positions [context].
+    """
     shape = (step.context, rotary.inv_freq.size)
-    cos = step.table(f"{name}.cos", shape, lambda: rotary.table(step.context, np.cos))
-    sin = step.table(f"{name}.sin", shape, lambda: rotary.table(step.context, np.sin))
+
+    def values(function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        table = rotary.table(step.context, function)
+        return table if growth is None else table * growth(np.arange(step.context))[:, None]
+
+    cos = step.table(f"{name}.cos", shape, lambda: values(np.cos))
+    sin = step.table(f"{name}.sin", shape, lambda: values(np.sin))
     return cos, sin
 
 
-def rope(step: Step, x: Value, tables: tuple[Value, Value]) -> Value:
+def rope(step: Step, x: Value, tables: tuple[Value, Value], interleaved: bool = False) -> Value:
     """Rotary embedding (arXiv:2104.09864) of heads [T, heads, head_dim] at the step's positions.
 
-    tables: cos and sin, [context, rotary_dim / 2]. The first rotary_dim features turn, half against half as HF's
-    `rotate_half` does; the rest pass through.
+    tables: cos and sin, [context, rotary_dim / 2]. The first rotary_dim features turn: half against half as HF's
+    `rotate_half` does, or where `interleaved` each even one against the odd one after it. The rest pass through.
     """
     cos, sin = tables
     if x.type.rank != 3 or cos.type != sin.type or cos.shape[0] < step.context or 2 * cos.shape[1] > x.shape[2]:
         raise fail("rope", "needs heads [T, heads, head_dim] and tables [context, rotary_dim / 2]", (x, cos, sin))
-    attrs = {"rotary_dim": 2 * cos.shape[1], "mode": step.mode}
+    attrs = {"rotary_dim": 2 * cos.shape[1], "interleaved": interleaved, "mode": step.mode}
     return append("rope", (x, cos, sin, step.start), (x.type,), attrs)[0]
 
 
@@ -226,7 +236,7 @@ def experts(
 
 
 def activation(x: Value, kind: str) -> Value:
-    """silu, gelu (exact), gelu_tanh (the tanh form) or relu, element by element."""
+    """silu, gelu (exact), gelu_tanh (the tanh form), relu or relu2 (its square), element by element."""
     if kind not in ACTIVATIONS:
         raise fail("activation", f"{kind!r} is not one of {', '.join(ACTIVATIONS)}", (x,))
     return append("activation", (x,), (x.type,), {"function": kind})[0]

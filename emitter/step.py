@@ -25,6 +25,8 @@ class Weight:
     values: computes a table that is in no checkpoint.
     parts, rows: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of
     them, where it is not the one tensor of its name: a projection out of a fused one, the experts of a layer.
+    apart: (heads, n) where the first n rows of each head, which the checkpoint holds in pairs, stand with the first of each
+    pair before the second ones: a head that `layers.rope` turns interleaved is then turned half against half.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Weight:
     values: Callable[[], np.ndarray] | None = None
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     rows: tuple[int, int] | None = None
+    apart: tuple[int, int] | None = None
 
     @property
     def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -45,7 +48,14 @@ class Weight:
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Its bytes out of those of its `tensors`: uint8 [*shape[:-1], row_bytes]."""
         rows = np.concatenate([t.reshape(-1, t.shape[-1]) for t in tensors]) if len(tensors) > 1 else tensors[0]
-        return rows[slice(*self.rows)] if self.rows else rows
+        rows = rows[slice(*self.rows)] if self.rows else rows
+        if self.apart is None:
+            return rows
+        heads, turning = self.apart
+        # [heads, head_dim, bytes of a row], where a row of a bias is one number.
+        own = rows.reshape(heads, self.shape[0] // heads, -1)
+        order = (slice(0, turning, 2), slice(1, turning, 2), slice(turning, None))
+        return np.concatenate([own[:, part] for part in order], 1).reshape(rows.shape)
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:

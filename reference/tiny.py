@@ -57,6 +57,28 @@ FAMILIES: dict[str, dict] = {
     "starcoder2": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "gemma": {"head_dim": 24},
+    "olmo3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "arcee": {},
+    "ministral3": {
+        "head_dim": 24,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 10,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "cohere2": {
+        "sliding_window": 24,
+        "logit_scale": 0.5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ernie4_5": {"head_dim": 24},
+    "hunyuan_v1_dense": {"head_dim": 24},
 }
 
 

@@ -133,14 +133,27 @@ def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
     def features(first: int, last: int) -> Value:
         return ops.slice_(x, (0, 0, first), (tokens, heads, last))
 
-    c, s, a, b = rows(cos), rows(sin), features(0, half), features(half, rotary_dim)
+    pairs, each = (tokens, heads, half, 2), (tokens, heads, half, 1)
+
+    def of_pairs(i: int) -> Value:
+        turning = ops.reshape(features(0, rotary_dim), pairs)
+        return ops.reshape(ops.slice_(turning, (0, 0, 0, i), (*each[:3], i + 1)), each[:3])
+
+    if op.attrs["interleaved"]:
+        a, b = of_pairs(0), of_pairs(1)
+    else:
+        a, b = features(0, half), features(half, rotary_dim)
+    c, s = rows(cos), rows(sin)
     parts = [
         ops.subtract(ops.multiply(a, c), ops.multiply(b, s)),
         ops.add(ops.multiply(b, c), ops.multiply(a, s)),
     ]
+    if op.attrs["interleaved"]:
+        turned = ops.concatenate([ops.reshape(part, each) for part in parts], 3)
+        parts = [ops.reshape(turned, (tokens, heads, rotary_dim))]
     if rotary_dim < head_dim:
         parts.append(features(rotary_dim, head_dim))
-    return ops.concatenate(parts, 2)
+    return ops.concatenate(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def activation(op: Op, x: Value) -> Value:
@@ -150,8 +163,9 @@ def activation(op: Op, x: Value) -> Value:
 def activated(x: Value, kind: str) -> Value:
     if kind == "silu":
         return ops.multiply(x, ops.logistic(x))
-    if kind == "relu":
-        return ops.maximum(x, ops.constant(0.0, F32, x.shape))
+    if kind in ("relu", "relu2"):
+        positive = ops.maximum(x, ops.constant(0.0, F32, x.shape))
+        return positive if kind == "relu" else ops.multiply(positive, positive)
     half = ops.multiply(x, ops.constant(0.5, F32, x.shape))
     if kind == "gelu":
         inner = _erf(ops.multiply(x, ops.constant(2**-0.5, F32, x.shape)))

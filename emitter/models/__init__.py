@@ -20,13 +20,21 @@ from castiron.emitter.types import EmitError
 
 # HF model types; each is the name of its file.
 FAMILIES = (
+    "arcee",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
     "gemma2",
     "gemma3_text",
     "granite",
+    "hunyuan_v1_dense",
     "llama",
+    "ministral3",
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen3",

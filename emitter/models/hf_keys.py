@@ -14,6 +14,38 @@ SHARED = frozenset(
 
 # Of each model type, what its config class defines and its model reads besides.
 DEFINED = {
+    "arcee": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        mlp_bias num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "cohere2": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        layer_norm_eps logit_scale num_key_value_heads pad_token_id sliding_window_pattern tie_word_embeddings use_cache
+        vocab_size
+        """.split()
+    ),
+    "ernie4_5": frozenset(
+        """
+        bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_key_value_heads pad_token_id
+        rms_norm_eps tie_word_embeddings use_bias use_cache vocab_size
+        """.split()
+    ),
+    "exaone4": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_key_value_heads
+        pad_token_id rms_norm_eps sliding_window_pattern tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "gemma": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_bidirectional_attention use_cache
+        vocab_size
+        """.split()
+    ),
     "gemma2": frozenset(
         """
         attention_bias attention_dropout attn_logit_softcapping bos_token_id eos_token_id final_logit_softcapping
@@ -37,10 +69,23 @@ DEFINED = {
         rms_norm_eps tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "hunyuan_v1_dense": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eod_token_id eos_token_id hidden_act initializer_range
+        intermediate_size num_key_value_heads pad_token_id pretraining_tp rms_norm_eps tie_word_embeddings use_cache
+        vocab_size
+        """.split()
+    ),
     "llama": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
         mlp_bias num_key_value_heads pad_token_id pretraining_tp rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "ministral3": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_key_value_heads
+        pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
         """.split()
     ),
     "mistral": frozenset(
@@ -57,6 +102,12 @@ DEFINED = {
         """.split()
     ),
     "olmo2": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "olmo3": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
         num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size

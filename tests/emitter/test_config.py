@@ -150,6 +150,90 @@ PUBLISHED: dict[str, dict] = {
         rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None,
         tie_word_embeddings=False, use_sliding_window=False, vocab_size=151936,
     ),
+    "Gemma 2B": dict(
+        model_type="gemma", attention_bias=False, attention_dropout=0.0, bos_token_id=2, eos_token_id=1, head_dim=256,
+        hidden_act="gelu", hidden_size=2048, intermediate_size=16384, max_position_embeddings=8192,
+        num_attention_heads=8, num_hidden_layers=18, num_key_value_heads=1, pad_token_id=0, rms_norm_eps=1e-6,
+        rope_scaling=None, rope_theta=10000.0, vocab_size=256000,
+    ),
+    "OLMo 3 7B": dict(
+        model_type="olmo3", attention_bias=False, attention_dropout=0.0, hidden_act="silu", hidden_size=4096,
+        intermediate_size=11008, layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+        max_position_embeddings=65536, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+        rms_norm_eps=1e-6, rope_theta=500000, sliding_window=4096, tie_word_embeddings=False, vocab_size=100278,
+        rope_scaling={
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+    ),
+    "EXAONE 4.0 1.2B": dict(
+        model_type="exaone4", attention_dropout=0.0, head_dim=64, hidden_act="silu", hidden_size=2048,
+        intermediate_size=4096, layer_types=["full_attention"] * 30, max_position_embeddings=65536,
+        num_attention_heads=32, num_hidden_layers=30, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000,
+        rope_scaling={
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+            "original_max_position_embeddings": 8192,
+        },
+        sliding_window=None, sliding_window_pattern=None, tie_word_embeddings=True, vocab_size=102400,
+    ),
+    "EXAONE 4.0 32B": dict(
+        model_type="exaone4", attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=5120,
+        intermediate_size=27392, max_position_embeddings=131072, num_attention_heads=40, num_hidden_layers=64,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+        num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000, sliding_window=4096, sliding_window_pattern="LLLG",
+        rope_scaling={
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=False, vocab_size=102400,
+    ),
+    "AFM 4.5B": dict(
+        model_type="arcee", attention_bias=False, attention_dropout=0.0, head_dim=128, hidden_act="relu2",
+        hidden_size=2560, intermediate_size=18432, max_position_embeddings=65536, mlp_bias=False,
+        num_attention_heads=20, num_hidden_layers=36, num_key_value_heads=4, rms_norm_eps=1e-5, rope_theta=10000.0,
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        tie_word_embeddings=False, vocab_size=128004,
+    ),
+    "Ministral 3 3B": dict(
+        model_type="ministral3", attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=3072,
+        intermediate_size=9216, max_position_embeddings=262144, num_attention_heads=32, num_hidden_layers=26,
+        num_key_value_heads=8, rms_norm_eps=1e-5, sliding_window=None, tie_word_embeddings=True, vocab_size=131072,
+        rope_parameters={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+            "rope_type": "yarn", "type": "yarn",
+        },
+    ),
+    "Command R7B": dict(
+        model_type="cohere2", attention_bias=False, attention_dropout=0.0, cache_implementation="hybrid", head_dim=128,
+        hidden_act="silu", hidden_size=4096, intermediate_size=14336, layer_norm_eps=1e-5, layer_switch=4,
+        logit_scale=0.25, max_position_embeddings=132096, num_attention_heads=32, num_hidden_layers=32,
+        num_key_value_heads=8, order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj",
+        rope_scaling=None, rope_theta=50000, rotary_pct=1.0, sliding_window=4096, sliding_window_pattern=4,
+        use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True, use_parallel_embedding=True,
+        vocab_size=256000,
+    ),
+    "ERNIE 4.5 0.3B": dict(
+        model_type="ernie4_5", head_dim=128, hidden_act="silu", hidden_size=1024, intermediate_size=3072,
+        max_position_embeddings=131072, num_attention_heads=16, num_hidden_layers=18, num_key_value_heads=2,
+        rms_norm_eps=1e-5, rope_scaling=None, rope_theta=500000.0, tie_word_embeddings=True, use_bias=False,
+        vocab_size=103424,
+    ),
+    "Hunyuan 1.8B": dict(
+        model_type="hunyuan_v1_dense", attention_bias=False, attention_dropout=0.0, attention_head_dim=128,
+        cla_share_factor=2, eod_token_id=120020, head_dim=128, hidden_act="silu", hidden_size=2048,
+        intermediate_size=6144, max_position_embeddings=262144, mlp_bias=False, norm_type="rms",
+        num_attention_heads=16, num_hidden_layers=32, num_key_value_heads=4, rms_norm_eps=1e-5,
+        rope_scaling={
+            "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+        rope_theta=10000.0, tie_word_embeddings=True, use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True,
+        vocab_size=120818,
+    ),
 }  # fmt: skip
 
 

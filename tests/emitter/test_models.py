@@ -25,6 +25,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1 + 0.2 * i for i in range(8)], "long_factor": [3.0] * 8}
+GROWING = {"llama_4_scaling_beta": 0.2}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
 
 # family: what differs from castiron.reference.tiny's model of it, one model each.
@@ -91,6 +92,34 @@ SHAPES: dict[str, list[dict]] = {
         {"norm_topk_prob": True},
         {**ODD_TIED, "head_dim": 10, "num_experts": 9, "num_experts_per_tok": 4, "attention_bias": True},
         {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 4, **WINDOWED, "num_experts_per_tok": 1},
+    ],
+    "gemma": [
+        {},
+        {**ODD_UNTIED, "head_dim": 16},
+        {"num_key_value_heads": 4, "attention_bias": True, "hidden_act": "gelu"},
+    ],
+    "olmo3": [
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}},
+        {**ODD_TIED, "attention_bias": True, "layer_types": None, "num_hidden_layers": 4},
+        {**WIDE_HEADS, "layer_types": ["full_attention"] * 3},
+    ],
+    "exaone4": [
+        {"layer_types": None, "sliding_window_pattern": 2},
+        {**ODD_TIED, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
+        {**WIDE_HEADS, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ],
+    "arcee": [BIASED, {**ODD_TIED, "head_dim": 16, "rope_parameters": YARN}, {**WIDE_HEADS, "hidden_act": "silu"}],
+    "ministral3": [{}, {**ODD_TIED, "sliding_window": None}, {**WIDE_HEADS, "rope_parameters": {**GROWING, **YARN}}],
+    "cohere2": [{}, {**ODD_UNTIED, "attention_bias": True}, {**WIDE_HEADS, "layer_types": None, "num_hidden_layers": 4}],
+    "ernie4_5": [{"use_bias": True}, {**ODD_UNTIED, "head_dim": 16}, {**WIDE_HEADS, "rope_parameters": YARN}],
+    "hunyuan_v1_dense": [
+        {"attention_bias": True},
+        {
+            **ODD_TIED,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "rope_theta": 1e4, "factor": 1.0},
+        },
+        {**WIDE_HEADS, "rope_parameters": YARN},
     ],
 }
 CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]

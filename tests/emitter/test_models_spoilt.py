@@ -21,7 +21,8 @@ from tests.emitter.test_models import SHAPES
 # A detail that is lost must stand out from rounding by this much, or the tiny models would not hold a family to it.
 FAR = 20 * TOLERANCE
 # An epsilon that matters, under the name that the family has for it.
-EPSILON, EPSILON_KEYS = 1.0, {"stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+EPSILON = 1.0
+EPSILON_KEYS = {"cohere2": "layer_norm_eps", "stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 
 Spoil = Callable[[Op], None]
 
@@ -71,6 +72,7 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
     elif op.kind == "rope":
         yield "rotary embedding left out", leave_out
         yield "cos and sin swapped", lambda op: swap(op, 1, 2)
+        yield "halves for pairs", with_attrs(interleaved=not attrs["interleaved"])
     elif op.kind in ("rms_norm", "layer_norm", "head_norms"):
         yield "norm left out", leave_out
         yield "epsilon forgotten", with_attrs(eps=0.0)
