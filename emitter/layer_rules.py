@@ -55,6 +55,8 @@ def _rope(op: Op) -> str | None:
 def _attention(op: Op) -> str | None:
     q, k, v, k_cache, v_cache, *numbers = op.operands
     (tokens, heads, head_dim), (layers, rows, *own) = q.shape, k_cache.shape
+    if op.attrs["sinks"] and (not numbers or numbers.pop().type != TensorType((heads,), F32)):
+        return "the sinks are not one a head"
     out = TensorType((tokens, heads * head_dim), F32)
     if [v.type for v in op.results] != [out, k_cache.type, v_cache.type]:
         return "the results are not rows and the two caches"
@@ -88,10 +90,11 @@ def _route(op: Op) -> str | None:
 
 
 def _experts(op: Op) -> str | None:
-    x, chosen, weights, gate, up, down, y = shapes_of(op)
-    count, inner = op.attrs["experts"], gate[0] // op.attrs["experts"]
-    ok = x == y and chosen == weights and chosen[0] == x[0] and op.attrs["function"] in _FUNCTIONS
+    x, chosen, weights, gate, up, down, *biases, y = shapes_of(op)
+    count, inner, function = op.attrs["experts"], gate[0] // op.attrs["experts"], op.attrs["function"]
+    ok = x == y and chosen == weights and chosen[0] == x[0] and (function in _FUNCTIONS or not isinstance(function, str))
     ok = ok and gate == up == (count * inner, x[1]) and down == (count * x[1], inner)
+    ok = ok and biases in ([], [(count, inner), (count, inner), (count, x[1])])
     return None if ok else "needs x [T, hidden], the experts of each token, and their stacked weights"
 
 
@@ -113,6 +116,6 @@ LAYERS: dict[str, Rule] = {
     "attention": Rule(None, 3, _attention),
     "activation": Rule(1, 1, _activation),
     "route": Rule(1, 2, _route),
-    "experts": Rule(6, 1, _experts),
+    "experts": Rule(None, 1, _experts),
     "argmax_rows": Rule(1, 1, _argmax_rows),
 }

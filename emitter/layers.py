@@ -10,6 +10,7 @@ Shapes: T tokens of one sequence; x is `[T, features]`, heads are `[T, heads, he
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +22,14 @@ from castiron.emitter.step import Step, Weight
 from castiron.emitter.types import F32, I32, TensorType
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's gate: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
 
 
 def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Value:
@@ -137,11 +146,13 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     cache: tuple[str, str] = ("k", "v"),
+    sinks: Value | None = None,
 ) -> Value:
     """Append k, v [T, kv_heads, head_dim] to layer `layer` of the states `cache`, then causal grouped-query attention.
 
     q is [T, heads, head_dim]; a query at position p sees positions j with j <= p and, under a window, p - j < window.
     Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2, arXiv:2408.00118).
+    sinks [heads] are scores of nothing: each is one more in the softmax of its head (gpt-oss, arXiv:2508.10925).
     The states are positional, or rings of at least `window` positions. What is appended is rounded to the elements of the
     states (f32, or f16 of positional ones) before any query sees it; all else is f32. Returns [T, heads * head_dim].
     """
@@ -154,8 +165,11 @@ def attention(
     if not ok or kind not in ("positional", "window") or kind == "window" and (window or 0) > rows:
         raise fail("attention", f"operands do not fit the {kind} cache {k_cache.type} at layer {layer}", (q, k, v))
     operands = (q, k, v, k_cache, v_cache, step.start) + ((step.length,) if step.length is not None else ())
+    if sinks is not None:
+        operands = (*operands, sinks)
     out = TensorType((q.shape[0], q.shape[1] * q.shape[2]), F32)
     attrs = {"layer": layer, "scale": scale, "window": window, "softcap": softcap, "mode": step.mode, "cache": kind}
+    attrs["sinks"] = sinks is not None
     result, *carried = append("attention", operands, (out, k_cache.type, v_cache.type), attrs)
     step.states.update(zip(cache, carried, strict=True))
     return result
@@ -215,24 +229,29 @@ def experts(
     routing: tuple[Value, Value],
     count: int,
     intermediate: int,
-    function: str,
+    function: str | ClampedSwiGLU,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
 ) -> Value:
     """Sum over a token's experts e of weight_e * down_e(function(gate_e(x)) * up_e(x)): [T, hidden] to [T, hidden].
 
     routing: what `route` gives. Only chosen experts are computed. `<e>.<names>.weight` are the tensors of gate and up
-    [intermediate, hidden] and of down [hidden, intermediate]; the operation reads all experts' rows stacked.
+    [intermediate, hidden] and of down [hidden, intermediate], `<e>.<names>.bias` what is added to each; the operation reads
+    all experts' rows stacked. function: an activation, or all of the gate.
     """
     hidden = x.shape[1]
-    gate, up, down = (
-        step.stack(f"{name}.weight", [f"{e}.{name}.weight" for e in range(count)], shape)
-        for name, shape in zip(names, ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)))
-    )
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    stacked = [
+        step.stack(f"{name}.{kind}", [f"{e}.{name}.{kind}" for e in range(count)], shape[:rank])
+        for kind, rank in (("weight", 2), *[("bias", 1)] * bias)
+        for name, shape in zip(names, shapes)
+    ]
     chosen, weights = routing
-    if chosen.shape != weights.shape or chosen.shape[0] != x.shape[0] or function not in ACTIVATIONS:
+    known = isinstance(function, ClampedSwiGLU) or function in ACTIVATIONS
+    if chosen.shape != weights.shape or chosen.shape[0] != x.shape[0] or not known:
         raise fail("experts", "needs x [T, hidden], and numbers and weights [T, k] of each token's experts", (x, *routing))
     attrs = {"experts": count, "function": function}
-    return append("experts", (x, chosen, weights, gate, up, down), (x.type,), attrs)[0]
+    return append("experts", (x, chosen, weights, *stacked), (x.type,), attrs)[0]
 
 
 def activation(x: Value, kind: str) -> Value:

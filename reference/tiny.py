@@ -79,6 +79,22 @@ FAMILIES: dict[str, dict] = {
     },
     "ernie4_5": {"head_dim": 24},
     "hunyuan_v1_dense": {"head_dim": 24},
+    "granitemoe": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "head_dim": 24,
+        "sliding_window": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 
 

@@ -70,22 +70,26 @@ def product(c: Context, op: Op, x: Value, *operands: Any) -> Value:
     return c.project(x, weights, biases, norm=norm, residual=residual, glu=op.attrs["glu"], length=length)
 
 
-def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: Stored, down: Stored) -> Value:
+def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
     count, function = op.attrs["experts"], op.attrs["function"]
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     chosen, length = ops.reshape(chosen, (tokens * per_token,)), _length(tokens)
+    (gate, up, down), biases = stacked[:3], stacked[3:]
 
     def through(x: Value, *stored: Stored, glu: str | None = None, length: Value | None = length) -> Value:
         weights = [s.weight for s in stored]
         return c.project(x, weights, chosen=chosen, experts=count, glu=glu, length=length)
 
-    if gate.weight.codec == up.weight.codec and function in ACTIVATIONS:
+    def biased(y: Value, i: int) -> Value:
+        return ops.add(y, biases[i].value(lambda part: ops.gather_rows(part, chosen))) if biases else y
+
+    if gate.weight.codec == up.weight.codec and function in ACTIVATIONS and not biases:
         inner = through(x, gate, up, glu=function)
     else:
-        inner = ops.multiply(portable.activated(through(x, gate), function), through(x, up))
+        inner = portable.gated(biased(through(x, gate), 0), biased(through(x, up), 1), function)
     if length is not None:
         length = ops.multiply(length, ops.constant(per_token, I32, ()))
-    y = through(inner, down, length=length)
+    y = biased(through(inner, down, length=length), 2)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 

@@ -13,6 +13,7 @@ import numpy as np
 from castiron.emitter import ops
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.ir import Op, Param, Source, Value, parameter
+from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.lowering.portable_attention import attention
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
@@ -219,50 +220,67 @@ def route(op: Op, logits: Value) -> tuple[Value, Value]:
     return ops.convert(chosen, I32), weights
 
 
-def experts(op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: Stored, down: Stored) -> Value:
+def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
+    """What goes into an expert's down projection."""
+    if isinstance(function, str):
+        return ops.multiply(activated(gate, function), up)
+    limit = ops.constant(function.limit, F32, gate.shape)
+    gate, up = ops.minimum(gate, limit), ops.maximum(ops.minimum(up, limit), ops.negate(limit))
+    gate = ops.multiply(gate, ops.logistic(ops.multiply(gate, ops.constant(function.alpha, F32, gate.shape))))
+    return ops.multiply(ops.add(up, ops.constant(1.0, F32, up.shape)), gate)
+
+
+# Of gate, up or down: the stacked weights, how many rows one expert has, and its bias [experts, rows] where there is one.
+_Stacked = tuple[Stored, int, Stored | None]
+
+
+def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
     """Only the chosen experts' rows of the stacked weights are read and widened, for every token its own."""
     take = _experts_of_token if x.shape[0] == 1 else _experts_of_pairs
-    function, count = op.attrs["function"], op.attrs["experts"]
-    return take(x, chosen, weights, function, [(part, part.weight.shape[0] // count) for part in (gate, up, down)])
+    biases = stacked[3:] or (None,) * 3
+    parts = [(part, part.weight.shape[0] // op.attrs["experts"], bias) for part, bias in zip(stacked, biases)]
+    return take(x, chosen, weights, op.attrs["function"], parts)
 
 
-def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str, parts: list[tuple[Stored, int]]) -> Value:
+def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
     """One token: each chosen expert is a slice of the stacked weights."""
     zero = ops.constant(0, I32, ())
     total: Value | None = None
     for slot in range(chosen.shape[1]):
         expert, weight = (ops.reshape(ops.slice_(v, (0, slot), (1, slot + 1)), ()) for v in (chosen, weights))
 
-        def project(x: Value, stacked: Stored, out: int) -> Value:
+        def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
             first = ops.multiply(expert, ops.constant(out, I32, ()))
             own = stacked.value(lambda part: ops.dynamic_slice(part, (first, zero), (out, part.shape[1])))
-            return ops.dot_general(x, own, ((1,), (1,)))
+            y = ops.dot_general(x, own, ((1,), (1,)))
+            return y if bias is None else ops.add(y, bias.value(lambda part: ops.dynamic_slice(part, (expert, zero), (1, out))))
 
         gate, up, down = parts
-        y = project(ops.multiply(activated(project(x, *gate), function), project(x, *up)), *down)
+        y = project(gated(project(x, *gate), project(x, *up), function), *down)
         y = ops.multiply(y, ops.broadcast_in_dim(weight, y.shape, ()))
         total = y if total is None else ops.add(total, y)
     assert total is not None, "a token has at least one expert"
     return total
 
 
-def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str, parts: list[tuple[Stored, int]]) -> Value:
+def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
     """All pairs of a token and an expert at once: a loop over them would be as many programs to compile."""
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token
     expert = ops.reshape(chosen, (pairs,))
 
-    def project(x: Value, stacked: Stored, out: int) -> Value:
+    def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
         """x [pairs, in] through each pair's rows expert * out .. of stacked [experts * out, in]: [pairs, out]."""
         first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
         rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
         rows = ops.reshape(rows, (pairs * out,))
         own = ops.reshape(stacked.value(lambda part: ops.gather_rows(part, rows)), (pairs, out, x.shape[1]))
-        return ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
+        y = ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
+        return y if bias is None else ops.add(y, bias.value(lambda part: ops.gather_rows(part, expert)))
 
     x = ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, hidden), (0, 2)), (pairs, hidden))
     gate, up, down = parts
-    y = project(ops.multiply(activated(project(x, *gate), function), project(x, *up)), *down)
+    y = project(gated(project(x, *gate), project(x, *up), function), *down)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 

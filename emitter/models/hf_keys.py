@@ -62,11 +62,26 @@ DEFINED = {
         use_bidirectional_attention use_cache vision_config vocab_size
         """.split()
     ),
+    "gpt_oss": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        num_experts num_experts_per_tok num_key_value_heads num_local_experts output_router_logits pad_token_id
+        rms_norm_eps router_aux_loss_coef swiglu_alpha swiglu_limit tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
     "granite": frozenset(
         """
         attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier eos_token_id hidden_act
         initializer_range intermediate_size logits_scaling mlp_bias num_key_value_heads pad_token_id residual_multiplier
         rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "granitemoe": frozenset(
+        """
+        attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier eos_token_id hidden_act
+        initializer_range intermediate_size logits_scaling num_experts_per_tok num_key_value_heads num_local_experts
+        output_router_logits pad_token_id residual_multiplier rms_norm_eps router_aux_loss_coef tie_word_embeddings
+        use_cache vocab_size
         """.split()
     ),
     "hunyuan_v1_dense": frozenset(

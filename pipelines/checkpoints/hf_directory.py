@@ -6,6 +6,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.audit import IGNORABLE, refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
+from castiron.pipelines.checkpoints.hf_layouts import laid_out
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 
 CONFIG = "config.json"
@@ -28,6 +29,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     generation = _json_object(path / "generation_config.json") or {}
     tensors = _tensors(path)
     refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
+    tensors = laid_out(config["model_type"], tensors)
     return Checkpoint(
         path=path,
         format="hf",

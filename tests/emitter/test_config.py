@@ -234,6 +234,27 @@ PUBLISHED: dict[str, dict] = {
         rope_theta=10000.0, tie_word_embeddings=True, use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True,
         vocab_size=120818,
     ),
+    "Granite 3.1 1B A400M": dict(
+        model_type="granitemoe", attention_bias=False, attention_dropout=0.1, attention_multiplier=0.015625,
+        embedding_multiplier=12.0, hidden_act="silu", hidden_size=1024, intermediate_size=512, logits_scaling=6.0,
+        max_position_embeddings=131072, num_attention_heads=16, num_experts_per_tok=8, num_hidden_layers=24,
+        num_key_value_heads=8, num_local_experts=32, output_router_logits=False, residual_multiplier=0.22,
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1500000, router_aux_loss_coef=0.0, tie_word_embeddings=True,
+        vocab_size=49155,
+    ),
+    "gpt-oss 20B": dict(
+        model_type="gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64,
+        hidden_act="silu", hidden_size=2880, initial_context_length=4096, intermediate_size=2880,
+        layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072,
+        num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8,
+        num_local_experts=32, output_router_logits=False, rms_norm_eps=1e-5, rope_theta=150000,
+        quantization_config={"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, vocab_size=201088,
+    ),
 }  # fmt: skip
 
 

@@ -121,6 +121,16 @@ SHAPES: dict[str, list[dict]] = {
         },
         {**WIDE_HEADS, "rope_parameters": YARN},
     ],
+    "granitemoe": [
+        {},
+        {**ODD_TIED, "attention_bias": True, "num_local_experts": 5, "num_experts_per_tok": 3},
+        {"logits_scaling": 0.25, "num_key_value_heads": 4},
+    ],
+    "gpt_oss": [
+        {},
+        {**ODD_TIED, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False},
+        {**WIDE_HEADS, "rope_parameters": {**YARN, "truncate": False}, "swiglu_alpha": 1.0, "layer_types": None},
+    ],
 }
 CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]
 # Prompts of these lengths also go in chunks: around the borders of both widths, and past the window.

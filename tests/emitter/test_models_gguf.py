@@ -29,7 +29,19 @@ GGUF_SHAPES: dict[str, dict] = {
     "qwen3_moe": {"moe_intermediate_size": 96, "norm_topk_prob": True},
 }
 # llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window.
-WITHOUT_GGUF = {"mistral", "gemma", "olmo3", "exaone4", "arcee", "ministral3", "cohere2", "ernie4_5", "hunyuan_v1_dense"}
+WITHOUT_GGUF = {
+    "mistral",
+    "gemma",
+    "olmo3",
+    "exaone4",
+    "arcee",
+    "ministral3",
+    "cohere2",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "granitemoe",
+    "gpt_oss",
+}
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():

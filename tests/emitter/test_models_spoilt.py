@@ -10,6 +10,7 @@ import pytest
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, Op
+from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.lowering import portable, portable_attention
 from castiron.emitter.lowering.rewrite import rewrite
 from castiron.emitter.models import FAMILIES
@@ -55,6 +56,14 @@ def without_bias(op: Op) -> None:
     op.operands = op.operands[:2]
 
 
+def without_sinks(op: Op) -> None:
+    op.operands, op.attrs["sinks"] = op.operands[:-1], False
+
+
+def without_biases(op: Op) -> None:
+    op.operands = op.operands[:6]
+
+
 def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
     """What can be wrong with one operation of the graph, by name."""
     attrs = op.attrs
@@ -69,6 +78,8 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
             yield "window forgotten", with_attrs(window=None)
         if attrs["softcap"] is not None:
             yield "soft cap of attention forgotten", with_attrs(softcap=None)
+        if attrs["sinks"]:
+            yield "sinks forgotten", without_sinks
     elif op.kind == "rope":
         yield "rotary embedding left out", leave_out
         yield "cos and sin swapped", lambda op: swap(op, 1, 2)
@@ -95,6 +106,11 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         yield "weights of experts normalised the other way", with_attrs(normalised=not attrs["normalised"])
     elif op.kind == "experts":
         yield "gate and up swapped", lambda op: swap(op, 3, 4)
+        if len(op.operands) > 6:
+            yield "biases of experts left out", without_biases
+        if isinstance(glu := attrs["function"], ClampedSwiGLU):
+            yield "another alpha", with_attrs(function=replace(glu, alpha=2 * glu.alpha))
+            yield "no limit", with_attrs(function=replace(glu, limit=1e9))
 
 
 def ways(module: ModelModule) -> dict[str, list[Callable[[ModelModule], None]]]:
