@@ -39,9 +39,10 @@ class Config(DecoderConfig):
         """From a `config.json`; raises EmitError for anything that is not understood."""
         c = ConfigReader(config)
         c.unused("hidden_act")
-        quantised = c.take("quantization_config", {}, dict).get("quant_method", "mxfp4")
-        if quantised != "mxfp4":
-            raise EmitError(f"'quantization_config' in the gpt_oss config names {quantised!r}; only 'mxfp4' is supported")
+        if config.get("quantization_config") is not None:
+            method = c.take("quantization_config", kinds=dict).get("quant_method")
+            if method != "mxfp4":
+                raise EmitError(f"'quantization_config' in the gpt_oss config names {method!r}; only 'mxfp4' is supported")
         if c.take("rope_scaling", None, dict) is None:
             c.config["rope_parameters"] = c.take("rope_parameters", _ROPE, dict)
         read = cls(

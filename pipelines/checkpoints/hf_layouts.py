@@ -11,6 +11,9 @@ import numpy as np
 
 from castiron.pipelines.checkpoints.checkpoint import Tensor
 
+# The codec of a tensor of bytes that are no numbers by themselves; none that `laid_out` gives has it but one it does not know.
+BYTES = "U8"
+
 # Which of so many rows.
 _ALL: Callable[[int], slice] = lambda rows: slice(rows)
 _FIRST: Callable[[int], slice] = lambda rows: slice(rows // 2)
@@ -24,12 +27,13 @@ class Layout:
     """A stored tensor whose name `pattern` matches, and what it holds.
 
     parts: name, as a template of the match's groups, "{}" for an expert's number -> which of its rows. transposed: a matrix
-    is stored as [in, out].
+    is stored as [in, out]. scales: a template of the tensor that has the exponents of these MXFP4 blocks.
     """
 
     pattern: str
     parts: Mapping[str, Callable[[int], slice]]
     transposed: bool = False
+    scales: str | None = None
 
 
 # By model type.
@@ -50,28 +54,46 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"(.*\.mlp\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}, transposed=True),
         Layout(r"(.*\.mlp\.experts)\.gate_up_proj_bias", {r"\1.{}.gate_proj.bias": _EVEN, r"\1.{}.up_proj.bias": _ODD}),
         Layout(r"(.*\.mlp\.experts)\.down_proj_bias", {r"\1.{}.down_proj.bias": _ALL}),
+        Layout(
+            r"(.*\.mlp\.experts)\.gate_up_proj_blocks",
+            {r"\1.{}.gate_proj.weight": _EVEN, r"\1.{}.up_proj.weight": _ODD},
+            scales=r"\1.gate_up_proj_scales",
+        ),
+        Layout(r"(.*\.mlp\.experts)\.down_proj_blocks", {r"\1.{}.down_proj.weight": _ALL}, scales=r"\1.down_proj_scales"),
     ),
 }
+
+
+# What the sixteen codes of MXFP4 stand for, before the block's power of two (OCP Microscaling Formats 1.0).
+_POSITIVE = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+_FP4 = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
+_BIAS = 127
 
 
 def laid_out(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model of this type under the names that its family has for them; no weight is read."""
     found: dict[str, Tensor] = {}
+    left = dict(tensors)
     for tensor in tensors.values():
         for layout in LAYOUTS.get(model_type, ()):
             if match := re.fullmatch(layout.pattern, tensor.name):
-                found |= {part.name: part for part in _parts(layout, match, tensor)}
+                scales = tensors.get(match.expand(layout.scales)) if layout.scales else None
+                if layout.scales and (scales is None or scales.shape != tensor.shape[:-1]):
+                    continue
+                found |= {part.name: part for part in _parts(layout, match, tensor, scales)}
+                left = {name: t for name, t in left.items() if t is not tensor and t is not scales}
                 break
-        else:
-            found[tensor.name] = tensor
-    return found
+    return left | found
 
 
-def _parts(layout: Layout, match: re.Match, tensor: Tensor) -> Iterator[Tensor]:
+def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):
-            yield _part(layout, name.format(index), tensor, index, rows)
+            if scales is None:
+                yield _part(layout, name.format(index), tensor, index, rows)
+            else:
+                yield _widened(name.format(index), tensor, scales, index, rows)
 
 
 def _part(layout: Layout, name: str, tensor: Tensor, index: int | None, rows: Callable[[int], slice]) -> Tensor:
@@ -89,3 +111,19 @@ def _part(layout: Layout, name: str, tensor: Tensor, index: int | None, rows: Ca
         return own if len(shape) > 1 else own.reshape(-1)
 
     return Tensor(name, (len(range(*taken.indices(shape[0]))), *shape[1:]), tensor.codec, tensor.source, read)
+
+
+def _widened(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Callable[[int], slice]) -> Tensor:
+    """Some rows of the MXFP4 matrix of number `index` as bf16, which is exact: blocks [n, rows, groups, 16] hold two codes a
+    byte, the first in its low half, and scales [n, rows, groups] the exponents."""
+    _, count, groups, width = blocks.shape
+    taken = rows(count)
+
+    def read() -> np.ndarray:
+        codes, powers = blocks.data[index][taken], scales.data[index][taken]
+        pairs = _FP4[np.stack([codes & 15, codes >> 4], -1)]
+        values = np.ldexp(pairs, powers.astype(np.int32)[..., None, None] - _BIAS).astype(np.float32)
+        high = (values.view(np.uint32) >> 16).astype(np.uint16)
+        return high.view(np.uint8).reshape(len(codes), -1)
+
+    return Tensor(name, (len(range(*taken.indices(count))), groups * width * 2), "bf16", blocks.source, read)
