@@ -16,6 +16,10 @@ def _weight(op: Op) -> str | None:
     return None if op.results[0].type == TensorType(op.attrs["weight"].shape, F32) else "the result is not the weight's"
 
 
+def _values(op: Op) -> str | None:
+    return None if op.operands[0].type == op.results[0].type else "the result is not the tensor"
+
+
 def _embedding(op: Op) -> str | None:
     tokens, table, rows = shapes_of(op)
     ok = op.operands[0].dtype is I32 and len(tokens) == 1 and len(table) == 2
@@ -107,6 +111,7 @@ def _argmax_rows(op: Op) -> str | None:
 LAYERS: dict[str, Rule] = {
     **STABLEHLO,
     "weight": Rule(0, 1, _weight),
+    "values": Rule(1, 1, _values),
     "embedding": Rule(2, 1, _embedding),
     "linear": Rule(None, 1, _linear),
     "rms_norm": Rule(2, 1, _norm(1, 1)),

@@ -79,8 +79,17 @@ def linear_parts(step: Step, x: Value, name: str, parts: Mapping[str, int]) -> t
     return tuple(projected)
 
 
-def rms_norm(step: Step, x: Value, name: str, eps: float, transform=None) -> Value:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32."""
+def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
+    """The numbers of a small tensor `name`, f32, for operations of `castiron.emitter.ops`."""
+    vector = step.vector(name, shape)
+    return append("values", (vector,), (vector.type,))[0]
+
+
+def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None) -> Value:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32; with no name, without weight."""
+    if name is None:
+        ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))
+        return append("rms_norm", (x, ones), (x.type,), {"eps": eps})[0]
     with scope(name):
         weight = step.vector("weight", x.shape[-1:], transform)
         return append("rms_norm", (x, weight), (x.type,), {"eps": eps})[0]

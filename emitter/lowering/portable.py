@@ -86,6 +86,10 @@ def _weight(op: Op) -> Stored:
     return Stored(op.attrs["weight"])
 
 
+def _values(op: Op, weight: Stored) -> Value:
+    return weight.value()
+
+
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
     return weight.value(lambda part: ops.gather_rows(part, tokens))
 
@@ -295,6 +299,7 @@ def argmax_rows(op: Op, logits: Value) -> Value:
 
 RULES: dict[str, Rule] = {
     "weight": _weight,
+    "values": _values,
     "embedding": embedding,
     "linear": linear,
     "rms_norm": rms_norm,

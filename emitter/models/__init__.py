@@ -27,6 +27,7 @@ FAMILIES = (
     "gemma",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "gpt_oss",
     "granite",
     "granitemoe",

@@ -62,6 +62,19 @@ DEFINED = {
         use_bidirectional_attention use_cache vision_config vocab_size
         """.split()
     ),
+    "gemma4_text": frozenset(
+        """
+        attention_bias attention_context_left attention_context_right attention_dropout attention_invalid_logits_value
+        attention_k_eq_v attention_logit_cap audio_config audio_token_id bos_token_id conv_kernel_size enable_moe_block
+        eos_token_id final_logit_softcapping global_head_dim gradient_clipping hidden_act hidden_activation
+        hidden_size_per_layer_input image_token_id initializer_range intermediate_size mm_token_type_ids
+        moe_intermediate_size num_experts num_global_key_value_heads num_key_value_heads num_kv_shared_layers
+        output_proj_dims pad_token_id patch_size pooling_kernel_size position_embedding_size residual_weight
+        return_shared_kv_states rms_norm_eps shared_kv_states standardize subsampling_conv_channels text_config
+        tie_word_embeddings top_k_experts use_bidirectional_attention use_cache use_clipped_linears use_double_wide_mlp
+        video_token_id vision_config vocab_size vocab_size_per_layer_input
+        """.split()
+    ),
     "gpt_oss": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size

@@ -45,6 +45,10 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         ),
         Layout(r"(.*\.block_sparse_moe)\.output_linear\.weight", {r"\1.experts.{}.down_proj.weight": _ALL}),
     ),
+    "gemma4_text": (
+        Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
+        Layout(r"(.*\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}),
+    ),
     "gpt_oss": (
         Layout(
             r"(.*\.mlp\.experts)\.gate_up_proj",

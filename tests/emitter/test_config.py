@@ -242,6 +242,20 @@ PUBLISHED: dict[str, dict] = {
         rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1500000, router_aux_loss_coef=0.0, tie_word_embeddings=True,
         vocab_size=49155,
     ),
+    "Gemma 4 E2B": dict(
+        model_type="gemma4_text", attention_bias=False, attention_dropout=0.0, attention_k_eq_v=False,
+        enable_moe_block=False, final_logit_softcapping=30.0, global_head_dim=512, head_dim=256,
+        hidden_activation="gelu_pytorch_tanh", hidden_size=1536, hidden_size_per_layer_input=256,
+        intermediate_size=6144, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+        max_position_embeddings=131072, num_attention_heads=8, num_experts=None, num_global_key_value_heads=None,
+        num_hidden_layers=35, num_key_value_heads=1, num_kv_shared_layers=20, rms_norm_eps=1e-6,
+        rope_parameters={
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        sliding_window=512, tie_word_embeddings=True, top_k_experts=None, use_bidirectional_attention=None,
+        use_double_wide_mlp=True, vocab_size=262144, vocab_size_per_layer_input=262144,
+    ),
     "gpt-oss 20B": dict(
         model_type="gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64,
         hidden_act="silu", hidden_size=2880, initial_context_length=4096, intermediate_size=2880,
@@ -289,6 +303,7 @@ _GEMMA = {"hidden_activation": "gelu", "tie_word_embeddings": False}
 UNLIKE = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": _GEMMA,
     "qwen2": _WINDOWED,
     "qwen3": _WINDOWED,
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 24, "mlp_only_layers": [1], "norm_topk_prob": True},

@@ -131,6 +131,27 @@ SHAPES: dict[str, list[dict]] = {
         {**ODD_TIED, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False},
         {**WIDE_HEADS, "rope_parameters": {**YARN, "truncate": False}, "swiglu_alpha": 1.0, "layer_types": None},
     ],
+    "gemma4_text": [
+        {},
+        {
+            **ODD_UNTIED,
+            "vocab_size_per_layer_input": 131,
+            "attention_bias": True,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "final_logit_softcapping": 7.0,
+            "use_double_wide_mlp": True,
+        },
+        {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 16,
+        },
+    ],
 }
 CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]
 # Prompts of these lengths also go in chunks: around the borders of both widths, and past the window.

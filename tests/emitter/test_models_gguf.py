@@ -41,6 +41,7 @@ WITHOUT_GGUF = {
     "hunyuan_v1_dense",
     "granitemoe",
     "gpt_oss",
+    "gemma4_text",
 }
 
 
