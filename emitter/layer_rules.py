@@ -90,6 +90,7 @@ def _route(op: Op) -> str | None:
     tokens, experts = op.operands[0].shape
     shape = (tokens, op.attrs["top_k"])
     ok = [v.type for v in op.results] == [TensorType(shape, I32), TensorType(shape, F32)]
+    ok = ok and [v.shape for v in op.operands[1:]] in ([], [(experts,)]) and op.attrs["scores"] in ("softmax", "sigmoid")
     return None if ok and 1 <= shape[1] <= experts else "needs logits [T, experts] and chooses some of them"
 
 
@@ -120,7 +121,7 @@ LAYERS: dict[str, Rule] = {
     "rope": Rule(4, 1, _rope),
     "attention": Rule(None, 3, _attention),
     "activation": Rule(1, 1, _activation),
-    "route": Rule(1, 2, _route),
+    "route": Rule(None, 2, _route),
     "experts": Rule(None, 1, _experts),
     "argmax_rows": Rule(1, 1, _argmax_rows),
 }

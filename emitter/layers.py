@@ -80,9 +80,9 @@ def linear_parts(step: Step, x: Value, name: str, parts: Mapping[str, int]) -> t
 
 
 def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
-    """The numbers of a small tensor `name`, f32, for operations of `castiron.emitter.ops`."""
-    vector = step.vector(name, shape)
-    return append("values", (vector,), (vector.type,))[0]
+    """The numbers of the tensor `name`, f32, for operations of `castiron.emitter.ops`."""
+    weight = step.weight(name, shape)
+    return append("values", (weight,), (weight.type,))[0]
 
 
 def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None) -> Value:
@@ -218,17 +218,22 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
     step.states[name] = ops.reshape(carried, state.shape)
 
 
-def route(logits: Value, top_k: int, normalised: bool) -> tuple[Value, Value]:
+def route(
+    logits: Value, top_k: int, normalised: bool, scores: str = "softmax", correction: Value | None = None
+) -> tuple[Value, Value]:
     """The experts of each token: numbers i32 [T, top_k] and weights f32 [T, top_k], the most likely first.
 
-    logits: [T, experts]. The weights are the softmax over all experts, divided by their sum over the chosen ones where
-    `normalised`. On a tie the lower number comes first.
+    logits: [T, experts]. The weights are the softmax over all experts, or each one's sigmoid, as `scores` says, divided by
+    their sum over the chosen ones where `normalised`. correction [experts] is added to them to choose, and not to what is
+    chosen (arXiv:2408.15664). On a tie the lower number comes first.
     """
     tokens, experts = logits.shape
-    if not 1 <= top_k <= experts:
-        raise fail("route", f"cannot choose {top_k} of {experts} experts", (logits,))
+    operands = (logits,) if correction is None else (logits, correction)
+    if not 1 <= top_k <= experts or scores not in ("softmax", "sigmoid"):
+        raise fail("route", f"cannot choose {top_k} of {experts} experts by {scores}", operands)
     types = TensorType((tokens, top_k), I32), TensorType((tokens, top_k), F32)
-    chosen, weights = append("route", (logits,), types, {"top_k": top_k, "normalised": normalised})
+    attrs = {"top_k": top_k, "normalised": normalised, "scores": scores}
+    chosen, weights = append("route", operands, types, attrs)
     return chosen, weights
 
 

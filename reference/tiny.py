@@ -93,6 +93,17 @@ FAMILIES: dict[str, dict] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
     },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
     "granitemoe": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,

@@ -202,14 +202,18 @@ def _erf(x: Value) -> Value:
     return ops.divide(ops.multiply(x, numerator), denominator)
 
 
-def route(op: Op, logits: Value) -> tuple[Value, Value]:
+def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
     """An expert's place is the number of experts before it: more likely ones, and as likely ones of a lower number."""
     tokens, experts = logits.shape
-    peak = ops.broadcast_in_dim(ops.reduce("maximum", logits, (1,)), logits.shape, (0,))
-    likely = ops.exponential(ops.subtract(logits, peak))
-    likely = ops.divide(likely, ops.broadcast_in_dim(ops.reduce("add", likely, (1,)), likely.shape, (0,)))
+    if op.attrs["scores"] == "sigmoid":
+        likely = ops.logistic(logits)
+    else:
+        peak = ops.broadcast_in_dim(ops.reduce("maximum", logits, (1,)), logits.shape, (0,))
+        likely = ops.exponential(ops.subtract(logits, peak))
+        likely = ops.divide(likely, ops.broadcast_in_dim(ops.reduce("add", likely, (1,)), likely.shape, (0,)))
+    rated = likely if correction is None else ops.add(likely, _along_last(correction.value(), likely))
     pairs = (tokens, experts, experts)
-    own, other = (ops.broadcast_in_dim(likely, pairs, dims) for dims in ((0, 1), (0, 2)))
+    own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
     lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
     before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
     place = ops.reduce("add", ops.convert(before, F32), (2,))

@@ -28,6 +28,7 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "gemma4_text",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
     "granitemoe",

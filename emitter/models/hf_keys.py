@@ -75,6 +75,15 @@ DEFINED = {
         video_token_id vision_config vocab_size vocab_size_per_layer_input
         """.split()
     ),
+    "glm4_moe_lite": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        kv_lora_rank mlp_layer_types moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob
+        num_experts_per_tok num_key_value_heads num_local_experts output_router_logits pad_token_id pretraining_tp
+        q_lora_rank qk_nope_head_dim qk_rope_head_dim rms_norm_eps rope_interleave routed_scaling_factor
+        tie_word_embeddings topk_group use_cache v_head_dim vocab_size
+        """.split()
+    ),
     "gpt_oss": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size

@@ -49,6 +49,8 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
         Layout(r"(.*\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}),
     ),
+    # The layers after the last predict further tokens, and HF leaves them out by their number in the one model there is.
+    "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
     "gpt_oss": (
         Layout(
             r"(.*\.mlp\.experts)\.gate_up_proj",

@@ -256,6 +256,15 @@ PUBLISHED: dict[str, dict] = {
         sliding_window=512, tie_word_embeddings=True, top_k_experts=None, use_bidirectional_attention=None,
         use_double_wide_mlp=True, vocab_size=262144, vocab_size_per_layer_input=262144,
     ),
+    "GLM 4.7 Flash": dict(
+        model_type="glm4_moe_lite", attention_bias=False, attention_dropout=0.0, first_k_dense_replace=1,
+        hidden_act="silu", hidden_size=2048, intermediate_size=10240, kv_lora_rank=512, max_position_embeddings=202752,
+        moe_intermediate_size=1536, n_group=1, n_routed_experts=64, n_shared_experts=1, norm_topk_prob=True,
+        num_attention_heads=20, num_experts_per_tok=4, num_hidden_layers=47, num_key_value_heads=20,
+        num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=768, qk_nope_head_dim=192,
+        qk_rope_head_dim=64, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8,
+        tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=256, vocab_size=154880,
+    ),
     "gpt-oss 20B": dict(
         model_type="gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64,
         hidden_act="silu", hidden_size=2880, initial_context_length=4096, intermediate_size=2880,
@@ -298,6 +307,7 @@ def test_every_family_has_a_published_config():
     assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 _GEMMA = {"hidden_activation": "gelu", "tie_word_embeddings": False}
 UNLIKE = {
@@ -423,6 +433,18 @@ def test_what_every_config_class_of_hf_has_is_bookkeeping():
         ("phi3", {"lm_head_bias": True}, "'lm_head_bias' in the phi3 config is True; only False"),
         ("stablelm", {"head_dim": 20}, "the stablelm config has 'head_dim', which castiron does not understand"),
         ("starcoder2", {"norm_type": "rms_norm"}, "only 'layer_norm' is supported"),
+        ("gemma", {"hidden_act": "silu"}, "only 'gelu' or 'gelu_pytorch_tanh' is supported"),
+        ("olmo3", {"rope_parameters": YARN}, "must hold 'full_attention' and 'sliding_attention' alone"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}, "the exaone4 config lacks 'layer_types'"),
+        ("ministral3", {"rope_parameters": YARN}, "lacks 'llama_4_scaling_beta' in its 'rope_parameters'"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "names 'fp8'; only 'mxfp4' is supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "only 'vision' is supported"),
+        ("gemma4_text", {"num_kv_shared_layers": 4}, "leaves a kind of layer without keys and values"),
+        ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 24}}}, "must give every full layer, and none else, the same"),
+        ("gemma4_text", {"rope_parameters": {"full_attention": {}}}, "must hold 'full_attention' and 'sliding_attention'"),
+        ("glm4_moe_lite", {"n_group": 2}, "'n_group' in the glm4_moe_lite config is 2; only 1 is supported"),
+        ("glm4_moe_lite", {"num_key_value_heads": 2}, "must be its 'num_attention_heads'"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "must say 'dense' or 'sparse' for each of 3 layers"),
     ],
 )
 def test_a_value_that_is_not_understood_is_refused(model_type, change, words):

@@ -152,6 +152,16 @@ SHAPES: dict[str, list[dict]] = {
             "global_head_dim": 16,
         },
     ],
+    "glm4_moe_lite": [
+        {"attention_bias": True},
+        {**ODD_TIED, "num_key_value_heads": 3, "q_lora_rank": None, "n_routed_experts": 5, "norm_topk_prob": False},
+        {
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7},
+            "rope_interleave": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_shared_experts": 2,
+        },
+    ],
 }
 CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]
 # Prompts of these lengths also go in chunks: around the borders of both widths, and past the window.

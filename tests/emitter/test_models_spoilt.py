@@ -60,6 +60,10 @@ def without_sinks(op: Op) -> None:
     op.operands, op.attrs["sinks"] = op.operands[:-1], False
 
 
+def without_correction(op: Op) -> None:
+    op.operands = op.operands[:1]
+
+
 def without_biases(op: Op) -> None:
     op.operands = op.operands[:6]
 
@@ -86,7 +90,9 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         yield "halves for pairs", with_attrs(interleaved=not attrs["interleaved"])
     elif op.kind in ("rms_norm", "layer_norm", "head_norms"):
         yield "norm left out", leave_out
-        yield "epsilon forgotten", with_attrs(eps=0.0)
+        # One that no config sets is too small to matter.
+        if attrs["eps"] == EPSILON:
+            yield "epsilon forgotten", with_attrs(eps=0.0)
         if len(op.operands) > 2:
             yield "bias of a norm left out", without_bias
     elif op.kind == "linear" and len(op.operands) > 2:
@@ -104,6 +110,9 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         yield "tanh left out", leave_out
     elif op.kind == "route":
         yield "weights of experts normalised the other way", with_attrs(normalised=not attrs["normalised"])
+        yield "other scores of experts", with_attrs(scores="softmax" if attrs["scores"] == "sigmoid" else "sigmoid")
+        if len(op.operands) > 1:
+            yield "correction of experts left out", without_correction
     elif op.kind == "experts":
         yield "gate and up swapped", lambda op: swap(op, 3, 4)
         if len(op.operands) > 6:
