@@ -32,12 +32,21 @@ class ClampedSwiGLU:
     limit: float
 
 
-def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Value:
-    """Rows of `<name>.weight` [vocab, hidden] for the step's tokens, times `scale`: [T, hidden]."""
+def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0, ids: Value | None = None) -> Value:
+    """Rows of `<name>.weight` [vocab, hidden] for the step's tokens, or for `ids` i32 [T], times `scale`: [T, hidden]."""
     with scope(name):
         weight = step.weight("weight", (vocab, hidden))
         rows = TensorType((step.tokens.shape[0], hidden), F32)
-        return scaled(append("embedding", (step.tokens, weight), (rows,))[0], scale)
+        return scaled(append("embedding", (step.tokens if ids is None else ids, weight), (rows,))[0], scale)
+
+
+def positions(step: Step) -> Value:
+    """i32 [T]: the position of each of the step's tokens; some position of the context for what is none."""
+    shape = step.tokens.shape
+    if step.mode == "batch":
+        return ops.maximum(step.start, ops.constant(0, I32, shape))
+    following = ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(step.start, shape, ()))
+    return ops.minimum(following, ops.constant(step.context - 1, I32, shape))
 
 
 def project(x: Value, weight: Value, bias: Value | None = None) -> Value:
@@ -57,24 +66,24 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
         return project(x, weight, step.vector("bias", (out_features,)) if bias else None)
 
 
-def linear_parts(step: Step, x: Value, name: str, parts: Mapping[str, int]) -> tuple[Value, ...]:
+def linear_parts(step: Step, x: Value, name: str, parts: Mapping[str, int], bias: bool = False) -> tuple[Value, ...]:
     """The projections that one `torch.nn.Linear` called `name` fuses, apart: x [T, in] to [T, rows] for each.
 
     parts: what each is called and how many rows it has, in the order in which the fused weight holds them.
     """
     path, total = current_path(), sum(parts.values())
-    fused, codec = f"{path}.{name}.weight", step.module.codecs(f"{path}.{name}.weight")
     projected, start = [], 0
     for part, rows in parts.items():
+
+        def own(kind: str, codec: str, *columns: int) -> Value:
+            """The part's rows of the fused weight or bias."""
+            whole = ((f"{path}.{name}.{kind}", (total, *columns)),)
+            taken = Weight(f"{path}.{part}.{kind}", (rows, *columns), codec, parts=whole, rows=(start, start + rows))
+            return step.module.weight(taken)
+
         with scope(part):
-            own = Weight(
-                f"{path}.{part}.weight",
-                (rows, x.shape[-1]),
-                codec,
-                parts=((fused, (total, x.shape[-1])),),
-                rows=(start, start + rows),
-            )
-            projected.append(project(x, step.module.weight(own)))
+            weight = own("weight", step.module.codecs(f"{path}.{name}.weight"), x.shape[-1])
+            projected.append(project(x, weight, own("bias", "f32") if bias else None))
         start += rows
     return tuple(projected)
 
@@ -312,14 +321,14 @@ def wanted_rows(step: Step, x: Value) -> Value:
     return x if every else _row(x, last_real(step))
 
 
-def lm_head(step: Step, x: Value, vocab: int, tied: bool) -> Value:
-    """Logits [rows, vocab] of x [rows, hidden], by the embedding's weight where `tied`, else by `lm_head`.
+def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:
+    """Logits [rows, vocab] of x [rows, hidden], by the weight of the embedding of this path where `tied`, else by `lm_head`.
 
     x is what a text's embedding is made of; a family's `forward` does nothing after this that carries a state on.
     """
     step.hidden = x
     if tied:
-        return project(x, step.weight("model.embed_tokens.weight", (vocab, x.shape[1])))
+        return project(x, step.weight(f"{embedding}.weight", (vocab, x.shape[1])))
     return linear(step, x, "lm_head", vocab)
 
 

@@ -48,7 +48,12 @@ class Weight:
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Its bytes out of those of its `tensors`: uint8 [*shape[:-1], row_bytes]."""
         rows = np.concatenate([t.reshape(-1, t.shape[-1]) for t in tensors]) if len(tensors) > 1 else tensors[0]
-        rows = rows[slice(*self.rows)] if self.rows else rows
+        if self.rows and len(self.shape) == 1:
+            # A row of a bias is one number.
+            (_, (total,)), (first, end) = self.parts[0], self.rows
+            rows = rows.reshape(total, -1)[first:end].reshape(-1)
+        elif self.rows:
+            rows = rows[slice(*self.rows)]
         if self.apart is None:
             return rows
         heads, turning = self.apart

@@ -104,6 +104,7 @@ FAMILIES: dict[str, dict] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
     },
+    "gpt2": {"n_inner": 96},
     "granitemoe": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,

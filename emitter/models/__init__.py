@@ -29,6 +29,7 @@ FAMILIES = (
     "gemma3_text",
     "gemma4_text",
     "glm4_moe_lite",
+    "gpt2",
     "gpt_oss",
     "granite",
     "granitemoe",

@@ -84,6 +84,15 @@ DEFINED = {
         tie_word_embeddings topk_group use_cache v_head_dim vocab_size
         """.split()
     ),
+    "gpt2": frozenset(
+        """
+        activation_function add_cross_attention attn_pdrop bos_token_id classifier_dropout embd_pdrop eos_token_id
+        hidden_dropout initializer_range layer_norm_epsilon n_embd n_head n_inner n_layer n_positions num_labels
+        output_attentions pad_token_id reorder_and_upcast_attn resid_pdrop scale_attn_by_inverse_layer_idx
+        scale_attn_weights summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels
+        summary_type summary_use_proj tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
     "gpt_oss": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size

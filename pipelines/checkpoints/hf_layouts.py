@@ -51,6 +51,12 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     ),
     # The layers after the last predict further tokens, and HF leaves them out by their number in the one model there is.
     "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
+    # The first checkpoints have no "transformer." before names, and their causal masks.
+    "gpt2": (
+        Layout(r".*\bh\.\d+\.attn\.(bias|masked_bias)", {}),
+        Layout(r"(?:transformer\.)?(h\..*\.c_(?:attn|proj|fc)\.weight)", {r"transformer.\1": _ALL}, transposed=True),
+        Layout(r"(?:transformer\.)?((?:h|wte|wpe|ln_f)\..*)", {r"transformer.\1": _ALL}),
+    ),
     "gpt_oss": (
         Layout(
             r"(.*\.mlp\.experts)\.gate_up_proj",

@@ -162,6 +162,11 @@ SHAPES: dict[str, list[dict]] = {
             "n_shared_experts": 2,
         },
     ],
+    "gpt2": [
+        {},
+        {**ODD_UNTIED, "n_inner": None, "scale_attn_by_inverse_layer_idx": True},
+        {"activation_function": "relu", "scale_attn_weights": False},
+    ],
 }
 CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]
 # Prompts of these lengths also go in chunks: around the borders of both widths, and past the window.

@@ -41,6 +41,7 @@ WITHOUT_GGUF = {
     "hunyuan_v1_dense",
     "granitemoe",
     "gpt_oss",
+    "gpt2",
     "glm4_moe_lite",
     "gemma4_text",
 }

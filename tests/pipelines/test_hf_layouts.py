@@ -75,3 +75,30 @@ def test_blocks_without_their_exponents_are_refused(directory, tmp_path):
     (tmp_path / "config.json").write_text((directory / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(CheckpointError, match="experts.down_proj_blocks is stored as U8, which is not supported"):
         open_checkpoint(tmp_path)
+
+
+def test_the_first_names_of_gpt2_are_those_of_today(tmp_path):
+    """As published: no "transformer." before names, causal masks among the weights."""
+    today = open_checkpoint(tiny_model("gpt2", tmp_path / "today")).tensors
+    stored = load_file(tmp_path / "today" / "model.safetensors")
+    first = {name.removeprefix("transformer."): values for name, values in stored.items()}
+    first |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "h.0.attn.masked_bias": np.ones(1, np.float32)}
+    (tmp_path / "first").mkdir()
+    save_file(first, tmp_path / "first" / "model.safetensors")
+    (tmp_path / "first" / "config.json").write_bytes((tmp_path / "today" / "config.json").read_bytes())
+    tensors = open_checkpoint(tmp_path / "first").tensors
+    assert tensors.keys() == today.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.dequantise(), today[name].dequantise())
+    np.testing.assert_array_equal(
+        tensors["transformer.h.1.mlp.c_fc.weight"].dequantise(), stored["transformer.h.1.mlp.c_fc.weight"].T
+    )
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    directory = tiny_model("glm4_moe_lite", tmp_path)
+    before = open_checkpoint(directory).tensors.keys()
+    stored = load_file(directory / "model.safetensors")
+    stored["model.layers.47.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    save_file(stored, directory / "model.safetensors")
+    assert open_checkpoint(directory).tensors.keys() == before
