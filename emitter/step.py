@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 
 import numpy as np
 
@@ -23,8 +24,9 @@ class Weight:
     codec: how it is stored in the bundle (a key of `castiron.emitter.codecs.CODECS`).
     transform: applied to its f32 values before storing (`w + 1` of Gemma's norms); then the codec is f32.
     values: computes a table that is in no checkpoint.
-    parts, rows: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of
-    them, where it is not the one tensor of its name: a projection out of a fused one, the experts of a layer.
+    parts, rows, groups: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of
+    each of so many equal groups of them, where it is not the one tensor of its name: a projection out of a fused one, the
+    experts of a layer. A row of a vector is one number.
     apart: (heads, n) where the first n rows of each head, which the checkpoint holds in pairs, stand with the first of each
     pair before the second ones: a head that `layers.rope` turns interleaved is then turned half against half.
     """
@@ -36,6 +38,7 @@ class Weight:
     values: Callable[[], np.ndarray] | None = None
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     rows: tuple[int, int] | None = None
+    groups: int = 1
     apart: tuple[int, int] | None = None
 
     @property
@@ -47,18 +50,20 @@ class Weight:
 
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Its bytes out of those of its `tensors`: uint8 [*shape[:-1], row_bytes]."""
-        rows = np.concatenate([t.reshape(-1, t.shape[-1]) for t in tensors]) if len(tensors) > 1 else tensors[0]
-        if self.rows and len(self.shape) == 1:
-            # A row of a bias is one number.
-            (_, (total,)), (first, end) = self.parts[0], self.rows
-            rows = rows.reshape(total, -1)[first:end].reshape(-1)
-        elif self.rows:
-            rows = rows[slice(*self.rows)]
+        if self.rows is None and self.apart is None and len(tensors) == 1:
+            return tensors[0]
+        counts = (prod(shape[:-1]) if len(shape) > 1 else shape[0] for _, shape in self.tensors)
+        rows = np.concatenate([t.reshape(count, -1) for t, count in zip(tensors, counts, strict=True)])
+        own = rows.reshape(self.groups, -1, rows.shape[1])[:, slice(*(self.rows or (None,)))]
+        own = self._apart(own.reshape(-1, rows.shape[1]))
+        return own.reshape(-1) if len(self.shape) == 1 else own
+
+    def _apart(self, rows: np.ndarray) -> np.ndarray:
+        """Rows [out, bytes] in the order that `apart` says."""
         if self.apart is None:
             return rows
         heads, turning = self.apart
-        # [heads, head_dim, bytes of a row], where a row of a bias is one number.
-        own = rows.reshape(heads, self.shape[0] // heads, -1)
+        own = rows.reshape(heads, -1, rows.shape[1])
         order = (slice(0, turning, 2), slice(1, turning, 2), slice(turning, None))
         return np.concatenate([own[:, part] for part in order], 1).reshape(rows.shape)
 
