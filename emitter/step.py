@@ -156,11 +156,11 @@ class Step:
     def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
         """Tensors `<module path>.<part>` of one shape [..., in], their rows under one another: [len(parts) * ..., in].
 
-        Tensors of different codecs are held in f32.
+        Tensors of different codecs are held in f32, and so are vectors.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]
-        codecs = {self.module.codecs(n) for n in names}
+        codecs = {self.module.codecs(n) for n in names} if len(shape) > 1 else {"f32"}
         rows = len(parts) * (shape[0] if len(shape) > 1 else 1)
         codec = codecs.pop() if len(codecs) == 1 else "f32"
         whole = Weight(f"{path}.{name}", (rows, shape[-1]), codec, parts=tuple((n, tuple(shape)) for n in names))
