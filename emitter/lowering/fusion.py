@@ -15,7 +15,7 @@ What comes out has two operations more:
     product(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
       weights, biases: how many; eps: of the RMS norm of x, or None; residual: whether there is one; glu: the activation
       of a GLU, whose two weights these are, or None
-    fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length))
+    fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
       rows: how many values; layout: what is done to the heads of a row; prepared: the names of what that takes; the rest
       as of attention
 """
@@ -82,7 +82,7 @@ def fuse(function: Function, norm_limit: int) -> Function:
     """
     graph = _Graph(function)
     for op in function.ops:
-        if op.kind == "attention" and op.attrs["cache"] == "positional" and not op.attrs["sinks"]:
+        if op.kind == "attention" and op.attrs["cache"] == "positional":
             graph.attentions[op] = _heads(graph, op)
         elif op.kind == "multiply":
             _glu(graph, op)

@@ -100,7 +100,8 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     prepared = operands[count : count + len(names)]
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
     (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], k_cache.dtype
-    scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"])
+    scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"], op.attrs["sinks"])
+    sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
@@ -110,14 +111,14 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         # Zeros that every layer leaves as zeros.
         type_ = kernel.tensors["counters"]
         counters = c.counters.get(type_) or ops.constant(0, I32, type_.shape)
-        found = ops.kernel_call(kernel, qkv=qkv, **given, position=start, counters=counters, **caches)
+        found = ops.kernel_call(kernel, qkv=qkv, **given, **sinks, position=start, counters=counters, **caches)
         c.counters[type_] = found["counters"]
         return found["out"], found["k_cache"], found["v_cache"]
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
     kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, cache=cache)
-    out = ops.kernel_call(kernel, **chunk, **appended, layer=op.attrs["layer"])["out"]
+    out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 
 

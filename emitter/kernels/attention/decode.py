@@ -11,7 +11,7 @@ dispatch. The token's own key and value enter from registers: the cache row that
       values [heads, head_dim], sums, references [heads] = 0                  the softmax's recurrence, stack
       the head's own workgroup, or slot 0:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                              memory
-        values, sums, references = v, 1, q . k                                the recurrence after one position
+        values, sums, references = v, 1, q . k                                the recurrence after one position, and a sink
       for tile of positions: the recurrence of `attention.workgroup`
       short context: out [heads, head_dim] = values / sums                                           memory
       long context:
@@ -53,7 +53,7 @@ def attention_decode(
 ) -> Kernel:
     """One token's attention in one dispatch, at a cost that follows its position.
 
-    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), position i32, k_cache and v_cache
+    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position i32, k_cache and v_cache
     [layers, context, kv_heads, head_dim], counters i32 [n], layer -> out [1, heads*head_dim], k_cache, v_cache, counters,
     parts. Row `position` of the caches is written; of the others those in max(0, position - window + 1) .. position - 1
     are read.
@@ -87,6 +87,7 @@ def attention_decode(
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
         **layout.operands(context),
+        **scores.operands(heads),
         "position": TensorType((batch,) if batch else (), I32),
         **kept,
         "layer": INDEX,
@@ -153,7 +154,7 @@ def attention_decode(
             q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
             # Rounded as the caches store them.
             k_cache[at, own], v_cache[at, own] = k[0], v[0]
-            out[i] = attend(q, k_cache[at], v_cache[at], [own], scores).reshape(-1)
+            out[i] = attend(q, k_cache[at], v_cache[at], [own], scores, given.get("sinks")).reshape(-1)
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 
