@@ -24,6 +24,8 @@ A batch of sequences, one token each, is the same work once for each row of one 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
@@ -172,6 +174,16 @@ def attention_decode(
         flops=lambda position: rows * 4 * heads * hd * seen(position),
         nbytes=lambda position: rows * (item_bytes * 2 * kv_heads * hd * seen(position) + 4 * (layout.row + heads * hd)),
     )
+
+
+def head_parts(layout: HeadLayout, isa: Isa) -> int:
+    """In how many equal parts a kv head's query heads fit the stack of a workgroup, one after another."""
+    if layout.qk_norm_row:
+        return 1
+    for parts in (n for n in range(1, layout.group) if layout.group % n == 0):
+        if Shape(replace(layout, heads=layout.heads // parts), isa, 1).stack_bytes <= STACK_BYTES:
+            return parts
+    return layout.group
 
 
 def _shape(layout: HeadLayout, isa: Isa) -> Shape:
