@@ -49,13 +49,6 @@ def _linear(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     return Rotary(_base(theta, dim) / np.float32(scaling["factor"]), positions)
 
 
-def _proportional(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Gemma 4: frequencies of a whole head, of which only the first turn anything; the others are zero."""
-    turning = int(scaling.get("partial_rotary_factor", 1.0) * dim // 2)
-    inv_freq = np.where(np.arange(dim // 2) < turning, _base(theta, dim), np.float32(0))
-    return Rotary(inv_freq / np.float32(scaling.get("factor", 1.0)), positions)
-
-
 def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     """Llama 3.1: long wavelengths are slowed, short ones kept, those between interpolated."""
     inv_freq = _base(theta, dim)
@@ -120,6 +113,12 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
     return Rotary(np.float32(1.0) / (short * wavelengths), holds, attention_factor)
 
 
+def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
+    """Gemma 4: the frequencies of a whole head, of which the first share turns anything and the others are zero."""
+    inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
+    return Rotary(inv_freq / np.float32(factor), positions)
+
+
 _ORIGINAL = "original_max_position_embeddings"
 # kind: (builder, keys it needs, keys it may have)
 _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] = {
@@ -129,7 +128,6 @@ _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] 
         ("linear", _linear, "factor", ""),
         # It changes frequencies only past the length that a config allows.
         ("dynamic", _default, "factor", ""),
-        ("proportional", _proportional, "", "factor partial_rotary_factor"),
         ("llama3", _llama3, f"factor low_freq_factor high_freq_factor {_ORIGINAL}", ""),
         ("yarn", _yarn, f"factor {_ORIGINAL}", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
         ("longrope", _longrope, f"short_factor long_factor {_ORIGINAL}", "factor attention_factor"),
@@ -148,7 +146,7 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
     """
     scaling = {key: value for key, value in (scaling or {}).items() if value is not None}
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    for elsewhere in ("type", "rope_theta", *["partial_rotary_factor"] * (kind != "proportional")):
+    for elsewhere in ("type", "rope_theta", "partial_rotary_factor"):
         scaling.pop(elsewhere, None)
     if kind not in _KINDS:
         raise EmitError(f"rope scaling {kind!r} is not supported; supported are {', '.join(_KINDS)}")

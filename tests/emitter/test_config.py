@@ -450,6 +450,11 @@ def test_what_every_config_class_of_hf_has_is_bookkeeping():
         ("gemma4_text", {"num_kv_shared_layers": 4}, "leaves a kind of layer without keys and values"),
         ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 24}}}, "must give every full layer, and none else, the same"),
         ("gemma4_text", {"rope_parameters": {"full_attention": {}}}, "must hold 'full_attention' and 'sliding_attention'"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "beta_fast": 1}, "sliding_attention": {}}},
+            "'proportional' has the unknown key beta_fast",
+        ),
         ("glm4_moe_lite", {"n_group": 2}, "'n_group' in the glm4_moe_lite config is 2; only 1 is supported"),
         ("glm4_moe_lite", {"num_key_value_heads": 2}, "must be its 'num_attention_heads'"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "must say 'dense' or 'sparse' for each of 3 layers"),

@@ -241,5 +241,5 @@ def test_the_last_position_of_a_context_is_usable(case):
 
 
 def test_a_type_without_a_family_is_refused_with_those_there_are():
-    with pytest.raises(EmitError, match="'bloom' is not supported; supported are gemma2, .*llama, .*starcoder2"):
+    with pytest.raises(EmitError, match="'bloom' is not supported; supported are arcee, .*llama, .*starcoder2"):
         build({"model_type": "bloom"}, lambda name: "f32", 8, ())
