@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from castiron.emitter import ops
-from castiron.emitter.codecs import CODECS
+from castiron.emitter.codecs import CODECS, powers_of_two
 from castiron.emitter.ir import Op, Param, Source, Value, parameter
 from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.lowering.portable_attention import attention
@@ -47,7 +47,11 @@ class Stored:
 
         def factor(whole: str, sub: str) -> Value:
             """[rows, groups] f32: the block's factor times the group's own, where the codec has one."""
-            value = ops.convert(pick(self._part("." + whole, F16, blocks, split(whole))), F32)
+            if codec.exponents:
+                # As powers of two: 2^-128 is no f16.
+                value = pick(self._part("." + whole, F32, blocks, lambda raw: powers_of_two(split(whole)(raw))))
+            else:
+                value = ops.convert(pick(self._part("." + whole, F16, blocks, split(whole))), F32)
             if groups == blocks:
                 return value
             shape = (value.shape[0], blocks, groups // blocks)

@@ -76,12 +76,6 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }
 
 
-# What the sixteen codes of MXFP4 stand for, before the block's power of two (OCP Microscaling Formats 1.0).
-_POSITIVE = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-_FP4 = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
-_BIAS = 127
-
-
 def laid_out(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model of this type under the names that its family has for them; no weight is read."""
     found: dict[str, Tensor] = {}
@@ -105,7 +99,7 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
             if scales is None:
                 yield _part(layout, name.format(index), tensor, index, rows)
             else:
-                yield _widened(name.format(index), tensor, scales, index, rows)
+                yield _blocks(name.format(index), tensor, scales, index, rows)
 
 
 def _part(layout: Layout, name: str, tensor: Tensor, index: int | None, rows: Callable[[int], slice]) -> Tensor:
@@ -125,17 +119,18 @@ def _part(layout: Layout, name: str, tensor: Tensor, index: int | None, rows: Ca
     return Tensor(name, (len(range(*taken.indices(shape[0]))), *shape[1:]), tensor.codec, tensor.source, read)
 
 
-def _widened(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Callable[[int], slice]) -> Tensor:
-    """Some rows of the MXFP4 matrix of number `index` as bf16, which is exact: blocks [n, rows, groups, 16] hold two codes a
-    byte, the first in its low half, and scales [n, rows, groups] the exponents."""
+def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Callable[[int], slice]) -> Tensor:
+    """Some rows of the MXFP4 matrix of number `index`, in GGUF's blocks: the exponent, then codes i and i + 16 in byte i.
+
+    Here blocks [n, rows, groups, 16] hold codes 2 i and 2 i + 1 in byte i, and scales [n, rows, groups] the exponents.
+    """
     _, count, groups, width = blocks.shape
     taken = rows(count)
 
     def read() -> np.ndarray:
-        codes, powers = blocks.data[index][taken], scales.data[index][taken]
-        pairs = _FP4[np.stack([codes & 15, codes >> 4], -1)]
-        values = np.ldexp(pairs, powers.astype(np.int32)[..., None, None] - _BIAS).astype(np.float32)
-        high = (values.view(np.uint32) >> 16).astype(np.uint16)
-        return high.view(np.uint8).reshape(len(codes), -1)
+        pairs, exponents = blocks.data[index][taken], scales.data[index][taken]
+        codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(*exponents.shape, 2, width)
+        packed = np.concatenate([exponents[..., None], codes[..., 0, :] | codes[..., 1, :] << 4], -1)
+        return packed.reshape(len(packed), -1)
 
-    return Tensor(name, (len(range(*taken.indices(count))), groups * width * 2), "bf16", blocks.source, read)
+    return Tensor(name, (len(range(*taken.indices(count))), groups * width * 2), "mxfp4", blocks.source, read)
