@@ -9,11 +9,15 @@ from castiron.emitter.states import CACHES
 from castiron.emitter.types import F32, I32, TensorType
 from castiron.emitter.verifier import STABLEHLO, Rule, shapes_of
 
-_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 def _weight(op: Op) -> str | None:
     return None if op.results[0].type == TensorType(op.attrs["weight"].shape, F32) else "the result is not the weight's"
+
+
+def _values(op: Op) -> str | None:
+    return None if op.operands[0].type == op.results[0].type else "the result is not the tensor"
 
 
 def _embedding(op: Op) -> str | None:
@@ -55,6 +59,8 @@ def _rope(op: Op) -> str | None:
 def _attention(op: Op) -> str | None:
     q, k, v, k_cache, v_cache, *numbers = op.operands
     (tokens, heads, head_dim), (layers, rows, *own) = q.shape, k_cache.shape
+    if op.attrs["sinks"] and (not numbers or numbers.pop().type != TensorType((heads,), F32)):
+        return "the sinks are not one a head"
     out = TensorType((tokens, heads * head_dim), F32)
     if [v.type for v in op.results] != [out, k_cache.type, v_cache.type]:
         return "the results are not rows and the two caches"
@@ -84,14 +90,16 @@ def _route(op: Op) -> str | None:
     tokens, experts = op.operands[0].shape
     shape = (tokens, op.attrs["top_k"])
     ok = [v.type for v in op.results] == [TensorType(shape, I32), TensorType(shape, F32)]
+    ok = ok and [v.shape for v in op.operands[1:]] in ([], [(experts,)]) and op.attrs["scores"] in ("softmax", "sigmoid")
     return None if ok and 1 <= shape[1] <= experts else "needs logits [T, experts] and chooses some of them"
 
 
 def _experts(op: Op) -> str | None:
-    x, chosen, weights, gate, up, down, y = shapes_of(op)
-    count, inner = op.attrs["experts"], gate[0] // op.attrs["experts"]
-    ok = x == y and chosen == weights and chosen[0] == x[0] and op.attrs["function"] in _FUNCTIONS
+    x, chosen, weights, gate, up, down, *biases, y = shapes_of(op)
+    count, inner, function = op.attrs["experts"], gate[0] // op.attrs["experts"], op.attrs["function"]
+    ok = x == y and chosen == weights and chosen[0] == x[0] and (function in _FUNCTIONS or not isinstance(function, str))
     ok = ok and gate == up == (count * inner, x[1]) and down == (count * x[1], inner)
+    ok = ok and biases in ([], [(count, inner), (count, inner), (count, x[1])])
     return None if ok else "needs x [T, hidden], the experts of each token, and their stacked weights"
 
 
@@ -104,6 +112,7 @@ def _argmax_rows(op: Op) -> str | None:
 LAYERS: dict[str, Rule] = {
     **STABLEHLO,
     "weight": Rule(0, 1, _weight),
+    "values": Rule(1, 1, _values),
     "embedding": Rule(2, 1, _embedding),
     "linear": Rule(None, 1, _linear),
     "rms_norm": Rule(2, 1, _norm(1, 1)),
@@ -112,7 +121,7 @@ LAYERS: dict[str, Rule] = {
     "rope": Rule(4, 1, _rope),
     "attention": Rule(None, 3, _attention),
     "activation": Rule(1, 1, _activation),
-    "route": Rule(1, 2, _route),
-    "experts": Rule(6, 1, _experts),
+    "route": Rule(None, 2, _route),
+    "experts": Rule(None, 1, _experts),
     "argmax_rows": Rule(1, 1, _argmax_rows),
 }

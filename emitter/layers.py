@@ -9,7 +9,8 @@ Shapes: T tokens of one sequence; x is `[T, features]`, heads are `[T, heads, he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,15 +21,32 @@ from castiron.emitter.states import ROLES
 from castiron.emitter.step import Step, Weight
 from castiron.emitter.types import F32, I32, TensorType
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
-def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Value:
-    """Rows of `<name>.weight` [vocab, hidden] for the step's tokens, times `scale`: [T, hidden]."""
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's gate: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
+
+
+def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0, ids: Value | None = None) -> Value:
+    """Rows of `<name>.weight` [vocab, hidden] for the step's tokens, or for `ids` i32 [T], times `scale`: [T, hidden]."""
     with scope(name):
         weight = step.weight("weight", (vocab, hidden))
         rows = TensorType((step.tokens.shape[0], hidden), F32)
-        return scaled(append("embedding", (step.tokens, weight), (rows,))[0], scale)
+        return scaled(append("embedding", (step.tokens if ids is None else ids, weight), (rows,))[0], scale)
+
+
+def positions(step: Step) -> Value:
+    """i32 [T]: the position of each of the step's tokens; some position of the context for what is none."""
+    shape = step.tokens.shape
+    if step.mode == "batch":
+        return ops.maximum(step.start, ops.constant(0, I32, shape))
+    following = ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(step.start, shape, ()))
+    return ops.minimum(following, ops.constant(step.context - 1, I32, shape))
 
 
 def project(x: Value, weight: Value, bias: Value | None = None) -> Value:
@@ -48,30 +66,43 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
         return project(x, weight, step.vector("bias", (out_features,)) if bias else None)
 
 
-def linear_parts(step: Step, x: Value, name: str, parts: Mapping[str, int]) -> tuple[Value, ...]:
+def linear_parts(
+    step: Step, x: Value, name: str, parts: Mapping[str, int], bias: bool = False, groups: int = 1
+) -> tuple[Value, ...]:
     """The projections that one `torch.nn.Linear` called `name` fuses, apart: x [T, in] to [T, rows] for each.
 
-    parts: what each is called and how many rows it has, in the order in which the fused weight holds them.
+    parts: what each is called and how many rows it has, in the order in which the fused weight holds them; with `groups` it
+    holds them so many times over, each time an equal share of each part's rows.
     """
     path, total = current_path(), sum(parts.values())
-    fused, codec = f"{path}.{name}.weight", step.module.codecs(f"{path}.{name}.weight")
-    projected, start = [], 0
+
+    def own(part: str, kind: str, rows: int, first: int, inner: tuple[int, ...]) -> Value:
+        fused = f"{path}.{name}.{kind}"
+        taken = first // groups, (first + rows) // groups
+        whole, codec = ((fused, (total, *inner)),), step.module.codecs(fused) if inner else "f32"
+        weight = Weight(f"{path}.{part}.{kind}", (rows, *inner), codec, parts=whole, rows=taken, groups=groups)
+        return step.module.weight(weight)
+
+    projected, first = [], 0
     for part, rows in parts.items():
         with scope(part):
-            own = Weight(
-                f"{path}.{part}.weight",
-                (rows, x.shape[-1]),
-                codec,
-                parts=((fused, (total, x.shape[-1])),),
-                rows=(start, start + rows),
-            )
-            projected.append(project(x, step.module.weight(own)))
-        start += rows
+            weight = own(part, "weight", rows, first, x.shape[1:])
+            projected.append(project(x, weight, own(part, "bias", rows, first, ()) if bias else None))
+        first += rows
     return tuple(projected)
 
 
-def rms_norm(step: Step, x: Value, name: str, eps: float, transform=None) -> Value:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32."""
+def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
+    """The numbers of the tensor `name`, f32, for operations of `castiron.emitter.ops`."""
+    weight = step.weight(name, shape)
+    return append("values", (weight,), (weight.type,))[0]
+
+
+def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None) -> Value:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32; with no name, without weight."""
+    if name is None:
+        ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))
+        return append("rms_norm", (x, ones), (x.type,), {"eps": eps})[0]
     with scope(name):
         weight = step.vector("weight", x.shape[-1:], transform)
         return append("rms_norm", (x, weight), (x.type,), {"eps": eps})[0]
@@ -91,24 +122,34 @@ def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
         return append("head_norms", (x, weight), (x.type,), {"eps": eps})[0]
 
 
-def rotary_tables(step: Step, rotary: Rotary, name: str = "rotary") -> tuple[Value, Value]:
-    """cos and sin for `rope`, [context, rotary_dim / 2], as tables `<name>.cos` and `<name>.sin`."""
+def rotary_tables(
+    step: Step, rotary: Rotary, name: str = "rotary", growth: Callable[[np.ndarray], np.ndarray] | None = None
+) -> tuple[Value, Value]:
+    """cos and sin for `rope`, [context, rotary_dim / 2], as tables `<name>.cos` and `<name>.sin`.
+
+    growth: what a head is multiplied by besides, f32 [context] of positions [context].
+    """
     shape = (step.context, rotary.inv_freq.size)
-    cos = step.table(f"{name}.cos", shape, lambda: rotary.table(step.context, np.cos))
-    sin = step.table(f"{name}.sin", shape, lambda: rotary.table(step.context, np.sin))
+
+    def values(function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        table = rotary.table(step.context, function)
+        return table if growth is None else table * growth(np.arange(step.context))[:, None]
+
+    cos = step.table(f"{name}.cos", shape, lambda: values(np.cos))
+    sin = step.table(f"{name}.sin", shape, lambda: values(np.sin))
     return cos, sin
 
 
-def rope(step: Step, x: Value, tables: tuple[Value, Value]) -> Value:
+def rope(step: Step, x: Value, tables: tuple[Value, Value], interleaved: bool = False) -> Value:
     """Rotary embedding (arXiv:2104.09864) of heads [T, heads, head_dim] at the step's positions.
 
-    tables: cos and sin, [context, rotary_dim / 2]. The first rotary_dim features turn, half against half as HF's
-    `rotate_half` does; the rest pass through.
+    tables: cos and sin, [context, rotary_dim / 2]. The first rotary_dim features turn: half against half as HF's
+    `rotate_half` does, or where `interleaved` each even one against the odd one after it. The rest pass through.
     """
     cos, sin = tables
     if x.type.rank != 3 or cos.type != sin.type or cos.shape[0] < step.context or 2 * cos.shape[1] > x.shape[2]:
         raise fail("rope", "needs heads [T, heads, head_dim] and tables [context, rotary_dim / 2]", (x, cos, sin))
-    attrs = {"rotary_dim": 2 * cos.shape[1], "mode": step.mode}
+    attrs = {"rotary_dim": 2 * cos.shape[1], "interleaved": interleaved, "mode": step.mode}
     return append("rope", (x, cos, sin, step.start), (x.type,), attrs)[0]
 
 
@@ -127,11 +168,13 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     cache: tuple[str, str] = ("k", "v"),
+    sinks: Value | None = None,
 ) -> Value:
     """Append k, v [T, kv_heads, head_dim] to layer `layer` of the states `cache`, then causal grouped-query attention.
 
     q is [T, heads, head_dim]; a query at position p sees positions j with j <= p and, under a window, p - j < window.
     Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2, arXiv:2408.00118).
+    sinks [heads] are scores of nothing: each is one more in the softmax of its head (gpt-oss, arXiv:2508.10925).
     The states are positional, or rings of at least `window` positions. What is appended is rounded to the elements of the
     states (f32, or f16 of positional ones) before any query sees it; all else is f32. Returns [T, heads * head_dim].
     """
@@ -144,8 +187,11 @@ def attention(
     if not ok or kind not in ("positional", "window") or kind == "window" and (window or 0) > rows:
         raise fail("attention", f"operands do not fit the {kind} cache {k_cache.type} at layer {layer}", (q, k, v))
     operands = (q, k, v, k_cache, v_cache, step.start) + ((step.length,) if step.length is not None else ())
+    if sinks is not None:
+        operands = (*operands, sinks)
     out = TensorType((q.shape[0], q.shape[1] * q.shape[2]), F32)
     attrs = {"layer": layer, "scale": scale, "window": window, "softcap": softcap, "mode": step.mode, "cache": kind}
+    attrs["sinks"] = sinks is not None
     result, *carried = append("attention", operands, (out, k_cache.type, v_cache.type), attrs)
     step.states.update(zip(cache, carried, strict=True))
     return result
@@ -185,17 +231,22 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
     step.states[name] = ops.reshape(carried, state.shape)
 
 
-def route(logits: Value, top_k: int, normalised: bool) -> tuple[Value, Value]:
+def route(
+    logits: Value, top_k: int, normalised: bool, scores: str = "softmax", correction: Value | None = None
+) -> tuple[Value, Value]:
     """The experts of each token: numbers i32 [T, top_k] and weights f32 [T, top_k], the most likely first.
 
-    logits: [T, experts]. The weights are the softmax over all experts, divided by their sum over the chosen ones where
-    `normalised`. On a tie the lower number comes first.
+    logits: [T, experts]. The weights are the softmax over all experts, or each one's sigmoid, as `scores` says, divided by
+    their sum over the chosen ones where `normalised`. correction [experts] is added to them to choose, and not to what is
+    chosen (arXiv:2408.15664). On a tie the lower number comes first.
     """
     tokens, experts = logits.shape
-    if not 1 <= top_k <= experts:
-        raise fail("route", f"cannot choose {top_k} of {experts} experts", (logits,))
+    operands = (logits,) if correction is None else (logits, correction)
+    if not 1 <= top_k <= experts or scores not in ("softmax", "sigmoid"):
+        raise fail("route", f"cannot choose {top_k} of {experts} experts by {scores}", operands)
     types = TensorType((tokens, top_k), I32), TensorType((tokens, top_k), F32)
-    chosen, weights = append("route", (logits,), types, {"top_k": top_k, "normalised": normalised})
+    attrs = {"top_k": top_k, "normalised": normalised, "scores": scores}
+    chosen, weights = append("route", operands, types, attrs)
     return chosen, weights
 
 
@@ -205,28 +256,33 @@ def experts(
     routing: tuple[Value, Value],
     count: int,
     intermediate: int,
-    function: str,
+    function: str | ClampedSwiGLU,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
 ) -> Value:
     """Sum over a token's experts e of weight_e * down_e(function(gate_e(x)) * up_e(x)): [T, hidden] to [T, hidden].
 
     routing: what `route` gives. Only chosen experts are computed. `<e>.<names>.weight` are the tensors of gate and up
-    [intermediate, hidden] and of down [hidden, intermediate]; the operation reads all experts' rows stacked.
+    [intermediate, hidden] and of down [hidden, intermediate], `<e>.<names>.bias` what is added to each; the operation reads
+    all experts' rows stacked. function: an activation, or all of the gate.
     """
     hidden = x.shape[1]
-    gate, up, down = (
-        step.stack(f"{name}.weight", [f"{e}.{name}.weight" for e in range(count)], shape)
-        for name, shape in zip(names, ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)))
-    )
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    stacked = [
+        step.stack(f"{name}.{kind}", [f"{e}.{name}.{kind}" for e in range(count)], shape[:rank])
+        for kind, rank in (("weight", 2), *[("bias", 1)] * bias)
+        for name, shape in zip(names, shapes)
+    ]
     chosen, weights = routing
-    if chosen.shape != weights.shape or chosen.shape[0] != x.shape[0] or function not in ACTIVATIONS:
+    known = isinstance(function, ClampedSwiGLU) or function in ACTIVATIONS
+    if chosen.shape != weights.shape or chosen.shape[0] != x.shape[0] or not known:
         raise fail("experts", "needs x [T, hidden], and numbers and weights [T, k] of each token's experts", (x, *routing))
     attrs = {"experts": count, "function": function}
-    return append("experts", (x, chosen, weights, gate, up, down), (x.type,), attrs)[0]
+    return append("experts", (x, chosen, weights, *stacked), (x.type,), attrs)[0]
 
 
 def activation(x: Value, kind: str) -> Value:
-    """silu, gelu (exact), gelu_tanh (the tanh form) or relu, element by element."""
+    """silu, gelu (exact), gelu_tanh (the tanh form), relu or relu2 (its square), element by element."""
     if kind not in ACTIVATIONS:
         raise fail("activation", f"{kind!r} is not one of {', '.join(ACTIVATIONS)}", (x,))
     return append("activation", (x,), (x.type,), {"function": kind})[0]
@@ -269,14 +325,14 @@ def wanted_rows(step: Step, x: Value) -> Value:
     return x if every else _row(x, last_real(step))
 
 
-def lm_head(step: Step, x: Value, vocab: int, tied: bool) -> Value:
-    """Logits [rows, vocab] of x [rows, hidden], by the embedding's weight where `tied`, else by `lm_head`.
+def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:
+    """Logits [rows, vocab] of x [rows, hidden], by the weight of the embedding of this path where `tied`, else by `lm_head`.
 
     x is what a text's embedding is made of; a family's `forward` does nothing after this that carries a state on.
     """
     step.hidden = x
     if tied:
-        return project(x, step.weight("model.embed_tokens.weight", (vocab, x.shape[1])))
+        return project(x, step.weight(f"{embedding}.weight", (vocab, x.shape[1])))
     return linear(step, x, "lm_head", vocab)
 
 

@@ -113,6 +113,12 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
     return Rotary(np.float32(1.0) / (short * wavelengths), holds, attention_factor)
 
 
+def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
+    """Gemma 4: the frequencies of a whole head, of which the first share turns anything and the others are zero."""
+    inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
+    return Rotary(inv_freq / np.float32(factor), positions)
+
+
 _ORIGINAL = "original_max_position_embeddings"
 # kind: (builder, keys it needs, keys it may have)
 _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] = {

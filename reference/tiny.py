@@ -57,6 +57,70 @@ FAMILIES: dict[str, dict] = {
     "starcoder2": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "gemma": {"head_dim": 24},
+    "olmo3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "arcee": {},
+    "ministral3": {
+        "head_dim": 24,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 10,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "cohere2": {
+        "sliding_window": 24,
+        "logit_scale": 0.5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ernie4_5": {"head_dim": 24},
+    "hunyuan_v1_dense": {"head_dim": 24},
+    "gemma4_text": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "sliding_window": 24,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": 211,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
+    "gpt2": {"n_inner": 96},
+    "granitemoe": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "head_dim": 24,
+        "sliding_window": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 
 
@@ -95,12 +159,19 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 weight += 0.3 * noise
                 if normed_writers and "post_" in name:
                     weight += 8.0
+                # Gemma 4 scales no scores, and leaves their size to the norms.
+                if model.config.model_type == "gemma4_text" and "q_norm" in name:
+                    weight *= 0.2
             elif id(weight) in embeddings:
                 # Gemma multiplies embeddings by the root of the hidden size.
                 weight.copy_((0.1 if normed_writers else 0.5) * noise)
             else:
                 gain = 4.0 if any(part in name for part in _WRITERS) else 1.5
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
+        # What is no parameter and yet in the checkpoint.
+        for name in sorted(model.state_dict().keys() - dict(model.named_parameters()).keys() - {"lm_head.weight"}):
+            buffer = model.get_buffer(name)
+            buffer.copy_(0.4 * buffer + 0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 _WRITERS = ("o_proj", "down_proj", "c_proj")

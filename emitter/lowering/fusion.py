@@ -3,7 +3,8 @@
 Whatever no pattern matches stays as it is, so that a family may write anything and still be correct.
 
 Patterns, T tokens:
-- heads: q and k through an optional norm and rotary embedding into attention; the norm over a head or over the row.
+- heads: q and k through an optional norm and rotary embedding into attention; the norm over a head or over the row. An
+  interleaved embedding becomes one of halves, by the order of the rows that make q and k: their product is the same.
 - siblings: linear layers of one input and codec whose rows can be stacked (q, k, v).
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
@@ -14,7 +15,7 @@ What comes out has two operations more:
     product(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
       weights, biases: how many; eps: of the RMS norm of x, or None; residual: whether there is one; glu: the activation
       of a GLU, whose two weights these are, or None
-    fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length))
+    fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
       rows: how many values; layout: what is done to the heads of a row; prepared: the names of what that takes; the rest
       as of attention
 """
@@ -43,10 +44,11 @@ class _Heads:
     """What attention starts from and does to q and k itself.
 
     sources: q, k and v rows in order, each a value or linear operations that are one product. prepared: what the heads'
-    preparation takes, by the names of `HeadLayout.operands`.
+    preparation takes, by the names of `HeadLayout.operands`. reordered: weights of their own order, for the sources.
     """
 
     sources: list[Value | list[Op]]
+    reordered: list[Op] = field(default_factory=list)
     prepared: dict[str, Value] = field(default_factory=dict)
     rotary_dim: int | None = None
     eps: float | None = None
@@ -123,7 +125,7 @@ def _product(graph: _Graph, product: _Product, result: Value, path: str) -> Op:
 
 def _fused_attention(graph: _Graph, op: Op, heads: _Heads) -> list[Op]:
     """The products of its rows, and attention."""
-    made, rows = [], []
+    made, rows = list(heads.reordered), []
     (tokens, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
     for source in heads.sources:
         if isinstance(source, list):
@@ -151,7 +153,13 @@ def _heads(graph: _Graph, op: Op) -> _Heads:
     if "reshape" not in kinds or v is None:
         return _Heads(list(op.operands[:3]))
     ends = (chains[0][shared - 1], chains[1][shared - 1], v)
-    heads = _Heads(_stacks(graph, [end.operands[0] for end in ends]))
+    sources, reordered = [end.operands[0] for end in ends], []
+    if kinds[0] == "rope" and chains[0][0].attrs["interleaved"]:
+        if kinds != ["rope", "reshape"] or not all(graph.only(source, "linear") for source in sources[:2]):
+            return _Heads(list(op.operands[:3]))
+        for rope, source in ((chains[0][0], sources[0]), (chains[1][0], sources[1])):
+            reordered += _apart(graph, graph.producer[source], (rope.results[0].shape[1], rope.attrs["rotary_dim"]))
+    heads = _Heads(_stacks(graph, sources), reordered)
     graph.absorbed.add(v)
     for q_op, k_op in zip(chains[0][:shared], chains[1]):
         graph.absorbed.update((q_op, k_op))
@@ -163,6 +171,20 @@ def _heads(graph: _Graph, op: Op) -> _Heads:
             heads.eps = q_op.attrs["eps"]
             heads.norm_row = q_op.results[0].type.rank == 2
     return heads
+
+
+def _apart(graph: _Graph, linear: Op, order: tuple[int, int]) -> list[Op]:
+    """Puts in a linear operation's place one whose weight's and bias's rows are in this order (`Weight.apart`): these."""
+    made = []
+    for value in linear.operands[1:]:
+        weight = graph.producer[value]
+        attrs = {"weight": replace(weight.attrs["weight"], apart=order)}
+        made.append(Op("weight", (), (Value(value.type),), attrs, weight.path))
+        graph.producer[made[-1].results[0]] = made[-1]
+    operands = linear.operands[0], *(op.results[0] for op in made)
+    graph.absorbed.add(linear)
+    graph.producer[linear.results[0]] = replace(linear, operands=operands)
+    return made
 
 
 def _chain(graph: _Graph, value: Value) -> list[Op]:

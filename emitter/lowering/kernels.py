@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from castiron.emitter import ops
 from castiron.emitter.ir import Op, Value, current_function, parameter
 from castiron.emitter.kernels.argmax import argmax as argmax_kernel
-from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.decode import attention_decode, head_parts
+from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.attention.scores import Scores
@@ -70,22 +71,26 @@ def product(c: Context, op: Op, x: Value, *operands: Any) -> Value:
     return c.project(x, weights, biases, norm=norm, residual=residual, glu=op.attrs["glu"], length=length)
 
 
-def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: Stored, down: Stored) -> Value:
+def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
     count, function = op.attrs["experts"], op.attrs["function"]
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     chosen, length = ops.reshape(chosen, (tokens * per_token,)), _length(tokens)
+    (gate, up, down), biases = stacked[:3], stacked[3:]
 
     def through(x: Value, *stored: Stored, glu: str | None = None, length: Value | None = length) -> Value:
         weights = [s.weight for s in stored]
         return c.project(x, weights, chosen=chosen, experts=count, glu=glu, length=length)
 
-    if gate.weight.codec == up.weight.codec and function in ACTIVATIONS:
+    def biased(y: Value, i: int) -> Value:
+        return ops.add(y, biases[i].value(lambda part: ops.gather_rows(part, chosen))) if biases else y
+
+    if gate.weight.codec == up.weight.codec and function in ACTIVATIONS and not biases:
         inner = through(x, gate, up, glu=function)
     else:
-        inner = ops.multiply(portable.activated(through(x, gate), function), through(x, up))
+        inner = portable.gated(biased(through(x, gate), 0), biased(through(x, up), 1), function)
     if length is not None:
         length = ops.multiply(length, ops.constant(per_token, I32, ()))
-    y = through(inner, down, length=length)
+    y = biased(through(inner, down, length=length), 2)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 
@@ -96,25 +101,55 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     prepared = operands[count : count + len(names)]
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
     (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], k_cache.dtype
-    scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"])
+    scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"], op.attrs["sinks"])
+    sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
     if op.attrs["mode"] in ("decode", "batch"):
-        batch = tokens if op.attrs["mode"] == "batch" else None
-        kernel = attention_decode(layers, context, layout, scores, isa=c.isa, batch=batch, cache=cache)
-        # Zeros that every layer leaves as zeros.
-        type_ = kernel.tensors["counters"]
-        counters = c.counters.get(type_) or ops.constant(0, I32, type_.shape)
-        found = ops.kernel_call(kernel, qkv=qkv, **given, position=start, counters=counters, **caches)
-        c.counters[type_] = found["counters"]
-        return found["out"], found["k_cache"], found["v_cache"]
+        batch, parts = tokens if op.attrs["mode"] == "batch" else None, head_parts(layout, c.isa)
+        own = replace(layout, heads=layout.heads // parts)
+        kernel = attention_decode(layers, context, own, scores, isa=c.isa, batch=batch, cache=cache)
+        outs = []
+        for part in range(parts):
+            # Zeros that every layer leaves as zeros. Every part appends the same keys and values.
+            type_ = kernel.tensors["counters"]
+            counters = c.counters.get(type_) or ops.constant(0, I32, type_.shape)
+            heads = {"qkv": _part_of_queries(qkv, layout, parts, part)}
+            if sinks:
+                heads["sinks"] = _part_of_heads(sinks["sinks"], layout, parts, part)
+            found = ops.kernel_call(kernel, **heads, **given, position=start, counters=counters, **caches)
+            c.counters[type_] = found["counters"]
+            caches |= {name: found[name] for name in ("k_cache", "v_cache")}
+            outs.append(ops.reshape(found["out"], (tokens, layout.kv_heads, own.group, layout.head_dim)))
+        out = ops.reshape(ops.concatenate(outs, 2), (tokens, layout.keys)) if parts > 1 else found["out"]
+        return out, caches["k_cache"], caches["v_cache"]
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
     kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, cache=cache)
-    out = ops.kernel_call(kernel, **chunk, **appended, layer=op.attrs["layer"])["out"]
+    out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
+
+
+def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
+    """Of x [..., heads * n] what the query heads of one of so many equal parts of every kv head's group have of it."""
+    if parts == 1:
+        return x
+    *rows, last = x.shape
+    group = layout.group // parts
+    by_head = ops.reshape(x, (prod(rows), layout.kv_heads, layout.group, last // layout.heads))
+    low, high = (0, 0, part * group, 0), (*by_head.shape[:2], (part + 1) * group, by_head.shape[3])
+    return ops.reshape(ops.slice_(by_head, low, high), (*rows, last // parts))
+
+
+def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
+    """Rows [T, row] with the queries of one part of the heads."""
+    if parts == 1:
+        return qkv
+    tokens = qkv.shape[0]
+    q, rest = ops.slice_(qkv, (0, 0), (tokens, layout.keys)), ops.slice_(qkv, (0, layout.keys), qkv.shape)
+    return ops.concatenate((_part_of_heads(q, layout, parts, part), rest), 1)
 
 
 def argmax_rows(c: Context, op: Op, logits: Value) -> Value:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from castiron.emitter import ops
-from castiron.emitter.codecs import CODECS
+from castiron.emitter.codecs import CODECS, powers_of_two
 from castiron.emitter.ir import Op, Param, Source, Value, parameter
+from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.lowering.portable_attention import attention
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
@@ -46,7 +47,11 @@ class Stored:
 
         def factor(whole: str, sub: str) -> Value:
             """[rows, groups] f32: the block's factor times the group's own, where the codec has one."""
-            value = ops.convert(pick(self._part("." + whole, F16, blocks, split(whole))), F32)
+            if codec.exponents:
+                # As powers of two: 2^-128 is no f16.
+                value = pick(self._part("." + whole, F32, blocks, lambda raw: powers_of_two(split(whole)(raw))))
+            else:
+                value = ops.convert(pick(self._part("." + whole, F16, blocks, split(whole))), F32)
             if groups == blocks:
                 return value
             shape = (value.shape[0], blocks, groups // blocks)
@@ -83,6 +88,10 @@ def _numbers(value: Value | Stored) -> Value:
 
 def _weight(op: Op) -> Stored:
     return Stored(op.attrs["weight"])
+
+
+def _values(op: Op, weight: Stored) -> Value:
+    return weight.value()
 
 
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
@@ -133,14 +142,27 @@ def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
     def features(first: int, last: int) -> Value:
         return ops.slice_(x, (0, 0, first), (tokens, heads, last))
 
-    c, s, a, b = rows(cos), rows(sin), features(0, half), features(half, rotary_dim)
+    pairs, each = (tokens, heads, half, 2), (tokens, heads, half, 1)
+
+    def of_pairs(i: int) -> Value:
+        turning = ops.reshape(features(0, rotary_dim), pairs)
+        return ops.reshape(ops.slice_(turning, (0, 0, 0, i), (*each[:3], i + 1)), each[:3])
+
+    if op.attrs["interleaved"]:
+        a, b = of_pairs(0), of_pairs(1)
+    else:
+        a, b = features(0, half), features(half, rotary_dim)
+    c, s = rows(cos), rows(sin)
     parts = [
         ops.subtract(ops.multiply(a, c), ops.multiply(b, s)),
         ops.add(ops.multiply(b, c), ops.multiply(a, s)),
     ]
+    if op.attrs["interleaved"]:
+        turned = ops.concatenate([ops.reshape(part, each) for part in parts], 3)
+        parts = [ops.reshape(turned, (tokens, heads, rotary_dim))]
     if rotary_dim < head_dim:
         parts.append(features(rotary_dim, head_dim))
-    return ops.concatenate(parts, 2)
+    return ops.concatenate(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def activation(op: Op, x: Value) -> Value:
@@ -150,8 +172,9 @@ def activation(op: Op, x: Value) -> Value:
 def activated(x: Value, kind: str) -> Value:
     if kind == "silu":
         return ops.multiply(x, ops.logistic(x))
-    if kind == "relu":
-        return ops.maximum(x, ops.constant(0.0, F32, x.shape))
+    if kind in ("relu", "relu2"):
+        positive = ops.maximum(x, ops.constant(0.0, F32, x.shape))
+        return positive if kind == "relu" else ops.multiply(positive, positive)
     half = ops.multiply(x, ops.constant(0.5, F32, x.shape))
     if kind == "gelu":
         inner = _erf(ops.multiply(x, ops.constant(2**-0.5, F32, x.shape)))
@@ -183,14 +206,18 @@ def _erf(x: Value) -> Value:
     return ops.divide(ops.multiply(x, numerator), denominator)
 
 
-def route(op: Op, logits: Value) -> tuple[Value, Value]:
+def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
     """An expert's place is the number of experts before it: more likely ones, and as likely ones of a lower number."""
     tokens, experts = logits.shape
-    peak = ops.broadcast_in_dim(ops.reduce("maximum", logits, (1,)), logits.shape, (0,))
-    likely = ops.exponential(ops.subtract(logits, peak))
-    likely = ops.divide(likely, ops.broadcast_in_dim(ops.reduce("add", likely, (1,)), likely.shape, (0,)))
+    if op.attrs["scores"] == "sigmoid":
+        likely = ops.logistic(logits)
+    else:
+        peak = ops.broadcast_in_dim(ops.reduce("maximum", logits, (1,)), logits.shape, (0,))
+        likely = ops.exponential(ops.subtract(logits, peak))
+        likely = ops.divide(likely, ops.broadcast_in_dim(ops.reduce("add", likely, (1,)), likely.shape, (0,)))
+    rated = likely if correction is None else ops.add(likely, _along_last(correction.value(), likely))
     pairs = (tokens, experts, experts)
-    own, other = (ops.broadcast_in_dim(likely, pairs, dims) for dims in ((0, 1), (0, 2)))
+    own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
     lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
     before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
     place = ops.reduce("add", ops.convert(before, F32), (2,))
@@ -205,50 +232,67 @@ def route(op: Op, logits: Value) -> tuple[Value, Value]:
     return ops.convert(chosen, I32), weights
 
 
-def experts(op: Op, x: Value, chosen: Value, weights: Value, gate: Stored, up: Stored, down: Stored) -> Value:
+def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
+    """What goes into an expert's down projection."""
+    if isinstance(function, str):
+        return ops.multiply(activated(gate, function), up)
+    limit = ops.constant(function.limit, F32, gate.shape)
+    gate, up = ops.minimum(gate, limit), ops.maximum(ops.minimum(up, limit), ops.negate(limit))
+    gate = ops.multiply(gate, ops.logistic(ops.multiply(gate, ops.constant(function.alpha, F32, gate.shape))))
+    return ops.multiply(ops.add(up, ops.constant(1.0, F32, up.shape)), gate)
+
+
+# Of gate, up or down: the stacked weights, how many rows one expert has, and its bias [experts, rows] where there is one.
+_Stacked = tuple[Stored, int, Stored | None]
+
+
+def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
     """Only the chosen experts' rows of the stacked weights are read and widened, for every token its own."""
     take = _experts_of_token if x.shape[0] == 1 else _experts_of_pairs
-    function, count = op.attrs["function"], op.attrs["experts"]
-    return take(x, chosen, weights, function, [(part, part.weight.shape[0] // count) for part in (gate, up, down)])
+    biases = stacked[3:] or (None,) * 3
+    parts = [(part, part.weight.shape[0] // op.attrs["experts"], bias) for part, bias in zip(stacked, biases)]
+    return take(x, chosen, weights, op.attrs["function"], parts)
 
 
-def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str, parts: list[tuple[Stored, int]]) -> Value:
+def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
     """One token: each chosen expert is a slice of the stacked weights."""
     zero = ops.constant(0, I32, ())
     total: Value | None = None
     for slot in range(chosen.shape[1]):
         expert, weight = (ops.reshape(ops.slice_(v, (0, slot), (1, slot + 1)), ()) for v in (chosen, weights))
 
-        def project(x: Value, stacked: Stored, out: int) -> Value:
+        def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
             first = ops.multiply(expert, ops.constant(out, I32, ()))
             own = stacked.value(lambda part: ops.dynamic_slice(part, (first, zero), (out, part.shape[1])))
-            return ops.dot_general(x, own, ((1,), (1,)))
+            y = ops.dot_general(x, own, ((1,), (1,)))
+            return y if bias is None else ops.add(y, bias.value(lambda part: ops.dynamic_slice(part, (expert, zero), (1, out))))
 
         gate, up, down = parts
-        y = project(ops.multiply(activated(project(x, *gate), function), project(x, *up)), *down)
+        y = project(gated(project(x, *gate), project(x, *up), function), *down)
         y = ops.multiply(y, ops.broadcast_in_dim(weight, y.shape, ()))
         total = y if total is None else ops.add(total, y)
     assert total is not None, "a token has at least one expert"
     return total
 
 
-def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str, parts: list[tuple[Stored, int]]) -> Value:
+def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
     """All pairs of a token and an expert at once: a loop over them would be as many programs to compile."""
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token
     expert = ops.reshape(chosen, (pairs,))
 
-    def project(x: Value, stacked: Stored, out: int) -> Value:
+    def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
         """x [pairs, in] through each pair's rows expert * out .. of stacked [experts * out, in]: [pairs, out]."""
         first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
         rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
         rows = ops.reshape(rows, (pairs * out,))
         own = ops.reshape(stacked.value(lambda part: ops.gather_rows(part, rows)), (pairs, out, x.shape[1]))
-        return ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
+        y = ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
+        return y if bias is None else ops.add(y, bias.value(lambda part: ops.gather_rows(part, expert)))
 
     x = ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, hidden), (0, 2)), (pairs, hidden))
     gate, up, down = parts
-    y = project(ops.multiply(activated(project(x, *gate), function), project(x, *up)), *down)
+    y = project(gated(project(x, *gate), project(x, *up), function), *down)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 
@@ -263,6 +307,7 @@ def argmax_rows(op: Op, logits: Value) -> Value:
 
 RULES: dict[str, Rule] = {
     "weight": _weight,
+    "values": _values,
     "embedding": embedding,
     "linear": linear,
     "rms_norm": rms_norm,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +14,15 @@ from castiron.emitter.types import F32, I32
 
 
 def attention(
-    op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length: Value | None = None
+    op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, *rest: Any
 ) -> tuple[Value, ...]:
-    attend: Callable[..., tuple[Value, Value, Value]] = _over_ring if op.attrs["cache"] == "window" else _over_positions
+    """rest: the length of a prefill, and the sinks, of those that there are."""
+    *given, stored = rest if op.attrs["sinks"] else (*rest, None)
+    sinks = stored.value() if stored is not None else None
+    over: Callable[..., tuple[Value, Value, Value]] = _over_ring if op.attrs["cache"] == "window" else _over_positions
+    attend = partial(over, op, sinks)
     if op.attrs["mode"] != "batch":
-        return attend(op, op.attrs["layer"], q, k, v, k_cache, v_cache, start, length)
+        return attend(op.attrs["layer"], q, k, v, k_cache, v_cache, start, given[0] if given else None)
     sequences = q.shape[0]
     layers, outs = k_cache.shape[0] // sequences, []
     for i in range(sequences):
@@ -26,7 +32,7 @@ def attention(
         runs = ops.compare("GE", position, ops.constant(0, I32, ()))
         one = ops.select(runs, ops.constant(1, I32, ()), ops.constant(0, I32, ()))
         position = ops.maximum(position, ops.constant(0, I32, ()))
-        out, k_cache, v_cache = attend(op, i * layers + op.attrs["layer"], *rows, k_cache, v_cache, position, one)
+        out, k_cache, v_cache = attend(i * layers + op.attrs["layer"], *rows, k_cache, v_cache, position, one)
         outs.append(out)
     return ops.concatenate(outs, 0), k_cache, v_cache
 
@@ -45,7 +51,16 @@ def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
 
 
 def _over_positions(
-    op: Op, layer: int, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length: Value | None
+    op: Op,
+    sinks: Value | None,
+    layer: int,
+    q: Value,
+    k: Value,
+    v: Value,
+    k_cache: Value,
+    v_cache: Value,
+    start: Value,
+    length: Value | None,
 ) -> tuple[Value, Value, Value]:
     """Attention of one sequence over the rows of all positions; rows past the real ones are written, and read by nobody."""
     tokens, context = q.shape[0], k_cache.shape[1]
@@ -56,7 +71,7 @@ def _over_positions(
     shape = (tokens, context)
     seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
     held_k, held_v = (ops.convert(_of_layer(cache, layer), F32) for cache in (k_cache, v_cache))
-    return _attend(op, q, held_k, held_v, seen), k_cache, v_cache
+    return _attend(op, sinks, q, held_k, held_v, seen), k_cache, v_cache
 
 
 def _kept(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
@@ -68,7 +83,16 @@ def _kept(new: Value, cache: Value, layer: int, start: Value, length: Value) -> 
 
 
 def _over_ring(
-    op: Op, layer: int, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, length: Value | None
+    op: Op,
+    sinks: Value | None,
+    layer: int,
+    q: Value,
+    k: Value,
+    v: Value,
+    k_cache: Value,
+    v_cache: Value,
+    start: Value,
+    length: Value | None,
 ) -> tuple[Value, Value, Value]:
     """Attention of one sequence over a ring of the last positions and the new ones, which then take their rows in it."""
     tokens, rows = q.shape[0], k_cache.shape[1]
@@ -79,7 +103,7 @@ def _over_ring(
     position = ops.concatenate((held, new), 1)
     taken = ops.compare("GE", position, ops.constant(0, I32, position.shape))
     seen = ops.and_(taken, _seen(_positions(start, position.shape), position, op.attrs["window"]))
-    out = _attend(op, q, ops.concatenate((old_k, k), 0), ops.concatenate((old_v, v), 0), seen)
+    out = _attend(op, sinks, q, ops.concatenate((old_k, k), 0), ops.concatenate((old_v, v), 0), seen)
 
     # Each row takes the last real position that falls on it, if that is a new one.
     end = ops.add(start, ops.constant(tokens, I32, ()) if length is None else length)
@@ -119,8 +143,9 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
     return ops.and_(seen, near)
 
 
-def _attend(op: Op, q: Value, k: Value, v: Value, seen: Value) -> Value:
-    """Softmax attention of q [T, heads, head_dim] over k and v [n, kv_heads, head_dim], as far as `seen` [T, n]."""
+def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:
+    """Softmax attention of q [T, heads, head_dim] over k and v [n, kv_heads, head_dim], as far as `seen` [T, n], and over
+    sinks [heads]."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # [T, kv_heads, group, head_dim] . [n, kv_heads, head_dim] -> [kv_heads, T, group, n]
@@ -132,9 +157,15 @@ def _attend(op: Op, q: Value, k: Value, v: Value, seen: Value) -> Value:
         scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap)
     seen = ops.broadcast_in_dim(seen, scores.shape, (1, 3))
     scores = ops.select(seen, scores, ops.constant(-np.inf, F32, scores.shape))
-    peak = ops.broadcast_in_dim(ops.reduce("maximum", scores, (3,)), scores.shape, (0, 1, 2))
-    weights = ops.exponential(ops.subtract(scores, peak))
-    total = ops.broadcast_in_dim(ops.reduce("add", weights, (3,)), scores.shape, (0, 1, 2))
+    peak = ops.reduce("maximum", scores, (3,))
+    if sinks is not None:
+        sinks = ops.broadcast_in_dim(ops.reshape(sinks, (kv_heads, heads // kv_heads)), peak.shape, (0, 2))
+        peak = ops.maximum(peak, sinks)
+    weights = ops.exponential(ops.subtract(scores, ops.broadcast_in_dim(peak, scores.shape, (0, 1, 2))))
+    total = ops.reduce("add", weights, (3,))
+    if sinks is not None:
+        total = ops.add(total, ops.exponential(ops.subtract(sinks, peak)))
+    total = ops.broadcast_in_dim(total, scores.shape, (0, 1, 2))
     # [kv_heads, T, group, n] . [n, kv_heads, head_dim] -> [kv_heads, T, group, head_dim]
     out = ops.dot_general(ops.divide(weights, total), v, ((3,), (0,)), ((0,), (1,)))
     return ops.reshape(ops.transpose(out, (1, 0, 2, 3)), (tokens, heads * head_dim))

@@ -132,6 +132,21 @@ class ConfigReader:
             )
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
+    def rotaries(self, head_dim: int, max_positions: int, full: float, sliding: float) -> tuple[Rotary, Rotary]:
+        """Frequencies of full and of sliding layers: nested in `rope_parameters`, or keys of their own before transformers 5.
+
+        A rope scaling without a layer type is that of the full layers. full, sliding: theta where an entry names none.
+        """
+        nested = self.take("rope_parameters", {}, dict)
+        entries = [nested.get(kind) or {} for kind in (_FULL, _SLIDING)]
+        entries[0] = {**entries[0], **self.take("rope_scaling", {}, dict)}
+        if set(nested) - {_FULL, _SLIDING}:
+            raise EmitError(f"'rope_parameters' in the {self.model_type} config must hold {_FULL!r} and {_SLIDING!r} alone")
+        of_full, of_sliding = (
+            self.frequencies(entry, head_dim, max_positions, theta) for entry, theta in zip(entries, (full, sliding))
+        )
+        return of_full, of_sliding
+
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
         """Frequencies from one rope entry; `theta` if it names none. The config's own original length wins, as in HF."""
         original = self.take("original_max_position_embeddings", None)
@@ -210,4 +225,5 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }

@@ -13,7 +13,6 @@ from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,8 @@ class Config(DecoderConfig):
         # HF reads it and leaves it out of its attention.
         c.require("attn_logit_softcapping")
         pattern = c.take("sliding_window_pattern", c.take("_sliding_window_pattern", 6))
-        full, sliding = rotaries(c, head_dim, c.take("max_position_embeddings", 131072))
+        thetas = c.number("rope_theta", 1000000.0), c.number("rope_local_base_freq", 10000.0)
+        full, sliding = c.rotaries(head_dim, c.take("max_position_embeddings", 131072), *thetas)
         read = cls(
             **c.decoder(
                 rotary=full,
@@ -55,22 +55,6 @@ class Config(DecoderConfig):
         )
         c.finish()
         return read
-
-
-def rotaries(c: ConfigReader, head_dim: int, max_positions: int) -> tuple[Rotary, Rotary]:
-    """Of full and of sliding layers: nested in `rope_parameters`, or three keys of their own before transformers 5.
-
-    A rope scaling without a layer type is that of the full layers.
-    """
-    nested = c.take("rope_parameters", {}, dict)
-    entries = [nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding")]
-    entries[0] = {**entries[0], **c.take("rope_scaling", {}, dict)}
-    if set(nested) - {"full_attention", "sliding_attention"}:
-        kinds = "'full_attention' and 'sliding_attention'"
-        raise EmitError(f"'rope_parameters' in the gemma3_text config must hold {kinds} alone")
-    thetas = c.number("rope_theta", 1000000.0), c.number("rope_local_base_freq", 10000.0)
-    full, sliding = (c.frequencies(entry, head_dim, max_positions, theta) for entry, theta in zip(entries, thetas))
-    return full, sliding
 
 
 def plus_one(weight: np.ndarray) -> np.ndarray:

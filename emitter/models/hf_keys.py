@@ -14,6 +14,38 @@ SHARED = frozenset(
 
 # Of each model type, what its config class defines and its model reads besides.
 DEFINED = {
+    "arcee": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        mlp_bias num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "cohere2": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        layer_norm_eps logit_scale num_key_value_heads pad_token_id sliding_window_pattern tie_word_embeddings use_cache
+        vocab_size
+        """.split()
+    ),
+    "ernie4_5": frozenset(
+        """
+        bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_key_value_heads pad_token_id
+        rms_norm_eps tie_word_embeddings use_bias use_cache vocab_size
+        """.split()
+    ),
+    "exaone4": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_key_value_heads
+        pad_token_id rms_norm_eps sliding_window_pattern tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "gemma": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_bidirectional_attention use_cache
+        vocab_size
+        """.split()
+    ),
     "gemma2": frozenset(
         """
         attention_bias attention_dropout attn_logit_softcapping bos_token_id eos_token_id final_logit_softcapping
@@ -30,6 +62,44 @@ DEFINED = {
         use_bidirectional_attention use_cache vision_config vocab_size
         """.split()
     ),
+    "gemma4_text": frozenset(
+        """
+        attention_bias attention_context_left attention_context_right attention_dropout attention_invalid_logits_value
+        attention_k_eq_v attention_logit_cap audio_config audio_token_id bos_token_id conv_kernel_size enable_moe_block
+        eos_token_id final_logit_softcapping global_head_dim gradient_clipping hidden_act hidden_activation
+        hidden_size_per_layer_input image_token_id initializer_range intermediate_size mm_token_type_ids
+        moe_intermediate_size num_experts num_global_key_value_heads num_key_value_heads num_kv_shared_layers
+        output_proj_dims pad_token_id patch_size pooling_kernel_size position_embedding_size residual_weight
+        return_shared_kv_states rms_norm_eps shared_kv_states standardize subsampling_conv_channels text_config
+        tie_word_embeddings top_k_experts use_bidirectional_attention use_cache use_clipped_linears use_double_wide_mlp
+        video_token_id vision_config vocab_size vocab_size_per_layer_input
+        """.split()
+    ),
+    "glm4_moe_lite": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        kv_lora_rank mlp_layer_types moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob
+        num_experts_per_tok num_key_value_heads num_local_experts output_router_logits pad_token_id pretraining_tp
+        q_lora_rank qk_nope_head_dim qk_rope_head_dim rms_norm_eps rope_interleave routed_scaling_factor
+        tie_word_embeddings topk_group use_cache v_head_dim vocab_size
+        """.split()
+    ),
+    "gpt2": frozenset(
+        """
+        activation_function add_cross_attention attn_pdrop bos_token_id classifier_dropout embd_pdrop eos_token_id
+        hidden_dropout initializer_range layer_norm_epsilon n_embd n_head n_inner n_layer n_positions num_labels
+        output_attentions pad_token_id reorder_and_upcast_attn resid_pdrop scale_attn_by_inverse_layer_idx
+        scale_attn_weights summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels
+        summary_type summary_use_proj tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "gpt_oss": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        num_experts num_experts_per_tok num_key_value_heads num_local_experts output_router_logits pad_token_id
+        rms_norm_eps router_aux_loss_coef swiglu_alpha swiglu_limit tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
     "granite": frozenset(
         """
         attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier eos_token_id hidden_act
@@ -37,10 +107,31 @@ DEFINED = {
         rms_norm_eps tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "granitemoe": frozenset(
+        """
+        attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier eos_token_id hidden_act
+        initializer_range intermediate_size logits_scaling num_experts_per_tok num_key_value_heads num_local_experts
+        output_router_logits pad_token_id residual_multiplier rms_norm_eps router_aux_loss_coef tie_word_embeddings
+        use_cache vocab_size
+        """.split()
+    ),
+    "hunyuan_v1_dense": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eod_token_id eos_token_id hidden_act initializer_range
+        intermediate_size num_key_value_heads pad_token_id pretraining_tp rms_norm_eps tie_word_embeddings use_cache
+        vocab_size
+        """.split()
+    ),
     "llama": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
         mlp_bias num_key_value_heads pad_token_id pretraining_tp rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "ministral3": frozenset(
+        """
+        attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size num_key_value_heads
+        pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
         """.split()
     ),
     "mistral": frozenset(
@@ -57,6 +148,12 @@ DEFINED = {
         """.split()
     ),
     "olmo2": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
+        num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
+    "olmo3": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
         num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size

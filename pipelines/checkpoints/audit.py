@@ -16,10 +16,10 @@ IGNORABLE = (
 )
 
 # Of a config, what cannot be more than the tensors show: layers and experts are counted, the rest is an extent of some.
-_LAYERS, _EXPERTS = ("num_hidden_layers",), ("num_local_experts", "num_experts", "num_experts_per_tok")
+_LAYERS, _EXPERTS = ("num_hidden_layers", "n_layer"), ("num_local_experts", "num_experts", "num_experts_per_tok")
 _EXTENTS = (
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "head_dim",
+    "num_key_value_heads", "head_dim", "n_embd", "n_head", "n_inner", "n_positions",
 )  # fmt: skip
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -44,6 +44,15 @@ _FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _ROPE = {"rope.freq_base": "rope_theta"}
 _RMS = {**_ROPE, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 
+_GRANITE_FLOATS = {
+    **_RMS,
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_GPT2_SIZES = {"feed_forward_length": "n_inner"}
+
 _SILU = {"hidden_act": "silu"}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 _LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
@@ -60,7 +69,8 @@ class Architecture:
     which HF keeps apart ("{}" takes the index). ints, floats: metadata key without its prefix -> config key.
     constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
     permuted: leaf -> config key of its number of heads, where the converter reordered rows for the interleaved
-    rotary form. norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
+    rotary form. bare: leaves whose HF name has no ".weight". top, block: what tensors outside of blocks are called, and what
+    names in a block begin with. norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
     """
 
     model_type: str
@@ -71,6 +81,9 @@ class Architecture:
     constants: Mapping[str, object] = field(default_factory=lambda: _SILU)
     flags: Mapping[str, str] = field(default_factory=dict)
     permuted: Mapping[str, str] = field(default_factory=dict)
+    bare: tuple[str, ...] = ()
+    top: Mapping[str, str] = field(default_factory=lambda: TOP_TENSORS)
+    block: str = "model.layers.{}."
     norms_plus_one: bool = False
     rules: tuple[str, ...] = ("full_rotary", "rope_scaling")
 
@@ -142,6 +155,106 @@ ARCHITECTURES: dict[str, Architecture] = {
         norms_plus_one=True,
         rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
     ),
+    "gemma": Architecture(
+        "gemma",
+        constants={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False},
+        norms_plus_one=True,
+        rules=("full_rotary",),
+    ),
+    "arcee": Architecture(
+        "arcee",
+        tensors={name: own for name, own in _LLAMA_TENSORS.items() if name != "ffn_gate"},
+        constants={"hidden_act": "relu2"},
+        flags={**_ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"},
+        permuted=_LLAMA_PERMUTED,
+        rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors"),
+    ),
+    "exaone4": Architecture(
+        "exaone4",
+        tensors={**_ATTENTION, **_MLP, **_POST_NORMS, **_QK_NORMS},
+        ints={**_SIZES_AND_HEAD, **_WINDOW},
+        rules=("full_rotary", "rope_scaling", "rope_factors", "every_fourth_full"),
+    ),
+    "cohere2": Architecture(
+        "cohere2",
+        tensors={**_ATTENTION, **_MLP, "attn_norm": "input_layernorm"},
+        ints={**_SIZES_AND_HEAD, **_WINDOW},
+        floats={**_ROPE, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        constants={**_SILU, "attention_bias": False},
+        rules=("full_rotary", "rope_scaling", "every_fourth_full"),
+    ),
+    "ernie4_5": Architecture("ernie4_5", flags={"use_bias": "attn_q.bias"}),
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        tensors={
+            **_LLAMA_TENSORS,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        flags=_ATTENTION_BIAS,
+    ),
+    "granitemoe": Architecture(
+        "granitemoe",
+        tensors={**_ATTENTION, **_PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        per_index={
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
+        },
+        ints={**_SIZES, **_EXPERTS_USED, "expert_count": "num_local_experts"},
+        floats=_GRANITE_FLOATS,
+        flags=_ATTENTION_BIAS,
+        permuted=_LLAMA_PERMUTED,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        tensors={
+            **_ATTENTION,
+            "attn_sinks": "self_attn.sinks",
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        per_index={
+            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+            "ffn_down_exps": "mlp.experts.{}.down_proj",
+            "ffn_up_exps": "mlp.experts.{}.up_proj",
+        },
+        ints={
+            **_SIZES_AND_HEAD,
+            **_WINDOW,
+            **_EXPERTS_USED,
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        # what llama.cpp's graph has as numbers
+        constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        flags=_ATTENTION_BIAS,
+        bare=("attn_sinks",),
+        rules=("full_rotary", "rope_scaling", "gpt_oss_layers"),
+    ),
+    "gpt2": Architecture(
+        "gpt2",
+        tensors={
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        ints={key: _GPT2_SIZES.get(key, name) for key, name in _SIZES.items()},
+        floats={"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+        constants={"activation_function": "gelu_new"},
+        top={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        block="transformer.h.{}.",
+        rules=(),
+    ),
     "phi3": Architecture(
         "phi3",
         tensors={
@@ -170,13 +283,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(
         "granite",
         ints=_SIZES,
-        floats={
-            **_RMS,
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        floats=_GRANITE_FLOATS,
         flags=_LLAMA_FLAGS,
         permuted=_LLAMA_PERMUTED,
     ),

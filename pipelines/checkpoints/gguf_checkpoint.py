@@ -9,7 +9,7 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
-from castiron.pipelines.checkpoints.gguf_architectures import TOP_TENSORS, Architecture
+from castiron.pipelines.checkpoints.gguf_architectures import Architecture
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from castiron.pipelines.checkpoints.gguf_rope import RULE_OF_ROPE_TENSOR
@@ -68,12 +68,12 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
     block = _BLOCK_TENSOR.fullmatch(stored.name)
     if block is None:
         top = _TOP_TENSOR.fullmatch(stored.name)
-        known = top and TOP_TENSORS.get(top[1])
+        known = top and row.top.get(top[1])
         name = f"{known}.{top[2]}" if known else stored.name
         yield _tensor(file, stored, name, row.norms_plus_one and top and top[1].endswith("norm"))
         return
     layer, leaf, suffix = block.groups()
-    prefix = f"model.layers.{int(layer)}."
+    prefix = row.block.format(int(layer))
     if leaf in row.per_index:
         for index in range(stored.shape[0]):
             name = f"{prefix}{row.per_index[leaf].format(index)}.{suffix}"
@@ -81,7 +81,8 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
     elif leaf in row.permuted:
         yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", config[row.permuted[leaf]])
     else:
-        name = f"{prefix}{row.tensors[leaf]}.{suffix}" if leaf in row.tensors else stored.name
+        ending = "" if leaf in row.bare else f".{suffix}"
+        name = f"{prefix}{row.tensors[leaf]}{ending}" if leaf in row.tensors else stored.name
         yield _tensor(file, stored, name, row.norms_plus_one and leaf.endswith("norm"))
 
 

@@ -21,6 +21,7 @@ _ROPE_BASE = 10000.0
 _GEMMA3_LOCAL_ROPE_BASE = 10000.0
 _GEMMA3_PATTERN = 6
 _SMOLLM3_PATTERN = 4
+_WINDOW_PATTERN = 4
 
 # Keys that say nothing about the mathematics, or repeat what the tensors' shapes say.
 _SILENT_KEYS = {"vocab_size", "tensor_data_layout"}
@@ -184,8 +185,9 @@ def _gemma2_layers(config: dict, metadata: Metadata) -> None:
         config.setdefault(key, None)
 
 
-def _gemma3_layers(config: dict, metadata: Metadata) -> None:
-    layers, pattern = config["num_hidden_layers"], metadata.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+def _stated_layers(config: dict, metadata: Metadata, default: int) -> None:
+    """Which layers slide: as the file says, by layer or every how many one does not, or `default` of these."""
+    layers, pattern = config["num_hidden_layers"], metadata.get("attention.sliding_window_pattern", default)
     if not config.get("sliding_window"):
         config["layer_types"] = ["full_attention"] * layers
     elif isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) == layers:
@@ -194,8 +196,26 @@ def _gemma3_layers(config: dict, metadata: Metadata) -> None:
         config["layer_types"] = _windowed_layers(layers, pattern)
     else:
         raise metadata.fail(f"{metadata.prefix}attention.sliding_window_pattern is {_short(pattern)}, not a whole number")
+
+
+def _gemma3_layers(config: dict, metadata: Metadata) -> None:
+    _stated_layers(config, metadata, _GEMMA3_PATTERN)
     config.setdefault("rope_local_base_freq", _GEMMA3_LOCAL_ROPE_BASE)
     config.setdefault("final_logit_softcapping", None)
+
+
+def _every_fourth_full(config: dict, metadata: Metadata) -> None:
+    """A model without a window has none to slide in."""
+    _stated_layers(config, metadata, _WINDOW_PATTERN)
+    config["sliding_window"] = config.get("sliding_window") or None
+
+
+def _gpt_oss_layers(config: dict, metadata: Metadata) -> None:
+    config["layer_types"] = _windowed_layers(config["num_hidden_layers"], 2)
+    scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
+    if scaling["rope_type"] == "yarn":
+        # HF rounds the borders of the ramp in all models but this, and no file says so.
+        scaling["truncate"] = False
 
 
 def _smollm3_layers(config: dict, metadata: Metadata) -> None:
@@ -225,6 +245,8 @@ RULES: dict[str, Callable[[dict, Metadata], None]] = {
     "gemma_scale": _gemma_scale,
     "gemma2_layers": _gemma2_layers,
     "gemma3_layers": _gemma3_layers,
+    "every_fourth_full": _every_fourth_full,
+    "gpt_oss_layers": _gpt_oss_layers,
     "smollm3_layers": _smollm3_layers,
     "normalised_experts": _normalised_experts,
     "stablelm_residual": _stablelm_residual,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.audit import IGNORABLE, refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
+from castiron.pipelines.checkpoints.hf_layouts import BYTES, laid_out
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 
 CONFIG = "config.json"
@@ -28,6 +29,10 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     generation = _json_object(path / "generation_config.json") or {}
     tensors = _tensors(path)
     refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
+    tensors = laid_out(config["model_type"], tensors)
+    for tensor in tensors.values():
+        if tensor.codec == BYTES:
+            raise _unknown_dtype(path, tensor.name, BYTES)
     return Checkpoint(
         path=path,
         format="hf",
@@ -91,16 +96,19 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _tensor(shard: Path, stored: StoredTensor) -> Tensor:
-    codec = CODEC_OF_DTYPE.get(stored.dtype)
+    # What is in bytes may be a part of something: of what, `laid_out` knows.
+    codec = BYTES if stored.dtype == BYTES else CODEC_OF_DTYPE.get(stored.dtype)
     if codec is None:
-        known = ", ".join(CODEC_OF_DTYPE)
-        raise CheckpointError(
-            f"{shard}: {stored.name} is stored as {stored.dtype}, which is not supported; supported are {known}"
-        )
+        raise _unknown_dtype(shard, stored.name, stored.dtype)
     if not stored.shape or 0 in stored.shape:
         raise CheckpointError(f"{shard}: {stored.name} has the shape {list(stored.shape)}, which is empty")
     rows = stored.data.reshape(*stored.shape[:-1], -1)
     return Tensor(stored.name, stored.shape, codec, stored.name, lambda: rows)
+
+
+def _unknown_dtype(where: Path, name: str, dtype: str) -> CheckpointError:
+    known = ", ".join(CODEC_OF_DTYPE)
+    return CheckpointError(f"{where}: {name} is stored as {dtype}, which is not supported; supported are {known}")
 
 
 def _chat_template(path: Path) -> str | None:

@@ -37,7 +37,7 @@ class Case:
     head_dim: int
     rope: int | None
     options: dict = field(default_factory=dict, hash=False)  # qk_norm, qk_norm_row
-    scores: dict = field(default_factory=dict, hash=False)  # window, softcap
+    scores: dict = field(default_factory=dict, hash=False)  # window, softcap, sinks
     tokens: int = 16
     splits: int = 8
     seed: int = 0
@@ -76,7 +76,9 @@ def cases() -> st.SearchStrategy[Case]:
         rope = draw(st.sampled_from([None, head_dim, head_dim, head_dim // 4 * 2]))
         flag = st.just(True)
         options = draw(st.fixed_dictionaries({}, optional={"qk_norm": st.just(1e-2), "qk_norm_row": flag}))
-        scores = draw(st.fixed_dictionaries({}, optional={"window": st.sampled_from([1, 40]), "softcap": st.just(30.0)}))
+        scores = draw(
+            st.fixed_dictionaries({}, optional={"window": st.sampled_from([1, 40]), "softcap": st.just(30.0), "sinks": flag})
+        )
         tokens, splits = draw(st.sampled_from([5, 16, 48])), draw(st.sampled_from([2, 4, 8]))
         return Case(kv_heads * group, kv_heads, head_dim, rope, options, scores, tokens, splits, draw(st.integers(0, 99)))
 

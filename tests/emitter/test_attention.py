@@ -159,7 +159,8 @@ def test_token_by_token_equals_a_chunk(directory, cases):
         start = 30
         chunk = fill(np.random.default_rng(case.seed), append, start, start=start, length=case.tokens)
         appended = runner(append, **chunk)
-        shared = {name: chunk[name] for name in ("start", "length", "layer")}
+        chunk |= {name: fill(np.random.default_rng(case.seed), prefill, 0)[name] for name in case.how.operands(case.heads)}
+        shared = {name: chunk[name] for name in ("start", "length", "layer", *case.how.operands(case.heads))}
         out = runner(prefill, **shared, **appended)["out"]
         step = {name: value for name, value in chunk.items() if name in decode.operands}
         step["counters"] = np.zeros(decode.tensors["counters"].shape, np.int32)

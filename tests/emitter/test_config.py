@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from castiron.emitter.models import FAMILIES, build, family, hf_keys, ignored_keys
 from castiron.emitter.models.config import HARMLESS, ConfigReader
@@ -150,6 +150,141 @@ PUBLISHED: dict[str, dict] = {
         rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None,
         tie_word_embeddings=False, use_sliding_window=False, vocab_size=151936,
     ),
+    "Gemma 2B": dict(
+        model_type="gemma", attention_bias=False, attention_dropout=0.0, bos_token_id=2, eos_token_id=1, head_dim=256,
+        hidden_act="gelu", hidden_size=2048, intermediate_size=16384, max_position_embeddings=8192,
+        num_attention_heads=8, num_hidden_layers=18, num_key_value_heads=1, pad_token_id=0, rms_norm_eps=1e-6,
+        rope_scaling=None, rope_theta=10000.0, vocab_size=256000,
+    ),
+    "OLMo 3 7B": dict(
+        model_type="olmo3", attention_bias=False, attention_dropout=0.0, hidden_act="silu", hidden_size=4096,
+        intermediate_size=11008, layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+        max_position_embeddings=65536, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+        rms_norm_eps=1e-6, rope_theta=500000, sliding_window=4096, tie_word_embeddings=False, vocab_size=100278,
+        rope_scaling={
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+    ),
+    "EXAONE 4.0 1.2B": dict(
+        model_type="exaone4", attention_dropout=0.0, head_dim=64, hidden_act="silu", hidden_size=2048,
+        intermediate_size=4096, layer_types=["full_attention"] * 30, max_position_embeddings=65536,
+        num_attention_heads=32, num_hidden_layers=30, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000,
+        rope_scaling={
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+            "original_max_position_embeddings": 8192,
+        },
+        sliding_window=None, sliding_window_pattern=None, tie_word_embeddings=True, vocab_size=102400,
+    ),
+    "EXAONE 4.0 32B": dict(
+        model_type="exaone4", attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=5120,
+        intermediate_size=27392, max_position_embeddings=131072, num_attention_heads=40, num_hidden_layers=64,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+        num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000, sliding_window=4096, sliding_window_pattern="LLLG",
+        rope_scaling={
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=False, vocab_size=102400,
+    ),
+    "AFM 4.5B": dict(
+        model_type="arcee", attention_bias=False, attention_dropout=0.0, head_dim=128, hidden_act="relu2",
+        hidden_size=2560, intermediate_size=18432, max_position_embeddings=65536, mlp_bias=False,
+        num_attention_heads=20, num_hidden_layers=36, num_key_value_heads=4, rms_norm_eps=1e-5, rope_theta=10000.0,
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        tie_word_embeddings=False, vocab_size=128004,
+    ),
+    "Ministral 3 3B": dict(
+        model_type="ministral3", attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=3072,
+        intermediate_size=9216, max_position_embeddings=262144, num_attention_heads=32, num_hidden_layers=26,
+        num_key_value_heads=8, rms_norm_eps=1e-5, sliding_window=None, tie_word_embeddings=True, vocab_size=131072,
+        rope_parameters={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+            "rope_type": "yarn", "type": "yarn",
+        },
+    ),
+    "Command R7B": dict(
+        model_type="cohere2", attention_bias=False, attention_dropout=0.0, cache_implementation="hybrid", head_dim=128,
+        hidden_act="silu", hidden_size=4096, intermediate_size=14336, layer_norm_eps=1e-5, layer_switch=4,
+        logit_scale=0.25, max_position_embeddings=132096, num_attention_heads=32, num_hidden_layers=32,
+        num_key_value_heads=8, order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj",
+        rope_scaling=None, rope_theta=50000, rotary_pct=1.0, sliding_window=4096, sliding_window_pattern=4,
+        use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True, use_parallel_embedding=True,
+        vocab_size=256000,
+    ),
+    "ERNIE 4.5 0.3B": dict(
+        model_type="ernie4_5", head_dim=128, hidden_act="silu", hidden_size=1024, intermediate_size=3072,
+        max_position_embeddings=131072, num_attention_heads=16, num_hidden_layers=18, num_key_value_heads=2,
+        rms_norm_eps=1e-5, rope_scaling=None, rope_theta=500000.0, tie_word_embeddings=True, use_bias=False,
+        vocab_size=103424,
+    ),
+    "Hunyuan 1.8B": dict(
+        model_type="hunyuan_v1_dense", attention_bias=False, attention_dropout=0.0, attention_head_dim=128,
+        cla_share_factor=2, eod_token_id=120020, head_dim=128, hidden_act="silu", hidden_size=2048,
+        intermediate_size=6144, max_position_embeddings=262144, mlp_bias=False, norm_type="rms",
+        num_attention_heads=16, num_hidden_layers=32, num_key_value_heads=4, rms_norm_eps=1e-5,
+        rope_scaling={
+            "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+        rope_theta=10000.0, tie_word_embeddings=True, use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True,
+        vocab_size=120818,
+    ),
+    "Granite 3.1 1B A400M": dict(
+        model_type="granitemoe", attention_bias=False, attention_dropout=0.1, attention_multiplier=0.015625,
+        embedding_multiplier=12.0, hidden_act="silu", hidden_size=1024, intermediate_size=512, logits_scaling=6.0,
+        max_position_embeddings=131072, num_attention_heads=16, num_experts_per_tok=8, num_hidden_layers=24,
+        num_key_value_heads=8, num_local_experts=32, output_router_logits=False, residual_multiplier=0.22,
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1500000, router_aux_loss_coef=0.0, tie_word_embeddings=True,
+        vocab_size=49155,
+    ),
+    "Gemma 4 E2B": dict(
+        model_type="gemma4_text", attention_bias=False, attention_dropout=0.0, attention_k_eq_v=False,
+        enable_moe_block=False, final_logit_softcapping=30.0, global_head_dim=512, head_dim=256,
+        hidden_activation="gelu_pytorch_tanh", hidden_size=1536, hidden_size_per_layer_input=256,
+        intermediate_size=6144, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+        max_position_embeddings=131072, num_attention_heads=8, num_experts=None, num_global_key_value_heads=None,
+        num_hidden_layers=35, num_key_value_heads=1, num_kv_shared_layers=20, rms_norm_eps=1e-6,
+        rope_parameters={
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        sliding_window=512, tie_word_embeddings=True, top_k_experts=None, use_bidirectional_attention=None,
+        use_double_wide_mlp=True, vocab_size=262144, vocab_size_per_layer_input=262144,
+    ),
+    "GLM 4.7 Flash": dict(
+        model_type="glm4_moe_lite", attention_bias=False, attention_dropout=0.0, first_k_dense_replace=1,
+        hidden_act="silu", hidden_size=2048, intermediate_size=10240, kv_lora_rank=512, max_position_embeddings=202752,
+        moe_intermediate_size=1536, n_group=1, n_routed_experts=64, n_shared_experts=1, norm_topk_prob=True,
+        num_attention_heads=20, num_experts_per_tok=4, num_hidden_layers=47, num_key_value_heads=20,
+        num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=768, qk_nope_head_dim=192,
+        qk_rope_head_dim=64, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8,
+        tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=256, vocab_size=154880,
+    ),
+    "GPT-2": dict(
+        model_type="gpt2", activation_function="gelu_new", attn_pdrop=0.1, bos_token_id=50256, embd_pdrop=0.1,
+        eos_token_id=50256, initializer_range=0.02, layer_norm_epsilon=1e-5, n_ctx=1024, n_embd=768, n_head=12,
+        n_layer=12, n_positions=1024, resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1,
+        summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True,
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}, vocab_size=50257,
+    ),
+    "gpt-oss 20B": dict(
+        model_type="gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64,
+        hidden_act="silu", hidden_size=2880, initial_context_length=4096, intermediate_size=2880,
+        layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072,
+        num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8,
+        num_local_experts=32, output_router_logits=False, rms_norm_eps=1e-5, rope_theta=150000,
+        quantization_config={"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, vocab_size=201088,
+    ),
 }  # fmt: skip
 
 
@@ -179,11 +314,13 @@ def test_every_family_has_a_published_config():
     assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 _GEMMA = {"hidden_activation": "gelu", "tie_word_embeddings": False}
 UNLIKE = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": _GEMMA,
     "qwen2": _WINDOWED,
     "qwen3": _WINDOWED,
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 24, "mlp_only_layers": [1], "norm_topk_prob": True},
@@ -220,7 +357,8 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
             asked_for.append(key)
             continue
         assert expected is not None and ours == read(expected), f"without {key}"
-    assert {"model_type", "hidden_size", "vocab_size", "num_hidden_layers"} <= set(asked_for)
+    sizes = {"model_type", "hidden_size", "vocab_size", "num_hidden_layers"}
+    assert {CONFIG_MAPPING[model_type].attribute_map.get(size, size) for size in sizes} <= set(asked_for)
     # What a family asks for is what no checkpoint leaves out: sizes, not flags.
     assert len(asked_for) <= 9, asked_for
 
@@ -303,6 +441,23 @@ def test_what_every_config_class_of_hf_has_is_bookkeeping():
         ("phi3", {"lm_head_bias": True}, "'lm_head_bias' in the phi3 config is True; only False"),
         ("stablelm", {"head_dim": 20}, "the stablelm config has 'head_dim', which castiron does not understand"),
         ("starcoder2", {"norm_type": "rms_norm"}, "only 'layer_norm' is supported"),
+        ("gemma", {"hidden_act": "silu"}, "only 'gelu' or 'gelu_pytorch_tanh' is supported"),
+        ("olmo3", {"rope_parameters": YARN}, "must hold 'full_attention' and 'sliding_attention' alone"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}, "the exaone4 config lacks 'layer_types'"),
+        ("ministral3", {"rope_parameters": YARN}, "lacks 'llama_4_scaling_beta' in its 'rope_parameters'"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "names 'fp8'; only 'mxfp4' is supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "only 'vision' is supported"),
+        ("gemma4_text", {"num_kv_shared_layers": 4}, "leaves a kind of layer without keys and values"),
+        ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 24}}}, "must give every full layer, and none else, the same"),
+        ("gemma4_text", {"rope_parameters": {"full_attention": {}}}, "must hold 'full_attention' and 'sliding_attention'"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "beta_fast": 1}, "sliding_attention": {}}},
+            "'proportional' has the unknown key beta_fast",
+        ),
+        ("glm4_moe_lite", {"n_group": 2}, "'n_group' in the glm4_moe_lite config is 2; only 1 is supported"),
+        ("glm4_moe_lite", {"num_key_value_heads": 2}, "must be its 'num_attention_heads'"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "must say 'dense' or 'sparse' for each of 3 layers"),
     ],
 )
 def test_a_value_that_is_not_understood_is_refused(model_type, change, words):

@@ -19,10 +19,12 @@ CONFIGS = {
     "llama": {},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma4_text": {"head_dim": 8, "global_head_dim": 12, "sliding_window": 4, "hidden_size_per_layer_input": 0},
 }
 # What is broken in an operation: result, operand or attribute, by kind and what the verifier says.
 DAMAGE = {
     "weight": [("result", TensorType((3,), F32), "the result is not the weight's")],
+    "values": [("result", TensorType((3,), F32), "the result is not the tensor")],
     "embedding": [("result", TensorType((8, 31), F32), "needs tokens [T] and a table")],
     "linear": [
         ("result", TensorType((8, 31), F32), "needs x [T, in], a weight [out, in]"),
@@ -43,13 +45,18 @@ DAMAGE = {
         ("mode", "verify", "positions are not those of its mode"),
         ("cache", "window", "no such layer, or a window that its ring lacks"),
         ("swap", (0, 1), "the results are not rows and the two caches"),
+        ("sinks", True, "the sinks are not one a head"),
         ("drop", 6, "positions are not those of its mode"),
         ("caches", (BF16, BF16), "the two caches differ, or hold what no such cache does"),
         ("caches", (F16, F32), "the two caches differ, or hold what no such cache does"),
         ("result", TensorType((8, 31), F32), "the results are not rows and the two caches"),
     ],
     "activation": [("function", "swish2", "an unknown function"), ("result", TensorType((8, 31), F32), "another type")],
-    "route": [("top_k", 5, "needs logits [T, experts]"), ("result", TensorType((8, 2), F32), "needs logits [T, experts]")],
+    "route": [
+        ("top_k", 5, "needs logits [T, experts]"),
+        ("scores", "tanh", "needs logits [T, experts]"),
+        ("result", TensorType((8, 2), F32), "needs logits [T, experts]"),
+    ],
     "experts": [("experts", 3, "their stacked weights"), ("function", "no", "their stacked weights")],
     "argmax_rows": [("result", TensorType((2,), I32), "needs logits [vocab]")],
 }

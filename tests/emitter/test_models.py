@@ -25,6 +25,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1 + 0.2 * i for i in range(8)], "long_factor": [3.0] * 8}
+GROWING = {"llama_4_scaling_beta": 0.2}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
 
 # family: what differs from castiron.reference.tiny's model of it, one model each.
@@ -91,6 +92,80 @@ SHAPES: dict[str, list[dict]] = {
         {"norm_topk_prob": True},
         {**ODD_TIED, "head_dim": 10, "num_experts": 9, "num_experts_per_tok": 4, "attention_bias": True},
         {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 4, **WINDOWED, "num_experts_per_tok": 1},
+    ],
+    "gemma": [
+        {},
+        {**ODD_UNTIED, "head_dim": 16},
+        {"num_key_value_heads": 4, "attention_bias": True, "hidden_act": "gelu"},
+    ],
+    "olmo3": [
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}},
+        {**ODD_TIED, "attention_bias": True, "layer_types": None, "num_hidden_layers": 4},
+        {**WIDE_HEADS, "layer_types": ["full_attention"] * 3},
+    ],
+    "exaone4": [
+        {"layer_types": None, "sliding_window_pattern": 2},
+        {**ODD_TIED, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
+        {**WIDE_HEADS, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ],
+    "arcee": [BIASED, {**ODD_TIED, "head_dim": 16, "rope_parameters": YARN}, {**WIDE_HEADS, "hidden_act": "silu"}],
+    "ministral3": [{}, {**ODD_TIED, "sliding_window": None}, {**WIDE_HEADS, "rope_parameters": {**GROWING, **YARN}}],
+    "cohere2": [{}, {**ODD_UNTIED, "attention_bias": True}, {**WIDE_HEADS, "layer_types": None, "num_hidden_layers": 4}],
+    "ernie4_5": [{"use_bias": True}, {**ODD_UNTIED, "head_dim": 16}, {**WIDE_HEADS, "rope_parameters": YARN}],
+    "hunyuan_v1_dense": [
+        {"attention_bias": True},
+        {
+            **ODD_TIED,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "rope_theta": 1e4, "factor": 1.0},
+        },
+        {**WIDE_HEADS, "rope_parameters": YARN},
+    ],
+    "granitemoe": [
+        {},
+        {**ODD_TIED, "attention_bias": True, "num_local_experts": 5, "num_experts_per_tok": 3},
+        {"logits_scaling": 0.25, "num_key_value_heads": 4},
+    ],
+    "gpt_oss": [
+        {},
+        {**ODD_TIED, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False},
+        {**WIDE_HEADS, "rope_parameters": {**YARN, "truncate": False}, "swiglu_alpha": 1.0, "layer_types": None},
+    ],
+    "gemma4_text": [
+        {},
+        {
+            **ODD_UNTIED,
+            "vocab_size_per_layer_input": 131,
+            "attention_bias": True,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "final_logit_softcapping": 7.0,
+            "use_double_wide_mlp": True,
+        },
+        {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 16,
+        },
+    ],
+    "glm4_moe_lite": [
+        {"attention_bias": True},
+        {**ODD_TIED, "num_key_value_heads": 3, "q_lora_rank": None, "n_routed_experts": 5, "norm_topk_prob": False},
+        {
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7},
+            "rope_interleave": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_shared_experts": 2,
+        },
+    ],
+    "gpt2": [
+        {},
+        {**ODD_UNTIED, "n_inner": None, "scale_attn_by_inverse_layer_idx": True},
+        {"activation_function": "relu", "scale_attn_weights": False},
     ],
 }
 CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]
@@ -166,5 +241,5 @@ def test_the_last_position_of_a_context_is_usable(case):
 
 
 def test_a_type_without_a_family_is_refused_with_those_there_are():
-    with pytest.raises(EmitError, match="'bloom' is not supported; supported are gemma2, .*llama, .*starcoder2"):
+    with pytest.raises(EmitError, match="'bloom' is not supported; supported are arcee, .*llama, .*starcoder2"):
         build({"model_type": "bloom"}, lambda name: "f32", 8, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -26,10 +27,16 @@ GGUF_SHAPES: dict[str, dict] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "starcoder2": {"sliding_window": None},
+    "cohere2": {"num_hidden_layers": 4, "layer_types": None},
+    "exaone4": {"num_hidden_layers": 4, "layer_types": None},
+    "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3_moe": {"moe_intermediate_size": 96, "norm_topk_prob": True},
 }
-# llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window.
-WITHOUT_GGUF = {"mistral"}
+# Parameters that HF has as [..., in, out].
+TRANSPOSED = {"gpt2": re.compile(r"c_(attn|proj|fc)\.weight"), "gpt_oss": re.compile(r"experts\.(gate_up|down)_proj$")}
+# llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window. Files of the others
+# are not read.
+WITHOUT_GGUF = {"mistral", "gemma4_text", "glm4_moe_lite", "ministral3", "olmo3"}
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():
@@ -38,7 +45,7 @@ def test_every_family_that_llama_cpp_defines_is_tried():
 
 def kind_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None:
     """How a tensor is stored: v unlike q and k, down_proj unlike the rest, f32 where rows are no blocks."""
-    if len(shape) < 2 or shape[-1] % 32:
+    if len(shape) < 2 or shape[-1] % 32 or name.endswith("bias"):
         return None
     if ".v_proj." in name or ".attn_v." in name:
         return Q5_1
@@ -49,10 +56,13 @@ def round_to_stored(model: torch.nn.Module) -> None:
     """Every matrix becomes what its quantised form stands for."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            kind = kind_of(name, tuple(weight.shape))
+            # As [..., out, in], which is how a file has it.
+            turned = TRANSPOSED.get(model.config.model_type)
+            rows = weight.mT if turned and turned.search(name) else weight
+            kind = kind_of(name, tuple(rows.shape))
             if kind is not None:
-                values = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)
-                weight.copy_(torch.from_numpy(values))
+                values = gguf.quants.dequantize(gguf.quants.quantize(rows.contiguous().numpy(), kind), kind)
+                rows.copy_(torch.from_numpy(values))
 
 
 def quantised_pair(family: str, directory: Path) -> Pair:

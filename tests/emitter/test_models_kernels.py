@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import pytest
 
+from castiron.emitter.lowering import lower
 from castiron.reference import hf
-from tests.emitter.family_harness import WIDTHS, Agreement, pair, prompt
+from tests.emitter.family_harness import WIDTHS, Agreement, Pair, pair, prompt
 from tests.emitter.test_models import CASES, SHAPES
 
 
 @pytest.mark.parametrize(("family", "index"), CASES, ids=[f"{family}-{index}" for family, index in CASES])
 def test_the_kernels_lowering_gives_the_logits_of_hf(family, index, tmp_path):
-    models = pair(family, tmp_path, seed=index, **SHAPES[family][index])
+    check(pair(family, tmp_path, seed=index, **SHAPES[family][index]))
+
+
+def test_heads_that_fit_no_workgroup_together_are_taken_in_parts(tmp_path):
+    """Eight query heads of 512 elements to a kv head, as Gemma 4 has them; here with the sinks of each head besides."""
+    models = pair("gpt_oss", tmp_path, num_hidden_layers=2, num_attention_heads=16, head_dim=512)
+    decode = lower(models.layers(), "kernels").functions["decode_step"]
+    names = [op.attrs["kernel"].name for op in decode.ops if op.kind == "kernel"]
+    assert sum(name.startswith("attention_decode") for name in names) == 2 * 2
+    check(models)
+
+
+def check(models: Pair) -> None:
     tokens = prompt(models.checkpoint.config["vocab_size"], 30)
     expected = hf.logits(models.oracle, tokens)
     ours = models.ours("kernels")

@@ -10,6 +10,7 @@ import pytest
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, Op
+from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.lowering import portable, portable_attention
 from castiron.emitter.lowering.rewrite import rewrite
 from castiron.emitter.models import FAMILIES
@@ -21,7 +22,16 @@ from tests.emitter.test_models import SHAPES
 # A detail that is lost must stand out from rounding by this much, or the tiny models would not hold a family to it.
 FAR = 20 * TOLERANCE
 # An epsilon that matters, under the name that the family has for it.
-EPSILON, EPSILON_KEYS = 1.0, {"stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+EPSILON = 1.0
+EPSILON_KEYS = {
+    "cohere2": "layer_norm_eps",
+    "gpt2": "layer_norm_epsilon",
+    "stablelm": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}
+
+# Without a rotary embedding a bias of k adds the same to every score of a query.
+WITHOUT_EFFECT = {"gpt2": {"bias left out (transformer.h.attn.k)"}}
 
 Spoil = Callable[[Op], None]
 
@@ -54,6 +64,18 @@ def without_bias(op: Op) -> None:
     op.operands = op.operands[:2]
 
 
+def without_sinks(op: Op) -> None:
+    op.operands, op.attrs["sinks"] = op.operands[:-1], False
+
+
+def without_correction(op: Op) -> None:
+    op.operands = op.operands[:1]
+
+
+def without_biases(op: Op) -> None:
+    op.operands = op.operands[:6]
+
+
 def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
     """What can be wrong with one operation of the graph, by name."""
     attrs = op.attrs
@@ -68,12 +90,17 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
             yield "window forgotten", with_attrs(window=None)
         if attrs["softcap"] is not None:
             yield "soft cap of attention forgotten", with_attrs(softcap=None)
+        if attrs["sinks"]:
+            yield "sinks forgotten", without_sinks
     elif op.kind == "rope":
         yield "rotary embedding left out", leave_out
         yield "cos and sin swapped", lambda op: swap(op, 1, 2)
+        yield "halves for pairs", with_attrs(interleaved=not attrs["interleaved"])
     elif op.kind in ("rms_norm", "layer_norm", "head_norms"):
         yield "norm left out", leave_out
-        yield "epsilon forgotten", with_attrs(eps=0.0)
+        # One that no config sets is too small to matter.
+        if attrs["eps"] == EPSILON:
+            yield "epsilon forgotten", with_attrs(eps=0.0)
         if len(op.operands) > 2:
             yield "bias of a norm left out", without_bias
     elif op.kind == "linear" and len(op.operands) > 2:
@@ -91,8 +118,16 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         yield "tanh left out", leave_out
     elif op.kind == "route":
         yield "weights of experts normalised the other way", with_attrs(normalised=not attrs["normalised"])
+        yield "other scores of experts", with_attrs(scores="softmax" if attrs["scores"] == "sigmoid" else "sigmoid")
+        if len(op.operands) > 1:
+            yield "correction of experts left out", without_correction
     elif op.kind == "experts":
         yield "gate and up swapped", lambda op: swap(op, 3, 4)
+        if len(op.operands) > 6:
+            yield "biases of experts left out", without_biases
+        if isinstance(glu := attrs["function"], ClampedSwiGLU):
+            yield "another alpha", with_attrs(function=replace(glu, alpha=2 * glu.alpha))
+            yield "no limit", with_attrs(function=replace(glu, limit=1e9))
 
 
 def ways(module: ModelModule) -> dict[str, list[Callable[[ModelModule], None]]]:
@@ -158,7 +193,7 @@ def test_every_detail_matters(spoilable):
             errors.append(distance(last_logits(models, module), expected))
         if max(errors) <= FAR:
             unnoticed[name] = errors
-    assert not unnoticed
+    assert set(unnoticed) == WITHOUT_EFFECT.get(models.checkpoint.config["model_type"], set()), unnoticed
 
 
 def test_a_mask_shifted_by_one_is_noticed(spoilable, monkeypatch):

@@ -18,10 +18,12 @@ from tests.pipelines.tiny_gguf import write_gguf
 GGUF_NAMES = {
     "llama": "llama", "mixtral": "llama", "smollm3": "smollm3", "granite": "granite", "qwen2": "qwen2",
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
-    "olmo2": "olmo2", "stablelm": "stablelm", "starcoder2": "starcoder2",
+    "olmo2": "olmo2", "stablelm": "stablelm", "starcoder2": "starcoder2", "gemma": "gemma", "arcee": "arcee",
+    "exaone4": "exaone4", "cohere2": "cohere2", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
+    "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "gpt2": "gpt2",
 }  # fmt: skip
-_PERMUTED = {"llama", "mixtral", "smollm3", "granite"}
-_NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
+_PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe", "arcee"}
+_NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text"}
 _STACKED = re.compile(r"(.*\.(?:experts|layernorm\.norms|q_layernorm\.norms|k_layernorm\.norms))\.(\d+)(\..*)")
 _MERGED = {
     ".block_sparse_moe.experts.w1": ".block_sparse_moe.experts.w1",
@@ -50,13 +52,36 @@ def _stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return merged
 
 
+def _split(kind: str, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors that the converters of these models take apart, or turn round."""
+    found: dict[str, np.ndarray] = {}
+    for name, values in state.items():
+        if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            found[name] = np.ascontiguousarray(values.T)
+        elif kind == "granitemoe" and name.endswith("input_linear.weight"):
+            stem = name.removesuffix("input_linear.weight")
+            gate, up = np.split(values, 2, axis=1)
+            found |= {f"{stem}experts.w1.weight": gate, f"{stem}experts.w3.weight": up}
+        elif kind == "gpt_oss" and ".experts." in name:
+            stem, leaf = name.rsplit(".", 1)
+            leaf, ending = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
+            values = values if ending == "bias" else values.swapaxes(1, 2)
+            parts = {"gate_proj": values[:, ::2], "up_proj": values[:, 1::2]} if leaf == "gate_up_proj" else {leaf: values}
+            found |= {f"{stem}.{part}.{ending}": np.ascontiguousarray(own) for part, own in parts.items()}
+        elif name.endswith(".sinks"):
+            found[f"{name}.weight"] = values
+        else:
+            found[name] = values
+    return found
+
+
 def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
     """The model's saved f32 tensors under GGUF's names, changed as the converter changes them."""
     kind = config.model_type
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == GGUF_NAMES[kind])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors = {}
-    for name, values in _stacked(load_file(directory / "model.safetensors")).items():
+    for name, values in _split(kind, _stacked(load_file(directory / "model.safetensors"))).items():
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if mapped is None:
             raise KeyError(f"gguf has no name for {name}")
@@ -73,6 +98,8 @@ def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
 def metadata_of(config) -> dict:
     """What TextModel.set_gguf_parameters and the model's own class write."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if config.model_type == "gpt2":
+        return {f"gpt2.{key}": value for key, value in _gpt2_metadata(config).items()}
     ropes = config.rope_parameters
     rope = ropes.get("full_attention", ropes)
     keys = {
@@ -85,6 +112,7 @@ def metadata_of(config) -> dict:
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    kind = config.model_type
     for key, name in {
         "attention.layer_norm_rms_epsilon": "rms_norm_eps",
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -96,26 +124,48 @@ def metadata_of(config) -> dict:
     }.items():
         if getattr(config, name, None) is not None:
             keys[key] = float(getattr(config, name))
+    if rope["rope_type"] == "dynamic":
+        # Hunyuan's, whose factor changes the base alone
+        keys["rope.freq_base"] *= rope["alpha"] ** (head_dim / (head_dim - 2))
+        keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.original_context_length": 262144}
+    if kind == "cohere2":
+        keys["logit_scale"] = config.logit_scale
     for name in ("layer_norm_eps", "norm_epsilon"):
         if hasattr(config, name):
             keys["attention.layer_norm_epsilon"] = getattr(config, name)
-    kind = config.model_type
-    if kind in ("llama", "mixtral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"):
+    if kind in ("llama", "mixtral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma", "arcee", "ernie4_5", "cohere2",
+                "gpt_oss", "hunyuan_v1_dense") and getattr(config, "head_dim", None):  # fmt: skip
         keys["attention.key_length"] = keys["attention.value_length"] = head_dim
-    if kind in ("gemma2", "gemma3_text", "phi3"):
+    if kind in ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss"):
         keys["attention.sliding_window"] = config.sliding_window or 0
+    if kind == "exaone4" and config.sliding_window is not None:
+        keys["attention.sliding_window"] = config.sliding_window
+        keys["attention.sliding_window_pattern"] = [type_ == "sliding_attention" for type_ in config.layer_types]
     if kind == "phi3":
         keys["rope.scaling.original_context_length"] = config.original_max_position_embeddings
     if kind == "stablelm":
         keys["use_parallel_residual"] = config.use_parallel_residual
         del keys["rope.freq_base"]
-    if kind in ("mixtral", "qwen3_moe"):
-        keys["expert_count"] = config.num_local_experts if kind == "mixtral" else config.num_experts
+    if kind in ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss"):
+        keys["expert_count"] = config.num_experts if kind == "qwen3_moe" else config.num_local_experts
         keys["expert_used_count"] = config.num_experts_per_tok
     if kind == "qwen3_moe":
         keys["expert_feed_forward_length"] = config.moe_intermediate_size
+    if kind == "gpt_oss":
+        keys["expert_feed_forward_length"] = config.intermediate_size
     keys |= _rope_scaling(rope, config)
     return {f"{GGUF_NAMES[kind]}.{key}": value for key, value in keys.items()}
+
+
+def _gpt2_metadata(config) -> dict:
+    return {
+        "context_length": config.n_positions,
+        "embedding_length": config.n_embd,
+        "block_count": config.n_layer,
+        "feed_forward_length": config.n_inner or 4 * config.n_embd,
+        "attention.head_count": config.n_head,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+    }
 
 
 def _rope_scaling(rope: dict, config) -> dict:
@@ -136,11 +186,15 @@ def _rope_scaling(rope: dict, config) -> dict:
 
 
 def _rope_tensors(config) -> dict[str, np.ndarray]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32) for length in ("long", "short")}
     if rope.get("rope_type") == "llama3":
-        return {"rope_freqs.weight": _llama3_factors(rope, config.head_dim)}
+        return {
+            "rope_freqs.weight": _llama3_factors(
+                rope, getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+            )
+        }
     return {}
 
 

@@ -28,6 +28,7 @@ LLAMA3 = dict(
 )  # fmt: skip
 ODD_LLAMA3 = LLAMA3 | dict(factor=4.0, low_freq_factor=2.0, original_max_position_embeddings=64)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+ALPHA = dict(rope_type="dynamic", rope_theta=10000.0, alpha=9.0, factor=1.0)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
 LONGROPE = dict(
     rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5, original_max_position_embeddings=128,
@@ -37,6 +38,7 @@ GEMMA3_ROPES = dict(
     full_attention=dict(rope_type="linear", rope_theta=1000000.0, factor=8.0),
     sliding_attention=dict(rope_type="default", rope_theta=10000.0),
 )
+EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 PATTERN = ["sliding_attention"] * 5 + ["full_attention"] * 1
 
 MODELS = {
@@ -74,6 +76,32 @@ MODELS = {
     ),
     "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True, layer_norm_eps=3e-5),
     "stablelm, parallel": transformers.StableLmConfig(**SIZES, use_parallel_residual=True, qk_layernorm=True),
+    "gemma": transformers.GemmaConfig(**SIZES, head_dim=24, rope_parameters=DEFAULT_ROPE | {"rope_theta": 10000.0}),
+    "arcee": transformers.ArceeConfig(**SIZES, mlp_bias=True, rope_parameters=YARN),
+    "exaone4, hybrid": transformers.Exaone4Config(
+        **SIZES | {"num_hidden_layers": 4}, sliding_window=8, rope_parameters=ODD_LLAMA3, layer_types=EVERY_OTHER,
+    ),
+    "exaone4": transformers.Exaone4Config(
+        **SIZES, sliding_window=None, layer_types=["full_attention"] * 2, rope_parameters=DEFAULT_ROPE, rms_norm_eps=3e-5,
+    ),
+    "cohere2": transformers.Cohere2Config(
+        **SIZES | {"num_hidden_layers": 4}, sliding_window=8, logit_scale=0.5, rope_parameters=DEFAULT_ROPE,
+        layer_norm_eps=3e-5,
+    ),
+    "ernie4_5": transformers.Ernie4_5Config(**SIZES, head_dim=24, tie_word_embeddings=False),
+    "hunyuan": transformers.HunYuanDenseV1Config(**SIZES, head_dim=24, attention_bias=True, rope_parameters=ALPHA),
+    "granitemoe": transformers.GraniteMoeConfig(
+        **SIZES, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0,
+        num_local_experts=4,
+    ),
+    "gpt_oss": transformers.GptOssConfig(
+        **SIZES, head_dim=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=80, n_positions=256, n_embd=64, n_layer=2, n_head=4, n_inner=96, bos_token_id=None, eos_token_id=None,
+        layer_norm_epsilon=3e-5,
+    ),
     "starcoder2": transformers.Starcoder2Config(
         **SIZES, tie_word_embeddings=True, sliding_window=None, norm_epsilon=3e-5,
         rope_parameters=DEFAULT_ROPE,

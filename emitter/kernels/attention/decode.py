@@ -11,7 +11,7 @@ dispatch. The token's own key and value enter from registers: the cache row that
       values [heads, head_dim], sums, references [heads] = 0                  the softmax's recurrence, stack
       the head's own workgroup, or slot 0:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                              memory
-        values, sums, references = v, 1, q . k                                the recurrence after one position
+        values, sums, references = v, 1, q . k                                the recurrence after one position, and a sink
       for tile of positions: the recurrence of `attention.workgroup`
       short context: out [heads, head_dim] = values / sums                                           memory
       long context:
@@ -23,6 +23,8 @@ A batch of sequences, one token each, is the same work once for each row of one 
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,7 +55,7 @@ def attention_decode(
 ) -> Kernel:
     """One token's attention in one dispatch, at a cost that follows its position.
 
-    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), position i32, k_cache and v_cache
+    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position i32, k_cache and v_cache
     [layers, context, kv_heads, head_dim], counters i32 [n], layer -> out [1, heads*head_dim], k_cache, v_cache, counters,
     parts. Row `position` of the caches is written; of the others those in max(0, position - window + 1) .. position - 1
     are read.
@@ -87,6 +89,7 @@ def attention_decode(
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
         **layout.operands(context),
+        **scores.operands(heads),
         "position": TensorType((batch,) if batch else (), I32),
         **kept,
         "layer": INDEX,
@@ -153,7 +156,7 @@ def attention_decode(
             q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
             # Rounded as the caches store them.
             k_cache[at, own], v_cache[at, own] = k[0], v[0]
-            out[i] = attend(q, k_cache[at], v_cache[at], [own], scores).reshape(-1)
+            out[i] = attend(q, k_cache[at], v_cache[at], [own], scores, given.get("sinks")).reshape(-1)
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 
@@ -171,6 +174,16 @@ def attention_decode(
         flops=lambda position: rows * 4 * heads * hd * seen(position),
         nbytes=lambda position: rows * (item_bytes * 2 * kv_heads * hd * seen(position) + 4 * (layout.row + heads * hd)),
     )
+
+
+def head_parts(layout: HeadLayout, isa: Isa) -> int:
+    """In how many equal parts a kv head's query heads fit the stack of a workgroup, one after another."""
+    if layout.qk_norm_row:
+        return 1
+    for parts in (n for n in range(1, layout.group) if layout.group % n == 0):
+        if Shape(replace(layout, heads=layout.heads // parts), isa, 1).stack_bytes <= STACK_BYTES:
+            return parts
+    return layout.group
 
 
 def _shape(layout: HeadLayout, isa: Isa) -> Shape:

@@ -49,26 +49,28 @@ def attention_prefill(
 ) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
-    q [T, heads*head_dim] (rotated), start i32, length i32, k_cache and v_cache [layers, context, kv_heads, head_dim],
-    layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees positions max(0, start + t - window + 1) ..
-    start + t. The elements of the caches are `cache`, f32 or f16; everything else is f32.
+    q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
+    [layers, context, kv_heads, head_dim], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees positions
+    max(0, start + t - window + 1) .. start + t. The elements of the caches are `cache`, f32 or f16; everything else is f32.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
     scalar, rows = TensorType((), I32), TensorType((T, heads * hd), F32)
-    chunk = {"q": rows, "start": scalar, "length": scalar}
+    chunk = {"q": rows, "start": scalar, "length": scalar, **scores.operands(heads)}
     caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, kv_heads, hd), cache))
     name = f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
     tiles = T * group // shape.columns
 
-    def write(b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa) -> None:
+    def write(
+        b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, sinks: Ssa | None = None
+    ) -> None:
         workgroup = b.workgroup()
         # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
         tile = b.sub(tiles - 1, b.div(workgroup, kv_heads))
         head = b.rem(workgroup, kv_heads)
         work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k_cache, v_cache, layer), scores)
         first, real = b.to_index(b.load(start)), b.to_index(b.load(length))
-        work.begin(q, out, first, real)
+        work.begin(q, out, first, real, sinks)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
         end = b.add(first, b.min(b.add(last_token, 1), real))
         low: Index = 0
@@ -85,7 +87,7 @@ def attention_prefill(
         positions = int(given["start"]) + np.arange(length)
         queries = given["q"][:length].reshape(-1, heads, hd).astype(np.float64)
         out = np.zeros((T, heads * hd), np.float32)
-        seen = attend(queries, given["k_cache"][layer], given["v_cache"][layer], positions, scores)
+        seen = attend(queries, given["k_cache"][layer], given["v_cache"][layer], positions, scores, given.get("sinks"))
         out[:length] = seen.reshape(-1, heads * hd)
         return {"out": out}
 
@@ -163,14 +165,18 @@ class _Tile:
         if shape.depth:
             self.keys = b.stack(shape.rows, shape.depth)
 
-    def begin(self, q: Ssa, out: Ssa, start: Index, real: Index) -> None:
-        """Where each column's row is, its queries transposed and scaled, the recurrence empty, the result's rows zero."""
+    def begin(self, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
+        """Where each column's row is, its queries transposed and scaled, the result's rows zero, the recurrence empty but for
+        sinks."""
         b, shape = self.b, self.shape
         last = b.sub(b.add(start, real), 1)
         with b.loop(0, shape.columns) as c:
             pair = b.add(self.column, c.index)
             token = b.div(pair, self.group)
-            offset = b.mul(b.add(b.mul(self.head, self.group), b.rem(pair, self.group)), shape.hd)
+            head = b.add(b.mul(self.head, self.group), b.rem(pair, self.group))
+            offset = b.mul(head, shape.hd)
+            if sinks is not None:
+                b.store(b.load(sinks, head), self.maxima, c.index)
             b.store(b.to_i32(token), self.tokens, c.index)
             b.store(b.to_i32(offset), self.offsets, c.index)
             b.store(b.to_i32(b.min(b.add(start, token), last)), self.limits, c.index)
@@ -185,8 +191,9 @@ class _Tile:
                     x = b.mulf(x, b.splat(self.how.scale, side))
                     b.vstore(x, self.q, b.add(d.index, i), c.index)
         for column in self.lanes:
-            b.vstore(b.splat(NEVER, shape.width), self.maxima, column)
-            b.vstore(b.splat(0.0, shape.width), self.sums, column)
+            if sinks is None:
+                b.vstore(b.splat(NEVER, shape.width), self.maxima, column)
+            b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
         """Row and offset in q and in the result of a column of this tile."""

@@ -8,23 +8,34 @@ import numpy as np
 
 from castiron.emitter.kernels.writing.body import Body, Ssa, number, width_of
 from castiron.emitter.kernels.writing.vectors import tanh
+from castiron.emitter.types import F32, TensorType
 
 NEVER = -1.0e30  # stands for no score: no real one falls below it, and differences to it are finite
 
 
 @dataclass(frozen=True)
 class Scores:
-    """(q . k) * scale, then softcap * tanh(score / softcap) (Gemma 2), of keys less than `window` positions back."""
+    """(q . k) * scale, then softcap * tanh(score / softcap) (Gemma 2), of keys less than `window` positions back.
+
+    sinks: each head has one score more, of nothing (gpt-oss): an operand `sinks` f32 [heads] of the kernels.
+    """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     @property
     def suffix(self) -> str:
         """The part of a kernel's name that these make."""
         parts = {"s": self.scale, "w": self.window, "cap": self.softcap}
-        return "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None)
+        return (
+            "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None) + "_sinks" * self.sinks
+        )
+
+    def operands(self, heads: int) -> dict[str, TensorType]:
+        """What the scores take besides queries and keys."""
+        return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
     def capped(self, b: Body, scores: Ssa) -> Ssa:
         """The scores, softly capped where they are."""
@@ -34,8 +45,17 @@ class Scores:
         return b.mulf(tanh(b, b.divf(scores, cap)), cap)
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: list[int] | np.ndarray, how: Scores) -> np.ndarray:
-    """Causal attention in float64: q [T, heads, head_dim] at `positions` over k and v [context, kv_heads, head_dim]."""
+def attend(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    positions: list[int] | np.ndarray,
+    how: Scores,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """Causal attention in float64: q [T, heads, head_dim] at `positions` over k and v [context, kv_heads, head_dim], and
+    over sinks [heads]."""
+    nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]
     out = np.zeros(q.shape)
     for t, position in enumerate(positions):
@@ -45,7 +65,9 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: list[int] | n
         scores = np.einsum("hgd,shd->hgs", queries, k[rows].astype(np.float64)) * how.scale
         if how.softcap:
             scores = how.softcap * np.tanh(scores / how.softcap)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        sink = nothing.reshape(*scores.shape[:2], 1)
+        top = np.maximum(scores.max(-1, keepdims=True), sink)
+        weights = np.exp(scores - top)
+        weights /= weights.sum(-1, keepdims=True) + np.exp(sink - top)
         out[t] = np.einsum("hgs,shd->hgd", weights, v[rows].astype(np.float64)).reshape(q.shape[1], -1)
     return out

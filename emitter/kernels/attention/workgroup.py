@@ -143,6 +143,18 @@ class Workgroup:
                 score = self.how.capped(b, lane_sums(b, d.results))
                 b.store(b.extract(score, 0), self.references, g.index)
                 b.vstore(one, self.sums, g.index, 0)
+                if self.how.sinks:
+                    self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
+
+    def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
+        """Add query head `head`'s sink to the recurrence of head `g` on the stack, which has one position, of this score."""
+        b, lanes = self.b, self.lanes
+        score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
+        top = b.maxf(score, sink)
+        self.scale_down(g, b.extract(exp(b, b.subf(score, top)), 0))
+        total = b.fma(one, exp(b, b.subf(sink, top)), b.vload(self.sums, lanes, g, 0))
+        b.vstore(total, self.sums, g, 0)
+        b.store(b.extract(top, 0), self.references, g)
 
     def _append(self, x: Ssa, cache: Ssa, *at: Index) -> Ssa:
         """Store x in a cache; gives it as whoever reads it there has it."""

@@ -1,0 +1,104 @@
+"""Tensors that a directory holds several in one, transposed or in MXFP4: what they are read as is what HF computes with."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
+from castiron.reference import hf
+from castiron.reference.tiny import tiny_model
+from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
+
+BLOCK = 32
+
+
+def quantised(shape: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random MXFP4 blocks [*shape[:-1], groups, 16] and exponents [*shape[:-1], groups]; some exponents are far off."""
+    random = np.random.default_rng(seed)
+    groups = (*shape[:-1], shape[-1] // BLOCK)
+    scales = random.integers(122, 126, groups).astype(np.uint8)
+    scales[..., 0, 0] = 90
+    return random.integers(0, 256, (*groups, BLOCK // 2)).astype(np.uint8), scales
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A gpt-oss whose experts are in MXFP4."""
+    path = tiny_model("gpt_oss", tmp_path_factory.mktemp("mxfp4"))
+    tensors = load_file(path / "model.safetensors")
+    for seed, name in enumerate(sorted(tensors)):
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            experts, inner, out = tensors.pop(name).shape
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = quantised((experts, out, inner), seed)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"], "dequantize": True}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(directory):
+    return hf.load(directory, threads=1)
+
+
+def test_experts_in_mxfp4_are_what_hf_makes_of_them(directory, oracle):
+    tensors = open_checkpoint(directory).tensors
+    experts = oracle.model.layers[1].mlp.experts
+    both, down = (getattr(experts, name)[4].T.detach().numpy() for name in ("gate_up_proj", "down_proj"))
+    for name, expected in (("gate_proj", both[::2]), ("up_proj", both[1::2]), ("down_proj", down)):
+        tensor = tensors[f"model.layers.1.mlp.experts.4.{name}.weight"]
+        assert tensor.codec == "mxfp4" and tensor.shape == expected.shape
+        np.testing.assert_array_equal(tensor.dequantise(), expected)
+
+
+@pytest.mark.parametrize("lowering", ["portable", "kernels"])
+def test_logits_of_experts_in_mxfp4_are_those_of_hf(directory, oracle, lowering):
+    checkpoint = open_checkpoint(directory)
+    tokens = prompt(checkpoint.config["vocab_size"], 30)
+    expected = hf.logits(oracle, tokens)
+    ours, agreement = Pair(oracle, checkpoint).ours(lowering), Agreement()
+    agreement.add(ours.prefill(tokens[:28], WIDTHS[1])[1], expected[27])
+    for position in (28, 29):
+        agreement.add(ours.step(tokens[position])[1], expected[position])
+    agreement.check()
+
+
+def test_blocks_without_their_exponents_are_refused(directory, tmp_path):
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.experts.down_proj_scales")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="experts.down_proj_blocks is stored as U8, which is not supported"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_first_names_of_gpt2_are_those_of_today(tmp_path):
+    """As published: no "transformer." before names, causal masks among the weights."""
+    today = open_checkpoint(tiny_model("gpt2", tmp_path / "today")).tensors
+    stored = load_file(tmp_path / "today" / "model.safetensors")
+    first = {name.removeprefix("transformer."): values for name, values in stored.items()}
+    first |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "h.0.attn.masked_bias": np.ones(1, np.float32)}
+    (tmp_path / "first").mkdir()
+    save_file(first, tmp_path / "first" / "model.safetensors")
+    (tmp_path / "first" / "config.json").write_bytes((tmp_path / "today" / "config.json").read_bytes())
+    tensors = open_checkpoint(tmp_path / "first").tensors
+    assert tensors.keys() == today.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.dequantise(), today[name].dequantise())
+    np.testing.assert_array_equal(
+        tensors["transformer.h.1.mlp.c_fc.weight"].dequantise(), stored["transformer.h.1.mlp.c_fc.weight"].T
+    )
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    directory = tiny_model("glm4_moe_lite", tmp_path)
+    before = open_checkpoint(directory).tensors.keys()
+    stored = load_file(directory / "model.safetensors")
+    stored["model.layers.47.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    save_file(stored, directory / "model.safetensors")
+    assert open_checkpoint(directory).tensors.keys() == before
