@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from castiron.emitter import ops
+from castiron.emitter import ops, state_rows
 from castiron.emitter.ir import Value, append, current_path, fail, scope
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.states import ROLES
@@ -154,13 +154,9 @@ def attention(
 def recurrent(step: Step, name: str, layer: int) -> Value:
     """The state `name` of a layer before the step's first token, [1, ...], or that of each sequence of a batch, [T, ...]."""
     state = step.states[name]
-    per = state.shape[0] // step.sequences
-    if step.kinds[name] != "recurrent" or not 0 <= layer < per:
+    if step.kinds[name] != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
         raise fail("recurrent", f"there is no recurrent state {name!r} at layer {layer}", (state,))
-    by_sequence = ops.reshape(state, (step.sequences, per, *state.shape[1:]))
-    rest = [0] * (state.type.rank - 1)
-    own = ops.slice_(by_sequence, (0, layer, *rest), (step.sequences, layer + 1, *state.shape[1:]))
-    return ops.reshape(own, (step.sequences, *state.shape[1:]))
+    return state_rows.of_layer(state, layer, step.sequences)
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
@@ -171,18 +167,8 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (step.tokens.shape[0], *state.shape[1:]):
         raise fail("carry", f"needs the state {name!r} after each token, [T, ...]", (after, state))
-    if step.mode == "batch":
-        runs = ops.compare("GE", step.start, ops.constant(0, I32, step.start.shape))
-        after = ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)
-    else:
-        after = _row(after, last_real(step))
-    zero, per = ops.constant(0, I32, ()), state.shape[0] // step.sequences
-    by_sequence = (step.sequences, per, *state.shape[1:])
-    rest = [zero] * (state.type.rank - 1)
-    slot = ops.reshape(after, (step.sequences, 1, *state.shape[1:]))
-    at = [zero, ops.constant(layer, I32, ()), *rest]
-    carried = ops.dynamic_update_slice(ops.reshape(state, by_sequence), slot, at)
-    step.states[name] = ops.reshape(carried, state.shape)
+    last = state_rows.where_run(step.start, after, before) if step.mode == "batch" else _row(after, last_real(step))
+    step.states[name] = state_rows.with_layer(state, layer, last)
 
 
 def route(logits: Value, top_k: int, normalised: bool) -> tuple[Value, Value]:

@@ -28,6 +28,7 @@ COMMON = {
 # What each family has besides, so that a tiny model uses it: windows shorter than a test's prompt, factors unlike 1.
 FAMILIES: dict[str, dict] = {
     "llama": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 40},
     "mistral": {"sliding_window": 24},
     "qwen2": {},
     "qwen3": {"head_dim": 24},
@@ -103,4 +104,4 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
 
 
-_WRITERS = ("o_proj", "down_proj", "c_proj")
+_WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "down_proj", "c_proj", "w2")

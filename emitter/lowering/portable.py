@@ -13,6 +13,7 @@ import numpy as np
 from castiron.emitter import ops
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.ir import Op, Param, Source, Value, parameter
+from castiron.emitter.lowering import portable_recurrent
 from castiron.emitter.lowering.portable_attention import attention
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
@@ -274,4 +275,5 @@ RULES: dict[str, Rule] = {
     "argmax_rows": argmax_rows,
     "route": route,
     "experts": experts,
+    **portable_recurrent.RULES,
 }

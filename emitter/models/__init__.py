@@ -23,6 +23,7 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "granite",
+    "lfm2",
     "llama",
     "mistral",
     "mixtral",
@@ -84,7 +85,8 @@ def build(
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
     states = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
-    states = stored_as(states, cache)
+    # Of a kind that no layer is of there is no state.
+    states = stored_as([state for state in states if state.shape[0]], cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
         with module.step(role, width, states, context) as step:

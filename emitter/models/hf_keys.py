@@ -37,6 +37,13 @@ DEFINED = {
         rms_norm_eps tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "lfm2": frozenset(
+        """
+        block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier block_multiple_of bos_token_id conv_L_cache
+        conv_bias eos_token_id full_attn_idxs initializer_range intermediate_size norm_eps num_key_value_heads
+        pad_token_id tie_embedding tie_word_embeddings use_cache vocab_size
+        """.split()
+    ),
     "llama": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size

@@ -64,6 +64,11 @@ SHAPES: dict[str, list[dict]] = {
             },
         },
     ],
+    "lfm2": [
+        {"conv_bias": True},
+        {**ODD_UNTIED, "full_attn_idxs": [1], "layer_types": None, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+        {"block_ffn_dim_multiplier": 1.7, "conv_L_cache": 2, "layer_types": ["conv", "conv", "full_attention"]},
+    ],
     "phi3": [
         {"sliding_window": 24},
         {**ODD_TIED, "partial_rotary_factor": 0.25},

@@ -25,7 +25,7 @@ def test_xla_gives_the_logits_of_hf(family, tmp_path):
     module = lower(models.layers(CONTEXT, (WIDTH,)), "portable")
     text = print_module(module, weights="arguments")
     params = {p.name: packed_parameter(models.checkpoint, p) for p in module.params.values()}
-    caches = [np.zeros(module.functions["decode_step"].inputs[-1].shape, np.float32)] * 2
+    caches = [np.zeros(state.shape, np.float32) for state in module.functions["decode_step"].states]
 
     def run(function: str, *inputs: np.ndarray) -> np.ndarray:
         weights = [params[name] for name in argument_params(module, module.functions[function])]
