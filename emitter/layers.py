@@ -48,25 +48,29 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
         return project(x, weight, step.vector("bias", (out_features,)) if bias else None)
 
 
-def linear_parts(step: Step, x: Value, name: str, parts: Mapping[str, int]) -> tuple[Value, ...]:
+def linear_parts(
+    step: Step, x: Value, name: str, parts: Mapping[str, int], bias: bool = False, groups: int = 1
+) -> tuple[Value, ...]:
     """The projections that one `torch.nn.Linear` called `name` fuses, apart: x [T, in] to [T, rows] for each.
 
-    parts: what each is called and how many rows it has, in the order in which the fused weight holds them.
+    parts: what each is called and how many rows it has, in the order in which the fused weight holds them; with `groups` it
+    holds them so many times over, each time an equal share of each part's rows.
     """
     path, total = current_path(), sum(parts.values())
-    fused, codec = f"{path}.{name}.weight", step.module.codecs(f"{path}.{name}.weight")
-    projected, start = [], 0
+
+    def own(part: str, kind: str, rows: int, first: int, inner: tuple[int, ...]) -> Value:
+        fused = f"{path}.{name}.{kind}"
+        taken = first // groups, (first + rows) // groups
+        whole, codec = ((fused, (total, *inner)),), step.module.codecs(fused) if inner else "f32"
+        weight = Weight(f"{path}.{part}.{kind}", (rows, *inner), codec, parts=whole, rows=taken, groups=groups)
+        return step.module.weight(weight)
+
+    projected, first = [], 0
     for part, rows in parts.items():
         with scope(part):
-            own = Weight(
-                f"{path}.{part}.weight",
-                (rows, x.shape[-1]),
-                codec,
-                parts=((fused, (total, x.shape[-1])),),
-                rows=(start, start + rows),
-            )
-            projected.append(project(x, step.module.weight(own)))
-        start += rows
+            weight = own(part, "weight", rows, first, x.shape[1:])
+            projected.append(project(x, weight, own(part, "bias", rows, first, ()) if bias else None))
+        first += rows
     return tuple(projected)
 
 

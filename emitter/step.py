@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 
 import numpy as np
 
@@ -23,8 +24,9 @@ class Weight:
     codec: how it is stored in the bundle (a key of `castiron.emitter.codecs.CODECS`).
     transform: applied to its f32 values before storing (`w + 1` of Gemma's norms); then the codec is f32.
     values: computes a table that is in no checkpoint.
-    parts, rows: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of
-    them, where it is not the one tensor of its name: a projection out of a fused one, the experts of a layer.
+    parts, rows, groups: the tensors (name, shape) whose rows are stacked, and the first and the past-the-last row it takes of
+    each of so many equal groups of them, where it is not the one tensor of its name: a projection out of a fused one, the
+    experts of a layer. A row of a vector is one number.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Weight:
     values: Callable[[], np.ndarray] | None = None
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     rows: tuple[int, int] | None = None
+    groups: int = 1
 
     @property
     def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -44,8 +47,12 @@ class Weight:
 
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Its bytes out of those of its `tensors`: uint8 [*shape[:-1], row_bytes]."""
-        rows = np.concatenate([t.reshape(-1, t.shape[-1]) for t in tensors]) if len(tensors) > 1 else tensors[0]
-        return rows[slice(*self.rows)] if self.rows else rows
+        if self.rows is None and len(tensors) == 1:
+            return tensors[0]
+        counts = (prod(shape[:-1]) if len(shape) > 1 else shape[0] for _, shape in self.tensors)
+        rows = np.concatenate([t.reshape(count, -1) for t, count in zip(tensors, counts, strict=True)])
+        own = rows.reshape(self.groups, -1, rows.shape[1])[:, slice(*(self.rows or (None,)))]
+        return own.reshape(-1) if len(self.shape) == 1 else own.reshape(-1, rows.shape[1])
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:

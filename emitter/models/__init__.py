@@ -31,6 +31,7 @@ FAMILIES = (
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_5_text",
     "qwen3_moe",
     "smollm3",
     "stablelm",

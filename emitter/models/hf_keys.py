@@ -89,6 +89,16 @@ DEFINED = {
         vocab_size
         """.split()
     ),
+    "qwen3_5_text": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id cu_seq_lens_q depth eos_token_id full_attention_interval get
+        hidden_act image_token_id in_channels initializer_range intermediate_size linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim num_heads
+        num_key_value_heads num_position_embeddings out_hidden_size pad_token_id patch_size rms_norm_eps
+        spatial_merge_size temporal_patch_size text_config tie_word_embeddings use_cache video_token_id vision_config
+        vocab_size
+        """.split()
+    ),
     "qwen3_moe": frozenset(
         """
         attention_bias attention_dropout bos_token_id decoder_sparse_step eos_token_id hidden_act initializer_range

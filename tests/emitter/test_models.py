@@ -92,6 +92,25 @@ SHAPES: dict[str, list[dict]] = {
     ],
     "starcoder2": [{}, {**ODD_UNTIED, "use_bias": False, "sliding_window": None}, {"num_key_value_heads": 4}],
     "mixtral": [{}, {**ODD_TIED, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 24}, WIDE_HEADS],
+    "qwen3_5_text": [
+        {"attention_bias": True},
+        {
+            **ODD_TIED,
+            "head_dim": 10,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "hidden_act": "gelu",
+        },
+        {
+            **WIDE_HEADS,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 1,
+            "rope_parameters": None,
+        },
+    ],
     "qwen3_moe": [
         {"norm_topk_prob": True},
         {**ODD_TIED, "head_dim": 10, "num_experts": 9, "num_experts_per_tok": 4, "attention_bias": True},
