@@ -28,13 +28,13 @@ def _linear(op: Op) -> str | None:
     return None if ok and bias in ([], [weight[:1]]) else "needs x [T, in], a weight [out, in] and at most a bias [out]"
 
 
-def _norm(weights: int, rank: int) -> Callable[[Op], str | None]:
-    """Norms over the last dimension, with up to so many weights of this rank, or of the last dimensions of x."""
+def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
+    """Norms over the last dimension, with up to so many weights of one of these ranks: of the last dimensions of x."""
 
     def rule(op: Op) -> str | None:
         x, *own = op.operands
         ok = x.type == op.results[0].type and 1 <= len(own) <= weights and op.attrs["eps"] > 0
-        ok = ok and all(w.shape == x.shape[x.type.rank - rank :] for w in own)
+        ok = ok and all(w.shape in [x.shape[x.type.rank - rank :] for rank in ranks] for w in own)
         return None if ok else "needs x, weights of its last dimension, and a positive epsilon"
 
     return rule
@@ -146,7 +146,7 @@ LAYERS: dict[str, Rule] = {
     "weight": Rule(0, 1, _weight),
     "embedding": Rule(2, 1, _embedding),
     "linear": Rule(None, 1, _linear),
-    "rms_norm": Rule(2, 1, _norm(1, 1)),
+    "rms_norm": Rule(2, 1, _norm(1, 1, 2)),
     "layer_norm": Rule(None, 1, _norm(2, 1)),
     "head_norms": Rule(2, 1, _norm(1, 2)),
     "rope": Rule(4, 1, _rope),

@@ -74,9 +74,17 @@ def linear_parts(
     return tuple(projected)
 
 
-def rms_norm(step: Step, x: Value, name: str, eps: float, transform=None) -> Value:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32."""
+def rms_norm(step: Step, x: Value, name: str, eps: float, transform=None, groups: int = 1) -> Value:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32.
+
+    With `groups`, x is [T, features] and each of so many equal parts of a row is divided by its own mean.
+    """
     with scope(name):
+        if groups > 1:
+            shape, whole = (groups, x.shape[1] // groups), ((f"{current_path()}.weight", x.shape[1:]),)
+            weight = step.module.weight(Weight(f"{current_path()}.groups", shape, transform=transform, parts=whole))
+            parts = ops.reshape(x, (x.shape[0], *shape))
+            return ops.reshape(append("rms_norm", (parts, weight), (parts.type,), {"eps": eps})[0], x.shape)
         weight = step.vector("weight", x.shape[-1:], transform)
         return append("rms_norm", (x, weight), (x.type,), {"eps": eps})[0]
 

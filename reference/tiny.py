@@ -69,6 +69,17 @@ FAMILIES: dict[str, dict] = {
         "residual_multiplier": 0.7,
         "attention_multiplier": 0.2,
     },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 80,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 12,
+    },
     "stablelm": {"partial_rotary_factor": 0.25},
     "starcoder2": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
@@ -122,4 +133,4 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
 
 
-_WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "down_proj", "c_proj", "w2")
+_WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "down_proj", "c_proj", "w2", "output_linear")

@@ -23,6 +23,7 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "granite",
+    "granitemoehybrid",
     "lfm2",
     "llama",
     "mistral",

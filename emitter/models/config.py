@@ -114,7 +114,7 @@ class ConfigReader:
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
         """What `layer_types` says each layer is, one of `known`; `default` where it is absent."""
-        types = self.take("layer_types", default, (list, tuple))
+        types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
             raise EmitError(
                 f"'layer_types' in the {self.model_type} config must say {' or '.join(map(repr, known))} for each of its "
@@ -207,6 +207,8 @@ class ConfigReader:
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# What `layer_types` were called before transformers 5.
+_OLD_TYPES = {"mamba": "linear_attention", "attention": _FULL}
 
 # HF's names of activations: `castiron.emitter.layers.ACTIVATIONS`.
 ACTIVATION_NAMES = {

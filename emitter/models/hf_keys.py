@@ -37,6 +37,16 @@ DEFINED = {
         rms_norm_eps tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "granitemoehybrid": frozenset(
+        """
+        attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier eos_token_id hidden_act
+        initializer_range intermediate_size layers_block_type logits_scaling mamba_chunk_size mamba_conv_bias
+        mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias
+        num_experts_per_tok num_key_value_heads num_local_experts output_router_logits pad_token_id
+        position_embedding_type residual_multiplier rms_norm_eps router_aux_loss_coef shared_intermediate_size
+        tie_word_embeddings time_step_limit use_cache vocab_size
+        """.split()
+    ),
     "lfm2": frozenset(
         """
         block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier block_multiple_of bos_token_id conv_L_cache

@@ -85,6 +85,11 @@ SHAPES: dict[str, list[dict]] = {
         {"no_rope_layers": None, "no_rope_layer_interval": 2, "num_hidden_layers": 4, "sliding_window": 24},
     ],
     "granite": [{}, {**ODD_TIED, **BIASED, "embedding_multiplier": 12.0}, {"logits_scaling": 0.25}],
+    "granitemoehybrid": [
+        {"mamba_proj_bias": True, "attention_bias": True, "position_embedding_type": "rope"},
+        {**ODD_TIED, "mamba_n_heads": 4, "mamba_d_conv": 2, "mamba_conv_bias": False},
+        {"mamba_n_groups": 4, "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    ],
     "stablelm": [
         {"use_qkv_bias": True},
         {**ODD_TIED, "partial_rotary_factor": 0.5, "use_parallel_residual": True},
