@@ -22,14 +22,16 @@ Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0",
 GGUF_SHAPES: dict[str, dict] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": None},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
     "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.75},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "starcoder2": {"sliding_window": None},
     "qwen3_moe": {"moe_intermediate_size": 96, "norm_topk_prob": True},
 }
-# llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window.
-WITHOUT_GGUF = {"mistral"}
+# llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window. Transformers reads
+# no GGUF files of the others.
+WITHOUT_GGUF = {"mistral", "granitemoehybrid", "qwen3_5_text"}
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():

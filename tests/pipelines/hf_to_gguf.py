@@ -18,7 +18,7 @@ from tests.pipelines.tiny_gguf import write_gguf
 GGUF_NAMES = {
     "llama": "llama", "mixtral": "llama", "smollm3": "smollm3", "granite": "granite", "qwen2": "qwen2",
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
-    "olmo2": "olmo2", "stablelm": "stablelm", "starcoder2": "starcoder2",
+    "olmo2": "olmo2", "stablelm": "stablelm", "starcoder2": "starcoder2", "lfm2": "lfm2",
 }  # fmt: skip
 _PERMUTED = {"llama", "mixtral", "smollm3", "granite"}
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
@@ -66,6 +66,8 @@ def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
             values = _permute(values, config.num_key_value_heads)
         if kind in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
+        if name.endswith(".conv.conv.weight"):
+            values = values.squeeze(1)
         tensors[mapped] = values
     return tensors
 
@@ -86,7 +88,7 @@ def metadata_of(config) -> dict:
         "rope.freq_base": float(rope["rope_theta"]),
     }
     for key, name in {
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "attention.layer_norm_rms_epsilon": "norm_eps" if config.model_type == "lfm2" else "rms_norm_eps",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
         "attention.scale": "attention_multiplier",
@@ -114,6 +116,10 @@ def metadata_of(config) -> dict:
         keys["expert_used_count"] = config.num_experts_per_tok
     if kind == "qwen3_moe":
         keys["expert_feed_forward_length"] = config.moe_intermediate_size
+    if kind == "lfm2":
+        keys["shortconv.l_cache"] = config.conv_L_cache
+        attends = [type_ == "full_attention" for type_ in config.layer_types]
+        keys["attention.head_count_kv"] = [config.num_key_value_heads * attending for attending in attends]
     keys |= _rope_scaling(rope, config)
     return {f"{GGUF_NAMES[kind]}.{key}": value for key, value in keys.items()}
 
