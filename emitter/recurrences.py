@@ -27,9 +27,7 @@ def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool, state: 
         return _recur(step, "causal_conv", (x, *weights), layer, state, x)
 
 
-def gated_delta(
-    step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, b: Value, state: str = "delta"
-) -> Value:
+def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, b: Value, state: str = "delta") -> Value:
     """The gated delta rule (arXiv:2412.06464), HF's `torch_chunk_gated_delta_rule`: [T, v_heads, v_dim].
 
         S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) k_t S_(t-1))),  out_t = q_t S_t / sqrt(k_dim)
@@ -43,9 +41,7 @@ def gated_delta(
     return _recur(step, "gated_delta", (q, k, v, a, b, *rates), layer, state, v)
 
 
-def selective_scan(
-    step: Step, layer: int, x: Value, dt: Value, b: Value, c: Value, state: str = "scan"
-) -> Value:
+def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Value, state: str = "scan") -> Value:
     """The scan of Mamba 2 (arXiv:2405.21060), HF's `mamba2_chunk_scan`: [T, heads, head_dim].
 
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t

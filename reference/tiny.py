@@ -25,24 +25,31 @@ COMMON = {
     "pad_token_id": 0,
 }
 
+_DELTA = {
+    "head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_SHARED = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+
 # What each family has besides, so that a tiny model uses it: windows shorter than a test's prompt, factors unlike 1.
 FAMILIES: dict[str, dict] = {
     "llama": {},
-    "qwen3_5_text": {
-        "head_dim": 24,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 12,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 2, 2],
-            "mrope_interleaved": True,
-        },
-    },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "qwen3_next": {**_DELTA, **_SHARED},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 40},
     "mistral": {"sliding_window": 24},
     "qwen2": {},

@@ -101,7 +101,9 @@ def head_dim(c: ConfigReader, features: int, heads: int) -> int:
     stated = c.take("mamba_d_head", "auto", (int, str))
     size = features // heads if stated == "auto" else stated
     if size * heads != features:
-        raise EmitError(f"the {c.model_type} config has {heads} Mamba heads of {stated} where its layers have {features} features")
+        raise EmitError(
+            f"the {c.model_type} config has {heads} Mamba heads of {stated} where its layers have {features} features"
+        )
     return size
 
 

@@ -99,6 +99,17 @@ DEFINED = {
         vocab_size
         """.split()
     ),
+    "qwen3_5_moe_text": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id cu_seq_lens_q depth eos_token_id full_attention_interval get
+        hidden_act image_token_id in_channels initializer_range intermediate_size linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size
+        num_experts num_experts_per_tok num_heads num_key_value_heads num_position_embeddings out_hidden_size
+        output_router_logits pad_token_id patch_size rms_norm_eps router_aux_loss_coef shared_expert_intermediate_size
+        spatial_merge_size temporal_patch_size text_config tie_word_embeddings use_cache video_token_id vision_config
+        vocab_size
+        """.split()
+    ),
     "qwen3_5_text": frozenset(
         """
         attention_bias attention_dropout bos_token_id cu_seq_lens_q depth eos_token_id full_attention_interval get
@@ -115,6 +126,16 @@ DEFINED = {
         intermediate_size mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
         num_key_value_heads output_router_logits pad_token_id rms_norm_eps router_aux_loss_coef tie_word_embeddings
         use_cache use_sliding_window vocab_size
+        """.split()
+    ),
+    "qwen3_next": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id cu_seq_lens_q decoder_sparse_step eos_token_id
+        full_attention_interval hidden_act initializer_range intermediate_size linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mlp_only_layers
+        moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_key_value_heads output_router_logits
+        pad_token_id rms_norm_eps router_aux_loss_coef shared_expert_intermediate_size tie_word_embeddings use_cache
+        vocab_size
         """.split()
     ),
     "smollm3": frozenset(

@@ -17,7 +17,7 @@ class TextPart:
 
 _QWEN = TextPart("model.language_model.", ("model.visual.", "mtp."))
 # By the text part's model type; transformers saves one that stands alone under the whole's names too.
-TEXT_PARTS: dict[str, TextPart] = {"qwen3_5_text": _QWEN}
+TEXT_PARTS: dict[str, TextPart] = {"qwen3_5_text": _QWEN, "qwen3_5_moe_text": _QWEN}
 
 
 def text_config(config: dict) -> dict:

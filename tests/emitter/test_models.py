@@ -116,6 +116,16 @@ SHAPES: dict[str, list[dict]] = {
             "rope_parameters": None,
         },
     ],
+    "qwen3_5_moe_text": [
+        {},
+        {**ODD_TIED, "head_dim": 10, "linear_num_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 3},
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "shared_expert_intermediate_size": 7},
+    ],
+    "qwen3_next": [
+        {"mlp_only_layers": [1]},
+        {**ODD_TIED, "head_dim": 10, "linear_num_value_heads": 2, "norm_topk_prob": False, "decoder_sparse_step": 2},
+        {"linear_num_key_heads": 1, "attention_bias": True, "num_experts_per_tok": 1},
+    ],
     "qwen3_moe": [
         {"norm_topk_prob": True},
         {**ODD_TIED, "head_dim": 10, "num_experts": 9, "num_experts_per_tok": 4, "attention_bias": True},
