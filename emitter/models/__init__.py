@@ -20,6 +20,7 @@ from castiron.emitter.types import EmitError
 
 # HF model types; each is the name of its file.
 FAMILIES = (
+    "falcon_h1",
     "gemma2",
     "gemma3_text",
     "granite",

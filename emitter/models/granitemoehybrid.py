@@ -4,7 +4,6 @@ attention without rotary embedding, and a shared expert beside the routed ones."
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
@@ -22,11 +21,11 @@ from castiron.emitter.layers import (
 )
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import HybridConfig, decoder
-from castiron.emitter.ops import add, constant, divide, multiply, reshape, slice_
-from castiron.emitter.recurrences import causal_conv, selective_scan
+from castiron.emitter.models.mamba2 import Mamba, scan
+from castiron.emitter.ops import add, constant, divide, multiply
 from castiron.emitter.states import State, kv_cache
 from castiron.emitter.step import Step
-from castiron.emitter.types import F32, EmitError
+from castiron.emitter.types import F32
 
 MAMBA, FULL = "linear_attention", "full_attention"
 
@@ -44,13 +43,7 @@ class Config(HybridConfig):
     experts: int
     experts_per_token: int
     shared_intermediate: int
-    mamba_heads: int
-    mamba_head_dim: int
-    mamba_groups: int
-    mamba_state: int
-    conv_positions: int
-    conv_bias: bool
-    proj_bias: bool
+    mamba: Mamba
 
     @classmethod
     def read(cls, config: dict) -> Config:
@@ -58,12 +51,6 @@ class Config(HybridConfig):
         c = ConfigReader(config)
         layers = c.take("num_hidden_layers")
         kinds = c.take("layers_block_type", [MAMBA] * layers, list)
-        # HF's chunks would clamp the steps of time, its single tokens would not.
-        c.require("time_step_limit", [0.0, inf], (0.0, inf), [0.0, {"__float__": "Infinity"}])
-        # Changes no result but by rounding.
-        c.unused("mamba_chunk_size")
-        heads = c.take("mamba_n_heads", 128)
-        features = c.take("mamba_expand", 2) * c.take("hidden_size")
         read = cls(
             **c.decoder(max_positions=2048, kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads"))),
             layer_types=c.layer_types(layers, (MAMBA, FULL), kinds),
@@ -76,42 +63,14 @@ class Config(HybridConfig):
             experts=c.take("num_local_experts", 8, least=0),
             experts_per_token=c.take("num_experts_per_tok", 2),
             shared_intermediate=c.take("shared_intermediate_size", 1024),
-            mamba_heads=heads,
-            mamba_head_dim=head_dim(c, features, heads),
-            mamba_groups=c.take("mamba_n_groups", 1),
-            mamba_state=c.take("mamba_d_state", 256),
-            conv_positions=c.take("mamba_d_conv", 4, least=2),
-            conv_bias=c.flag("mamba_conv_bias", True),
-            proj_bias=c.flag("mamba_proj_bias", False),
+            mamba=Mamba.read(c),
         )
         c.finish()
         return read
 
-    @property
-    def mamba_features(self) -> int:
-        return self.mamba_heads * self.mamba_head_dim
-
-    @property
-    def conv_features(self) -> int:
-        """x, B and C, which are convolved together."""
-        return self.mamba_features + 2 * self.mamba_groups * self.mamba_state
-
-
-def head_dim(c: ConfigReader, features: int, heads: int) -> int:
-    stated = c.take("mamba_d_head", "auto", (int, str))
-    size = features // heads if stated == "auto" else stated
-    if size * heads != features:
-        raise EmitError(
-            f"the {c.model_type} config has {heads} Mamba heads of {stated} where its layers have {features} features"
-        )
-    return size
-
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    layers = c.count(MAMBA)
-    conv = State("conv", (layers, c.conv_positions - 1, c.conv_features), kind="recurrent")
-    scan = State("scan", (layers, c.mamba_heads, c.mamba_head_dim, c.mamba_state), kind="recurrent")
-    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), conv, scan)
+    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), *c.mamba.states(c.count(MAMBA)))
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value] | None) -> Value:
@@ -125,18 +84,11 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
-    place, tokens, features = c.place(layer), x.shape[0], c.mamba_features
-    sizes = {"gate": features, "conv_in": c.conv_features, "dt": c.mamba_heads}
-    gate, rows, dt = linear_parts(step, x, "in_proj", sizes, c.proj_bias)
-    rows = activation(causal_conv(step, place, rows, "conv1d", c.conv_bias), c.hidden_act)
-    x = split_heads(slice_(rows, (0, 0), (tokens, features)), c.mamba_heads)
-    b, c_ = (
-        split_heads(slice_(rows, (0, first), (tokens, first + c.mamba_groups * c.mamba_state)), c.mamba_groups)
-        for first in (features, features + c.mamba_groups * c.mamba_state)
-    )
-    out = reshape(selective_scan(step, place, x, dt, b, c_), (tokens, features))
-    out = rms_norm(step, multiply(out, activation(gate, "silu")), "norm", c.eps, groups=c.mamba_groups)
-    return linear(step, out, "out_proj", c.hidden, c.proj_bias)
+    m = c.mamba
+    sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
+    gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
+    out = multiply(scan(step, m, c.place(layer), rows, dt, c.hidden_act), activation(gate, "silu"))
+    return linear(step, rms_norm(step, out, "norm", c.eps, groups=m.groups), "out_proj", c.hidden, m.proj_bias)
 
 
 def block_sparse_moe(step: Step, c: Config, x: Value) -> Value:

@@ -14,6 +14,16 @@ SHARED = frozenset(
 
 # Of each model type, what its config class defines and its model reads besides.
 DEFINED = {
+    "falcon_h1": frozenset(
+        """
+        attention_bias attention_dropout attention_in_multiplier attention_out_multiplier bos_token_id
+        embedding_multiplier eos_token_id hidden_act initializer_range intermediate_size key_multiplier
+        lm_head_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state
+        mamba_expand mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mlp_bias
+        mlp_multipliers num_key_value_heads num_logits_to_keep pad_token_id projectors_bias rms_norm_eps
+        ssm_in_multiplier ssm_multipliers ssm_out_multiplier tie_word_embeddings time_step_limit use_cache vocab_size
+        """.split()
+    ),
     "gemma2": frozenset(
         """
         attention_bias attention_dropout attn_logit_softcapping bos_token_id eos_token_id final_logit_softcapping

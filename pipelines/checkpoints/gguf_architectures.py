@@ -202,7 +202,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             "shortconv.out_proj": "conv.out_proj",
         },
         # the number of key-value heads of each layer, none of those that convolve, is read by a rule
-        ints={**{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"}, "shortconv.l_cache": "conv_L_cache"},
+        ints={
+            **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
+            "shortconv.l_cache": "conv_L_cache",
+        },
         floats={**_ROPE, "attention.layer_norm_rms_epsilon": "norm_eps"},
         constants={"conv_bias": False, "block_auto_adjust_ff_dim": False},
         filters=("shortconv.conv",),

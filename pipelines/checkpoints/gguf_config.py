@@ -211,7 +211,9 @@ def _lfm2_layers(config: dict, metadata: Metadata) -> None:
     heads = [stated] * layers if isinstance(stated, int) else np.asarray(stated).tolist()
     own = {count for count in heads if count} if isinstance(heads, list) and len(heads) == layers else set()
     if len(own) != 1 or not all(isinstance(count, int) and config["num_attention_heads"] % count == 0 for count in own):
-        raise metadata.fail(f"{metadata.prefix}attention.head_count_kv is {_short(stated)}, not a number of heads for each layer")
+        raise metadata.fail(
+            f"{metadata.prefix}attention.head_count_kv is {_short(stated)}, not a number of heads for each layer"
+        )
     config["num_key_value_heads"] = own.pop()
     config["layer_types"] = ["full_attention" if count else "conv" for count in heads]
 

@@ -85,6 +85,11 @@ SHAPES: dict[str, list[dict]] = {
         {"no_rope_layers": None, "no_rope_layer_interval": 2, "num_hidden_layers": 4, "sliding_window": 24},
     ],
     "granite": [{}, {**ODD_TIED, **BIASED, "embedding_multiplier": 12.0}, {"logits_scaling": 0.25}],
+    "falcon_h1": [
+        {"mamba_proj_bias": True, "projectors_bias": True, **BIASED},
+        {**ODD_TIED, "mamba_rms_norm": False, "mamba_d_conv": 2, "mamba_conv_bias": False},
+        {"mamba_norm_before_gate": False, "mamba_n_groups": 2, "mamba_d_ssm": None, "mamba_n_heads": 8},
+    ],
     "granitemoehybrid": [
         {"mamba_proj_bias": True, "attention_bias": True, "position_embedding_type": "rope"},
         {**ODD_TIED, "mamba_n_heads": 4, "mamba_d_conv": 2, "mamba_conv_bias": False},

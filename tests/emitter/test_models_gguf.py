@@ -31,7 +31,7 @@ GGUF_SHAPES: dict[str, dict] = {
 }
 # llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window. Transformers reads
 # no GGUF files of the others.
-WITHOUT_GGUF = {"mistral", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+WITHOUT_GGUF = {"mistral", "falcon_h1", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():

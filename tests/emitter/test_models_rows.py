@@ -84,8 +84,8 @@ def test_the_head_is_no_part_of_what_gives_hidden_states():
 
 def test_hidden_states_are_those_of_hf_in_chunks_that_need_not_be_full(rows):
     oracle, tokens, run, fresh = rows
-    # What the head reads: LFM2 calls it otherwise.
-    last = "model.norm" if hasattr(oracle.model, "norm") else "model.embedding_norm"
+    # What the head reads, as most families call it, LFM2 and Falcon-H1.
+    last = next(f"model.{name}" for name in ("norm", "embedding_norm", "final_layernorm") if hasattr(oracle.model, name))
     expected = hf.activations(oracle, tokens, [last])[last]
     caches, found = fresh, []
     for start, count in ((0, 16), (16, 9), (25, 7)):
