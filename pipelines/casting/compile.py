@@ -174,7 +174,7 @@ def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
-    array = np.ascontiguousarray(types.from_f32(tensor.dequantise(), types.dtype(codec)))
+    array = np.ascontiguousarray(types.from_f32(tensor.dequantise(), types.DTYPES[codec]))
     return array.view(np.uint8).reshape(*tensor.shape[:-1], row_bytes(codec, tensor.shape[-1]))
 
 

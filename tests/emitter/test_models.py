@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from castiron.emitter.models import FAMILIES, build
 from castiron.emitter.types import EmitError
@@ -206,6 +207,14 @@ def test_the_last_position_of_a_context_is_usable(case):
     _, logits = case.ours.prefill(tokens, WIDTHS[1])
     agreement = Agreement()
     agreement.add(logits, hf.logits(case.oracle, tokens)[-1])
+    agreement.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_two_bytes_are_widened_where_vectors_are_f32(dtype, tmp_path):
+    models = pair("qwen3_5_text", tmp_path, dtype=dtype)
+    tokens, agreement = prompt(211, 9), Agreement()
+    agreement.add(models.ours("kernels").prefill(tokens, WIDTHS[1])[1], hf.logits(models.oracle, tokens)[-1])
     agreement.check()
 
 
