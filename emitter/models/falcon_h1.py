@@ -1,5 +1,5 @@
-"""Falcon-H1 (arXiv:2507.22448) as in HF `FalconH1ForCausalLM`: attention and Mamba 2 side by side in each layer, with multipliers
-(muP, arXiv:2203.03466) on most of its values."""
+"""Falcon-H1 (arXiv:2507.22448) as in HF `FalconH1ForCausalLM`: attention and Mamba 2 side by side in each layer, with
+multipliers (muP, arXiv:2203.03466) on most of its values."""
 
 from __future__ import annotations
 

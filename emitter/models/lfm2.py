@@ -1,4 +1,4 @@
-"""LFM2 as in HF `Lfm2ForCausalLM`: most layers are short convolutions between two gates, the others attend (arXiv:2511.23404)."""
+"""LFM2 (arXiv:2511.23404) as in HF `Lfm2ForCausalLM`: most layers are short convolutions between gates, the others attend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families of Mamba 2 (arXiv:2405.21060) share: the sizes of its layers, their states, and what stands between the projections."""
+"""What families of Mamba 2 (arXiv:2405.21060) share: the sizes of its layers, their states, and what is between projections."""
 
 from __future__ import annotations
 

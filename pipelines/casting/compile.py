@@ -85,13 +85,13 @@ class Options:
 
     def __post_init__(self) -> None:
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": CACHES, "lowering": LOWERINGS}
-        for field, allowed in known.items():
-            if getattr(self, field) not in allowed:
-                raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
-        for field, most in (("batch", 64), ("speculate", 64), ("embed", 512)):
-            sizes = getattr(self, field)
+        for name, allowed in known.items():
+            if getattr(self, name) not in allowed:
+                raise EmitError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name, most in (("batch", 64), ("speculate", 64), ("embed", 512)):
+            sizes = getattr(self, name)
             if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > most:
-                raise EmitError(f"{field} takes distinct sizes from 2 to {most}, not {', '.join(map(str, sizes))}")
+                raise EmitError(f"{name} takes distinct sizes from 2 to {most}, not {', '.join(map(str, sizes))}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:

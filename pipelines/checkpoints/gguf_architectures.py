@@ -64,7 +64,8 @@ class Architecture:
     which HF keeps apart ("{}" takes the index). ints, floats: metadata key without its prefix -> config key.
     constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
     permuted: leaf -> config key of its number of heads, where the converter reordered rows for the interleaved
-    rotary form. filters: leaves of convolutions, [features, n] here and [features, 1, n] in HF. norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
+    rotary form. filters: leaves of convolutions, [features, n] here and [features, 1, n] in HF. norms_plus_one: norms are
+    stored as w + 1. rules: names of functions in gguf_config.RULES.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""The text part of a model that also sees: its config and its tensors, under the names that a model of text alone has for them."""
+"""The text part of a model that also sees: its config and its tensors, under the names that a model of text has for them."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -19,7 +19,8 @@ examples:
 
 --json prints one object: for a bundle its manifest; for a checkpoint path, format, config, ignored_keys (what trainers leave
 in a config and no model reads), left_out (how many tensors are no part of a text's model, by what their names begin with),
-refused (why compile would not take the config, or null), parameters, tensors, tokenizer, chat_template, bos_token_id, eos_token_ids.
+refused (why compile would not take the config, or null), parameters, tensors, tokenizer, chat_template, bos_token_id,
+eos_token_ids.
 """
 # Of config.json, what tells one model from another.
 SHOWN_CONFIG = (

@@ -219,5 +219,5 @@ def test_weights_of_two_bytes_are_widened_where_vectors_are_f32(dtype, tmp_path)
 
 
 def test_a_type_without_a_family_is_refused_with_those_there_are():
-    with pytest.raises(EmitError, match="'bloom' is not supported; supported are gemma2, .*llama, .*starcoder2"):
+    with pytest.raises(EmitError, match="'bloom' is not supported; supported are falcon_h1, .*llama, .*starcoder2"):
         build({"model_type": "bloom"}, lambda name: "f32", 8, ())

@@ -30,6 +30,7 @@ VOCAB = len(served.SPECIAL) + len(served.LETTERS)
 HYBRIDS: dict[str, dict] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4},
 }
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 _LIMITS = {"max_position_embeddings": 126, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
