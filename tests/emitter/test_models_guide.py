@@ -31,10 +31,10 @@ DIFF_OUTPUT = re.search(r"<!-- diff -->\n```\n(.*?)```", GUIDE, re.DOTALL)[1]
 GPT_NEOX = """
 from dataclasses import dataclass
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, linear_parts, rope, rotary_tables, split_heads, wanted_rows
+from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, rope, rotary_tables, split_heads, wanted_rows
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig
-from castiron.emitter.ops import add
+from castiron.emitter.ops import add, slice_
 from castiron.emitter.step import Step
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ from castiron.emitter import ops
 from castiron.emitter.ir import current_function
 from castiron.emitter.lowering import lower
 from castiron.emitter.recurrences import causal_conv, gated_delta, selective_scan
+from castiron.emitter.states import KINDS as KINDS_OF_STATES
 from castiron.emitter.states import State
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import F32, EmitError
 from castiron.reference import interpreter
 
+ROOT = Path(__file__).parent.parent.parent
 Arrays = Mapping[str, np.ndarray]
 # Sums in f32, as a share of the largest number: measured up to 9e-7.
 TOLERANCE = 2e-6
@@ -161,3 +165,12 @@ def test_operands_that_do_not_fit_are_refused():
         of_one_layer = State("scan", (1, HEADS, WIDE, DEEP), kind="recurrent")
         with ModelModule("alone", lambda name: "f32").step("verify", 8, (of_one_layer,), 16) as step:
             selective_scan(step, 1, *(ops.constant(x, F32) for x in drawn("selective_scan", 8, "slow")[0]))
+
+
+def test_the_page_on_states_quotes_the_families_and_names_what_there_is():
+    page = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
+    for path, code in re.findall(r"```python\n# (.*?)\n(.*?)```", page, re.DOTALL):
+        assert code in (ROOT / path).read_text(encoding="utf-8"), path
+    for path in re.findall(r"`((?:emitter|tests|vmfb)/[\w./]+\.py)`", page):
+        assert (ROOT / path).is_file(), path
+    assert all(f"`{name}`" in page for name in OPERATIONS) and all(f"| {kind} |" in page for kind in KINDS_OF_STATES)
