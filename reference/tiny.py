@@ -47,10 +47,6 @@ _SHARED = {
 # What each family has besides, so that a tiny model uses it: windows shorter than a test's prompt, factors unlike 1.
 FAMILIES: dict[str, dict] = {
     "llama": {},
-    "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
-    "qwen3_next": {**_DELTA, **_SHARED},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 40},
     "mistral": {"sliding_window": 24},
     "qwen2": {},
     "qwen3": {"head_dim": 24},
@@ -106,6 +102,10 @@ FAMILIES: dict[str, dict] = {
     "starcoder2": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "qwen3_next": {**_DELTA, **_SHARED},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 40},
 }
 
 

@@ -172,7 +172,7 @@ def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, 
 
 
 def _inverse(lower: Value) -> Value:
-    """Of I + `lower`, strictly lower triangular [heads, C, C].
+    """Of I + what of `lower` [heads, C, C] stands below the diagonal.
 
     Of diagonal blocks of one element, then of two, and so on: [[A, 0], [B, D]] has A', D' and -D' B A'. Powers of `lower`,
     which would be fewer products, grow beyond what f32 holds where keys are alike.
@@ -230,8 +230,7 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
     state. HF solves it for v and for k, and takes what the state holds away afterwards.
     """
     decays, written = _decays(log), _times(k, beta)
-    strictly = _constant(np.tri(k.shape[1], k=-1), decays.between.shape)
-    system = ops.multiply(ops.multiply(_dot(written, k, 2, 2), decays.between), strictly)
+    system = ops.multiply(_dot(written, k, 2, 2), decays.between)
     held = _dot(_times(written, decays.since_start), state, 2, 1)
     new = _dot(_inverse(system), ops.subtract(_times(v, beta), held), 2, 1)
     inside = _dot(ops.multiply(_dot(q, k, 2, 2), decays.between), new, 2, 1)
