@@ -32,13 +32,13 @@ def _linear(op: Op) -> str | None:
     return None if ok and bias in ([], [weight[:1]]) else "needs x [T, in], a weight [out, in] and at most a bias [out]"
 
 
-def _norm(weights: int, rank: int) -> Callable[[Op], str | None]:
-    """Norms over the last dimension, with up to so many weights of this rank, or of the last dimensions of x."""
+def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
+    """Norms over the last dimension, with up to so many weights of one of these ranks: of the last dimensions of x."""
 
     def rule(op: Op) -> str | None:
         x, *own = op.operands
         ok = x.type == op.results[0].type and 1 <= len(own) <= weights and op.attrs["eps"] > 0
-        ok = ok and all(w.shape == x.shape[x.type.rank - rank :] for w in own)
+        ok = ok and all(w.shape in [x.shape[x.type.rank - rank :] for rank in ranks] for w in own)
         return None if ok else "needs x, weights of its last dimension, and a positive epsilon"
 
     return rule
@@ -103,6 +103,46 @@ def _experts(op: Op) -> str | None:
     return None if ok else "needs x [T, hidden], the experts of each token, and their stacked weights"
 
 
+def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
+    """What recurrences share: `fits` gets the shapes of its own operands and that of the state of a layer."""
+
+    def rule(op: Op) -> str | None:
+        mode, (y, after) = op.attrs["mode"], op.results
+        numbers = 1 + (mode == "prefill")
+        *own, state = op.operands[:-numbers]
+        places, tokens = op.operands[-numbers:], own[0].shape[0]
+        start = (tokens,) if mode == "batch" else ()
+        if [(v.dtype, v.shape) for v in places] != [(I32, start), (I32, ())][:numbers]:
+            return "positions are not those of its mode"
+        if after.type != state.type or not 0 <= op.attrs["layer"] < state.shape[0] // (tokens if mode == "batch" else 1):
+            return "no such layer, or another state after than before"
+        if any(v.dtype is not F32 for v in (*own, state, y)) or mode == "decode" and tokens != 1:
+            return "needs f32, and one token in decode"
+        return None if fits([*(v.shape for v in own), y.shape], state.shape[1:]) else "operands do not fit the state"
+
+    return rule
+
+
+def _causal_conv(shapes: list[tuple[int, ...]], state: tuple[int, ...]) -> bool:
+    x, weight, *bias, y = shapes
+    rows, features = state
+    return x == y == (x[0], features) and weight == (features, 1, rows + 1) and bias in ([], [(features,)])
+
+
+def _gated_delta(shapes: list[tuple[int, ...]], state: tuple[int, ...]) -> bool:
+    q, k, v, a, b, rate, bias, y = shapes
+    heads, k_dim, v_dim = state
+    ok = q == k == (v[0], q[1], k_dim) and heads % q[1] == 0 and v == y == (v[0], heads, v_dim)
+    return ok and a == b == (v[0], heads) and rate == bias == (heads,)
+
+
+def _selective_scan(shapes: list[tuple[int, ...]], state: tuple[int, ...]) -> bool:
+    x, dt, b, c, rate, bias, skip, y = shapes
+    heads, head_dim, n = state
+    ok = b == c == (x[0], b[1], n) and heads % b[1] == 0 and x == y == (x[0], heads, head_dim)
+    return ok and dt == (x[0], heads) and rate == bias == skip == (heads,)
+
+
 def _argmax_rows(op: Op) -> str | None:
     logits = op.operands[0].type
     ok = logits.dtype is F32 and logits.rank in (1, 2) and op.results[0].type == TensorType(logits.shape[:-1], I32)
@@ -115,7 +155,7 @@ LAYERS: dict[str, Rule] = {
     "values": Rule(1, 1, _values),
     "embedding": Rule(2, 1, _embedding),
     "linear": Rule(None, 1, _linear),
-    "rms_norm": Rule(2, 1, _norm(1, 1)),
+    "rms_norm": Rule(2, 1, _norm(1, 1, 2)),
     "layer_norm": Rule(None, 1, _norm(2, 1)),
     "head_norms": Rule(2, 1, _norm(1, 2)),
     "rope": Rule(4, 1, _rope),
@@ -123,5 +163,8 @@ LAYERS: dict[str, Rule] = {
     "activation": Rule(1, 1, _activation),
     "route": Rule(None, 2, _route),
     "experts": Rule(None, 1, _experts),
+    "causal_conv": Rule(None, 2, _recurrence(_causal_conv)),
+    "gated_delta": Rule(None, 2, _recurrence(_gated_delta)),
+    "selective_scan": Rule(None, 2, _recurrence(_selective_scan)),
     "argmax_rows": Rule(1, 1, _argmax_rows),
 }

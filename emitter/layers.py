@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter import ops
+from castiron.emitter import ops, state_rows
 from castiron.emitter.ir import Value, append, current_path, fail, scope
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.states import ROLES
@@ -98,12 +98,20 @@ def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
     return append("values", (weight,), (weight.type,))[0]
 
 
-def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None) -> Value:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32; with no name, without weight."""
+def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None, groups: int = 1) -> Value:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), in f32; with no name, without weight.
+
+    With `groups`, x is [T, features] and each of so many equal parts of a row is divided by its own mean.
+    """
     if name is None:
         ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))
         return append("rms_norm", (x, ones), (x.type,), {"eps": eps})[0]
     with scope(name):
+        if groups > 1:
+            shape, whole = (groups, x.shape[1] // groups), ((f"{current_path()}.weight", x.shape[1:]),)
+            weight = step.module.weight(Weight(f"{current_path()}.groups", shape, transform=transform, parts=whole))
+            parts = ops.reshape(x, (x.shape[0], *shape))
+            return ops.reshape(append("rms_norm", (parts, weight), (parts.type,), {"eps": eps})[0], x.shape)
         weight = step.vector("weight", x.shape[-1:], transform)
         return append("rms_norm", (x, weight), (x.type,), {"eps": eps})[0]
 
@@ -200,13 +208,9 @@ def attention(
 def recurrent(step: Step, name: str, layer: int) -> Value:
     """The state `name` of a layer before the step's first token, [1, ...], or that of each sequence of a batch, [T, ...]."""
     state = step.states[name]
-    per = state.shape[0] // step.sequences
-    if step.kinds[name] != "recurrent" or not 0 <= layer < per:
+    if step.kinds[name] != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
         raise fail("recurrent", f"there is no recurrent state {name!r} at layer {layer}", (state,))
-    by_sequence = ops.reshape(state, (step.sequences, per, *state.shape[1:]))
-    rest = [0] * (state.type.rank - 1)
-    own = ops.slice_(by_sequence, (0, layer, *rest), (step.sequences, layer + 1, *state.shape[1:]))
-    return ops.reshape(own, (step.sequences, *state.shape[1:]))
+    return state_rows.of_layer(state, layer, step.sequences)
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
@@ -217,18 +221,8 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (step.tokens.shape[0], *state.shape[1:]):
         raise fail("carry", f"needs the state {name!r} after each token, [T, ...]", (after, state))
-    if step.mode == "batch":
-        runs = ops.compare("GE", step.start, ops.constant(0, I32, step.start.shape))
-        after = ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)
-    else:
-        after = _row(after, last_real(step))
-    zero, per = ops.constant(0, I32, ()), state.shape[0] // step.sequences
-    by_sequence = (step.sequences, per, *state.shape[1:])
-    rest = [zero] * (state.type.rank - 1)
-    slot = ops.reshape(after, (step.sequences, 1, *state.shape[1:]))
-    at = [zero, ops.constant(layer, I32, ()), *rest]
-    carried = ops.dynamic_update_slice(ops.reshape(state, by_sequence), slot, at)
-    step.states[name] = ops.reshape(carried, state.shape)
+    last = state_rows.where_run(step.start, after, before) if step.mode == "batch" else _row(after, last_real(step))
+    step.states[name] = state_rows.with_layer(state, layer, last)
 
 
 def route(

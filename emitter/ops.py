@@ -14,7 +14,9 @@ from castiron.emitter.ir import Value, append, fail
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, from_f32
 
-FLOAT_UNARY = ("negate", "exponential", "log", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs")
+FLOAT_UNARY = (
+    "negate", "exponential", "log", "log_plus_one", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs",
+)  # fmt: skip
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power")
 BITWISE = ("and", "or")
 COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
@@ -83,7 +85,7 @@ def _bitwise(kind: str) -> Callable[[Value, Value], Value]:
     return bitwise
 
 
-negate, exponential, log, sqrt, rsqrt, tanh, logistic, cosine, sine, abs_ = map(_unary, FLOAT_UNARY)
+negate, exponential, log, log_plus_one, sqrt, rsqrt, tanh, logistic, cosine, sine, abs_ = map(_unary, FLOAT_UNARY)
 add, subtract, multiply, divide, maximum, minimum, power = map(_binary, ARITHMETIC)
 and_, or_ = map(_bitwise, BITWISE)
 

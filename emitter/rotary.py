@@ -146,7 +146,8 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
     """
     scaling = {key: value for key, value in (scaling or {}).items() if value is not None}
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    for elsewhere in ("type", "rope_theta", "partial_rotary_factor"):
+    # Where an image would turn by rows and columns, a text's three positions are one.
+    for elsewhere in ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         scaling.pop(elsewhere, None)
     if kind not in _KINDS:
         raise EmitError(f"rope scaling {kind!r} is not supported; supported are {', '.join(_KINDS)}")

@@ -225,6 +225,7 @@ _RULES: dict[str, Callable[..., np.ndarray | tuple[np.ndarray, ...]]] = {
     "negate": _float(np.negative),
     "exponential": _float(np.exp),
     "log": _float(np.log),
+    "log_plus_one": _float(np.log1p),
     "sqrt": _float(np.sqrt),
     "rsqrt": _float(lambda x: np.float32(1) / np.sqrt(x)),
     "tanh": _float(np.tanh),

@@ -25,6 +25,25 @@ COMMON = {
     "pad_token_id": 0,
 }
 
+_DELTA = {
+    "head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_SHARED = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+
 # What each family has besides, so that a tiny model uses it: windows shorter than a test's prompt, factors unlike 1.
 FAMILIES: dict[str, dict] = {
     "llama": {},
@@ -52,6 +71,32 @@ FAMILIES: dict[str, dict] = {
         "logits_scaling": 2.0,
         "residual_multiplier": 0.7,
         "attention_multiplier": 0.2,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "mamba_d_state": 12,
+        "mamba_rms_norm": True,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 0.7,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.9, 1.2, 0.8, 0.7, 1.1],
+        "mlp_multipliers": [0.8, 0.7],
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 80,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 12,
     },
     "stablelm": {"partial_rotary_factor": 0.25},
     "starcoder2": {"sliding_window": 24},
@@ -121,6 +166,10 @@ FAMILIES: dict[str, dict] = {
         "swiglu_limit": 1.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "qwen3_next": {**_DELTA, **_SHARED},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 40},
 }
 
 
@@ -155,7 +204,10 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 1:
+            if name.endswith("A_log"):
+                # HF's rates forget within a token or two, and what is left then is rounding.
+                weight.copy_(noise - 2.0)
+            elif weight.ndim == 1:
                 weight += 0.3 * noise
                 if normed_writers and "post_" in name:
                     weight += 8.0
@@ -174,4 +226,4 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
             buffer.copy_(0.4 * buffer + 0.1 * torch.randn(buffer.shape, generator=generator))
 
 
-_WRITERS = ("o_proj", "down_proj", "c_proj")
+_WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "down_proj", "c_proj", "w2", "output_linear")

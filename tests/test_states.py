@@ -7,21 +7,23 @@ import pytest
 
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.session import KEPT, Session, SessionError
-from tests.families.checkpoints import FAMILIES, VOCAB, bundle, config_of, weights_of
+from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle, logits_of
 
 TOKENS = np.random.default_rng(11).integers(0, VOCAB, 60).tolist()
 
 
-@pytest.fixture(scope="module", params=[(f, l) for f in FAMILIES for l in ("kernels", "portable")], ids=lambda p: "-".join(p))
+CASES = [*((f, l) for f in FAMILIES for l in ("kernels", "portable")), *((f, "kernels") for f in HYBRIDS)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def cast(request, tmp_path_factory):
     return bundle(*request.param, tmp_path_factory.mktemp("states"))
 
 
 @pytest.fixture(scope="module")
 def expected(cast):
-    """Logits after each of TOKENS, by the family's NumPy definition."""
-    family = cast.manifest.config["model_type"]
-    return list(FAMILIES[family].define(config_of(family), weights_of(family), TOKENS))
+    """Logits after each of TOKENS."""
+    return logits_of(cast.manifest.config["model_type"], cast.path.parent / "checkpoint", TOKENS)
 
 
 def agrees(session: Session, expected: list[np.ndarray]) -> None:
@@ -31,8 +33,9 @@ def agrees(session: Session, expected: list[np.ndarray]) -> None:
 
 
 def test_the_manifest_says_what_the_states_are(cast):
-    kinds = {state.kind for state in cast.manifest.states}
-    assert kinds == {"recurrent" if cast.manifest.config["model_type"] == "decaying_sum" else "window"}
+    kinds = {"decaying_sum": {"recurrent"}, "ring": {"window"}}
+    family = cast.manifest.config["model_type"]
+    assert {state.kind for state in cast.manifest.states} == kinds.get(family, {"positional", "recurrent"})
 
 
 @pytest.mark.parametrize("pieces", [[1] * 20, [60], [5, 1, 9, 32, 3, 10], [8, 33], [3, 3, 3, 7], [31, 1, 1, 5]])

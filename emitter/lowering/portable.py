@@ -14,6 +14,7 @@ from castiron.emitter import ops
 from castiron.emitter.codecs import CODECS, powers_of_two
 from castiron.emitter.ir import Op, Param, Source, Value, parameter
 from castiron.emitter.layers import ClampedSwiGLU
+from castiron.emitter.lowering import portable_recurrent
 from castiron.emitter.lowering.portable_attention import attention
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
@@ -319,4 +320,5 @@ RULES: dict[str, Rule] = {
     "argmax_rows": argmax_rows,
     "route": route,
     "experts": experts,
+    **portable_recurrent.RULES,
 }

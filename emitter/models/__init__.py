@@ -24,6 +24,7 @@ FAMILIES = (
     "cohere2",
     "ernie4_5",
     "exaone4",
+    "falcon_h1",
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -33,7 +34,9 @@ FAMILIES = (
     "gpt_oss",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "hunyuan_v1_dense",
+    "lfm2",
     "llama",
     "ministral3",
     "mistral",
@@ -43,7 +46,10 @@ FAMILIES = (
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "smollm3",
     "stablelm",
     "starcoder2",
@@ -97,7 +103,8 @@ def build(
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
     states = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
-    states = stored_as(states, cache)
+    # Of a kind that no layer is of there is no state.
+    states = stored_as([state for state in states if state.shape[0]], cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
         with module.step(role, width, states, context) as step:

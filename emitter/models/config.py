@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from castiron.emitter.models.hf_keys import DEFINED, SHARED
@@ -107,15 +107,20 @@ class ConfigReader:
 
     def windows(self, layers: int, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
         """For each layer `window` where it slides, None where it sees everything: `layer_types`, else `default(layer)`."""
-        types = self.take("layer_types", [_SLIDING if default(layer) else _FULL for layer in range(layers)], list)
-        if len(types) != layers or any(type_ not in (_FULL, _SLIDING) for type_ in types):
-            raise EmitError(
-                f"'layer_types' in the {self.model_type} config must say {_FULL!r} or {_SLIDING!r} for each of its "
-                f"{layers} layers"
-            )
+        types = self.layer_types(layers, (_FULL, _SLIDING), [_SLIDING if default(layer) else _FULL for layer in range(layers)])
         if _SLIDING in types and window is None:
             raise EmitError(f"the {self.model_type} config has layers with a sliding window, but no 'sliding_window'")
         return [window if type_ == _SLIDING else None for type_ in types]
+
+    def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+        """What `layer_types` says each layer is, one of `known`; `default` where it is absent."""
+        types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
+        if len(types) != layers or any(type_ not in known for type_ in types):
+            raise EmitError(
+                f"'layer_types' in the {self.model_type} config must say {' or '.join(map(repr, known))} for each of its "
+                f"{layers} layers"
+            )
+        return tuple(types)
 
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
         """Frequencies from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
@@ -161,6 +166,7 @@ class ConfigReader:
         theta: float = 10000.0,
         partial: float | None = None,
         *,
+        intermediate: int | None = None,
         head_dim: int | None = None,
         kv_heads: int | None = None,
         eps: float | None = None,
@@ -181,7 +187,7 @@ class ConfigReader:
         return {
             "vocab": self.take("vocab_size"),
             "hidden": hidden,
-            "intermediate": self.take("intermediate_size"),
+            "intermediate": self.take("intermediate_size") if intermediate is None else intermediate,
             "layers": self.take("num_hidden_layers"),
             "heads": heads,
             "kv_heads": self.take("num_key_value_heads") if kv_heads is None else kv_heads,
@@ -216,6 +222,8 @@ class ConfigReader:
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# What `layer_types` were called before transformers 5.
+_OLD_TYPES = {"mamba": "linear_attention", "attention": _FULL}
 
 # HF's names of activations: `castiron.emitter.layers.ACTIVATIONS`.
 ACTIVATION_NAMES = {

@@ -37,6 +37,21 @@ class DecoderConfig:
         return self.rotary.positions
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HybridConfig(DecoderConfig):
+    """A decoder whose layers are of several kinds; `layer_types` names that of each."""
+
+    layer_types: tuple[str, ...]
+
+    def count(self, kind: str) -> int:
+        """How many layers of a kind there are, which is how many its states have."""
+        return self.layer_types.count(kind)
+
+    def place(self, layer: int) -> int:
+        """Which of the layers of its kind a layer is, from 0 on."""
+        return self.layer_types[:layer].count(self.layer_types[layer])
+
+
 C = TypeVar("C", bound=DecoderConfig)
 Tables = TypeVar("Tables")
 
@@ -48,16 +63,17 @@ def decoder(
     tables: Tables,
     norm: Callable[[Step, Value, str, float], Value] = rms_norm,
     embedding_scale: float = 1.0,
+    last_norm: str = "norm",
 ) -> Value:
     """Logits [rows, vocab] of the rows that the step wants: HF's `...ForCausalLM` around the blocks of a family.
 
     `block(step, c, layer, x, tables)` gives x [T, hidden] after a layer, inside the layer's scope; `tables` are handed to
-    each as they are. norm: the last one. embedding_scale: what embeddings are multiplied by.
+    each as they are. norm: the last one, called `last_norm`. embedding_scale: what embeddings are multiplied by.
     """
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden, embedding_scale)
         for layer in range(c.layers):
             with scope(f"layers.{layer}"):
                 x = block(step, c, layer, x, tables)
-        x = norm(step, wanted_rows(step, x), "norm", c.eps)
+        x = norm(step, wanted_rows(step, x), last_norm, c.eps)
     return lm_head(step, x, c.vocab, c.tied)

@@ -39,6 +39,16 @@ DEFINED = {
         pad_token_id rms_norm_eps sliding_window_pattern tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "falcon_h1": frozenset(
+        """
+        attention_bias attention_dropout attention_in_multiplier attention_out_multiplier bos_token_id
+        embedding_multiplier eos_token_id hidden_act initializer_range intermediate_size key_multiplier
+        lm_head_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state
+        mamba_expand mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mlp_bias
+        mlp_multipliers num_key_value_heads num_logits_to_keep pad_token_id projectors_bias rms_norm_eps
+        ssm_in_multiplier ssm_multipliers ssm_out_multiplier tie_word_embeddings time_step_limit use_cache vocab_size
+        """.split()
+    ),
     "gemma": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
@@ -115,11 +125,28 @@ DEFINED = {
         use_cache vocab_size
         """.split()
     ),
+    "granitemoehybrid": frozenset(
+        """
+        attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier eos_token_id hidden_act
+        initializer_range intermediate_size layers_block_type logits_scaling mamba_chunk_size mamba_conv_bias
+        mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias
+        num_experts_per_tok num_key_value_heads num_local_experts output_router_logits pad_token_id
+        position_embedding_type residual_multiplier rms_norm_eps router_aux_loss_coef shared_intermediate_size
+        tie_word_embeddings time_step_limit use_cache vocab_size
+        """.split()
+    ),
     "hunyuan_v1_dense": frozenset(
         """
         attention_bias attention_dropout bos_token_id eod_token_id eos_token_id hidden_act initializer_range
         intermediate_size num_key_value_heads pad_token_id pretraining_tp rms_norm_eps tie_word_embeddings use_cache
         vocab_size
+        """.split()
+    ),
+    "lfm2": frozenset(
+        """
+        block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier block_multiple_of bos_token_id conv_L_cache
+        conv_bias eos_token_id full_attn_idxs initializer_range intermediate_size norm_eps num_key_value_heads
+        pad_token_id tie_embedding tie_word_embeddings use_cache vocab_size
         """.split()
     ),
     "llama": frozenset(
@@ -179,12 +206,43 @@ DEFINED = {
         vocab_size
         """.split()
     ),
+    "qwen3_5_moe_text": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id cu_seq_lens_q depth eos_token_id full_attention_interval get
+        hidden_act image_token_id in_channels initializer_range intermediate_size linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size
+        num_experts num_experts_per_tok num_heads num_key_value_heads num_position_embeddings out_hidden_size
+        output_router_logits pad_token_id patch_size rms_norm_eps router_aux_loss_coef shared_expert_intermediate_size
+        spatial_merge_size temporal_patch_size text_config tie_word_embeddings use_cache video_token_id vision_config
+        vocab_size
+        """.split()
+    ),
+    "qwen3_5_text": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id cu_seq_lens_q depth eos_token_id full_attention_interval get
+        hidden_act image_token_id in_channels initializer_range intermediate_size linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim num_heads
+        num_key_value_heads num_position_embeddings out_hidden_size pad_token_id patch_size rms_norm_eps
+        spatial_merge_size temporal_patch_size text_config tie_word_embeddings use_cache video_token_id vision_config
+        vocab_size
+        """.split()
+    ),
     "qwen3_moe": frozenset(
         """
         attention_bias attention_dropout bos_token_id decoder_sparse_step eos_token_id hidden_act initializer_range
         intermediate_size mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
         num_key_value_heads output_router_logits pad_token_id rms_norm_eps router_aux_loss_coef tie_word_embeddings
         use_cache use_sliding_window vocab_size
+        """.split()
+    ),
+    "qwen3_next": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id cu_seq_lens_q decoder_sparse_step eos_token_id
+        full_attention_interval hidden_act initializer_range intermediate_size linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mlp_only_layers
+        moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_key_value_heads output_router_logits
+        pad_token_id rms_norm_eps router_aux_loss_coef shared_expert_intermediate_size tie_word_embeddings use_cache
+        vocab_size
         """.split()
     ),
     "smollm3": frozenset(

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -85,13 +85,13 @@ class Options:
 
     def __post_init__(self) -> None:
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": CACHES, "lowering": LOWERINGS}
-        for field, allowed in known.items():
-            if getattr(self, field) not in allowed:
-                raise EmitError(f"{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
-        for field, most in (("batch", 64), ("speculate", 64), ("embed", 512)):
-            sizes = getattr(self, field)
+        for name, allowed in known.items():
+            if getattr(self, name) not in allowed:
+                raise EmitError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name, most in (("batch", 64), ("speculate", 64), ("embed", 512)):
+            sizes = getattr(self, name)
             if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > most:
-                raise EmitError(f"{field} takes distinct sizes from 2 to {most}, not {', '.join(map(str, sizes))}")
+                raise EmitError(f"{name} takes distinct sizes from 2 to {most}, not {', '.join(map(str, sizes))}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
@@ -105,7 +105,8 @@ class Options:
 @dataclass(frozen=True)
 class CompileReport:
     """Where the bundle is, whether it was there already, seconds by stage, bytes of its files, elements of its caches, and its
-    manifest's accuracy: how far numerics that round are from exact ones, None where that was not measured."""
+    manifest's accuracy: how far numerics that round are from exact ones, None where that was not measured. left_out: as of the
+    checkpoint."""
 
     bundle: Path
     up_to_date: bool
@@ -113,6 +114,7 @@ class CompileReport:
     files: dict[str, int]
     cache: str
     accuracy: Accuracy | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 def context_of(config: dict, asked: int | None) -> int:
@@ -320,6 +322,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
     source = {
         "model": str(model), "path": os.path.abspath(checkpoint.path), "format": checkpoint.format,
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
+        "left_out": dict(checkpoint.left_out),
     }  # fmt: skip
     return Manifest(
         name=model_name(checkpoint.path),
@@ -358,7 +361,9 @@ def _has_tiles(bundle: Bundle, tiles: store.FieldsByProduct) -> bool:
 
 def _report(bundle: Bundle, up_to_date: bool, seconds: dict[str, float]) -> CompileReport:
     sizes = {name: file.size for name, file in bundle.manifest.files.items()}
-    return CompileReport(bundle.path, up_to_date, seconds, sizes, bundle.manifest.cache, bundle.manifest.accuracy)
+    manifest = bundle.manifest
+    left_out = manifest.source.get("left_out", {})
+    return CompileReport(bundle.path, up_to_date, seconds, sizes, manifest.cache, manifest.accuracy, left_out)
 
 
 def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:

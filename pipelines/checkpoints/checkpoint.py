@@ -44,7 +44,8 @@ class Checkpoint:
 
     format is "gguf" or "hf"; config has config.json's form with HF's key names, `model_type` among them; tensors
     are under HF's names; tokenizer is the content of tokenizer.json, or None. That its post-processor adds the
-    BOS token is the only trace of a tokenizer's `add_bos_token`.
+    BOS token is the only trace of a tokenizer's `add_bos_token`. left_out counts the tensors of parts that are no text's, by
+    what their names begin with.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Checkpoint:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:

@@ -8,7 +8,11 @@ Adding an architecture is adding a row; what a table cannot say is a function in
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP_TENSORS = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    # of LFM2, whose last norm it is all the same
+    "token_embd_norm": "model.embedding_norm",
+}  # fmt: skip
 
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
@@ -70,7 +74,8 @@ class Architecture:
     constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
     permuted: leaf -> config key of its number of heads, where the converter reordered rows for the interleaved
     rotary form. bare: leaves whose HF name has no ".weight". top, block: what tensors outside of blocks are called, and what
-    names in a block begin with. norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
+    names in a block begin with. filters: leaves of convolutions, [features, n] here and [features, 1, n] in HF.
+    norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
     """
 
     model_type: str
@@ -84,6 +89,7 @@ class Architecture:
     bare: tuple[str, ...] = ()
     top: Mapping[str, str] = field(default_factory=lambda: TOP_TENSORS)
     block: str = "model.layers.{}."
+    filters: tuple[str, ...] = ()
     norms_plus_one: bool = False
     rules: tuple[str, ...] = ("full_rotary", "rope_scaling")
 
@@ -286,6 +292,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         floats=_GRANITE_FLOATS,
         flags=_LLAMA_FLAGS,
         permuted=_LLAMA_PERMUTED,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        tensors={
+            **_ATTENTION,
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        # the number of key-value heads of each layer, none of those that convolve, is read by a rule
+        ints={
+            **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        floats={**_ROPE, "attention.layer_norm_rms_epsilon": "norm_eps"},
+        constants={"conv_bias": False, "block_auto_adjust_ff_dim": False},
+        filters=("shortconv.conv",),
+        rules=("lfm2_layers", "full_rotary", "rope_scaling"),
     ),
     "stablelm": Architecture(
         "stablelm",

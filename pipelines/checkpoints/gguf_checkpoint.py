@@ -80,6 +80,10 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
             yield _part(file, stored, name, index)
     elif leaf in row.permuted:
         yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", config[row.permuted[leaf]])
+    elif leaf in row.filters and suffix == "weight":
+        features, positions = stored.shape
+        read = lambda: file.rows(stored).reshape(features, 1, -1)
+        yield Tensor(f"{prefix}{row.tensors[leaf]}.weight", (features, 1, positions), stored.codec, stored.name, read)
     else:
         ending = "" if leaf in row.bare else f".{suffix}"
         name = f"{prefix}{row.tensors[leaf]}{ending}" if leaf in row.tensors else stored.name

@@ -225,6 +225,19 @@ def _smollm3_layers(config: dict, metadata: Metadata) -> None:
     config["no_rope_layers"] = [int(layer % _SMOLLM3_PATTERN != 0) for layer in layers]
 
 
+def _lfm2_layers(config: dict, metadata: Metadata) -> None:
+    """A layer without key-value heads convolves."""
+    layers, stated = config["num_hidden_layers"], metadata.get("attention.head_count_kv")
+    heads = [stated] * layers if isinstance(stated, int) else np.asarray(stated).tolist()
+    own = {count for count in heads if count} if isinstance(heads, list) and len(heads) == layers else set()
+    if len(own) != 1 or not all(isinstance(count, int) and config["num_attention_heads"] % count == 0 for count in own):
+        raise metadata.fail(
+            f"{metadata.prefix}attention.head_count_kv is {_short(stated)}, not a number of heads for each layer"
+        )
+    config["num_key_value_heads"] = own.pop()
+    config["layer_types"] = ["full_attention" if count else "conv" for count in heads]
+
+
 def _normalised_experts(config: dict, metadata: Metadata) -> None:
     if metadata.get("expert_weights_norm", True) is not True:
         raise metadata.fail(f"{metadata.prefix}expert_weights_norm is not true, and other experts are not supported")
@@ -248,6 +261,7 @@ RULES: dict[str, Callable[[dict, Metadata], None]] = {
     "every_fourth_full": _every_fourth_full,
     "gpt_oss_layers": _gpt_oss_layers,
     "smollm3_layers": _smollm3_layers,
+    "lfm2_layers": _lfm2_layers,
     "normalised_experts": _normalised_experts,
     "stablelm_residual": _stablelm_residual,
 }

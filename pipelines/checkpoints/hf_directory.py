@@ -8,6 +8,7 @@ from castiron.pipelines.checkpoints.audit import IGNORABLE, refuse_impossible_si
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.hf_layouts import BYTES, laid_out
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
+from castiron.pipelines.checkpoints.text_part import text_config, text_tensors
 
 CONFIG = "config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,14 +21,14 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     Without tokenizer.json the checkpoint has no tokenizer. The chat template is that of chat_template.jinja, else
     of tokenizer_config.json (the one called default, where there are several).
     """
-    config = _json_object(path / CONFIG)
-    if config is None:
+    whole = _json_object(path / CONFIG)
+    if whole is None:
         raise CheckpointError(f"{path} has no config.json: give a directory as HF's save_pretrained writes it")
-    config = without(config, ignore_keys, path / CONFIG)
+    config = without(text_config(whole), ignore_keys, path / CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
     generation = _json_object(path / "generation_config.json") or {}
-    tensors = _tensors(path)
+    tensors, left_out = text_tensors(config["model_type"], _tensors(path))
     refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     tensors = laid_out(config["model_type"], tensors)
     for tensor in tensors.values():
@@ -40,9 +41,10 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
         tensors=tensors,
         tokenizer=_json_object(path / "tokenizer.json"),
         chat_template=_chat_template(path),
-        bos_token_id=_first_id(path, "bos_token_id", generation, config),
-        eos_token_ids=_eos_ids(path, generation, config),
+        bos_token_id=_first_id(path, "bos_token_id", generation, whole, config),
+        eos_token_ids=_eos_ids(path, generation, whole, config),
         generation_config=generation,
+        left_out=left_out,
     )
 
 

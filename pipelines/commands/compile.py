@@ -21,8 +21,9 @@ examples:
   castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
 
 --json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), cache (of what elements), tokenizer
-(false if the bundle takes token ids only), accuracy (with --numerics fast, where this machine runs the bundle: how far it is
-from its own exact steps on a few hundred tokens, as in the manifest; else null).
+(false if the bundle takes token ids only), left_out (how many tensors are no part of a text's model, by what their names begin
+with), accuracy (with --numerics fast, where this machine runs the bundle: how far it is from its own exact steps on a few
+hundred tokens, as in the manifest; else null).
 """
 
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.casting.compile import compile_model
     from castiron.pipelines.checking.likelihood import own_accuracy
+    from castiron.pipelines.checkpoints.text_part import in_words
 
     out, keep = args.output or default_bundle(args.model), args.keep and Path(args.keep)
     with Progress() as progress:
@@ -61,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
         print(f"{out}: {size} ({stages})")
     if args.keep:
         print(f"{args.keep}: its MLIR, and the commands that make it")
+    if report.left_out:
+        print(f"left out: {in_words(report.left_out)}")
     if not tokenizer:
         print("the checkpoint has no tokenizer: this bundle takes token ids only (castiron run DIR --tokens 1,2,3)")
     return 0

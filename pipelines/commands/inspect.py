@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -17,8 +18,9 @@ examples:
   castiron inspect build/smollm2-135m-instruct --json
 
 --json prints one object: for a bundle its manifest; for a checkpoint path, format, config, ignored_keys (what trainers leave
-in a config and no model reads), refused (why compile would not take the config, or null), parameters, tensors, tokenizer,
-chat_template, bos_token_id, eos_token_ids.
+in a config and no model reads), left_out (how many tensors are no part of a text's model, by what their names begin with),
+refused (why compile would not take the config, or null), parameters, tensors, tokenizer, chat_template, bos_token_id,
+eos_token_ids.
 """
 # Of config.json, what tells one model from another.
 SHOWN_CONFIG = (
@@ -67,6 +69,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
+        *left_out(source.get("left_out", {})),
         ("numerics", manifest.numerics + arithmetic(manifest.compile)),
         ("made with", f"{manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
@@ -90,6 +93,13 @@ def arithmetic(facts: dict) -> str:
     """What products do to x, out of the facts about a compilation; nothing where all of them multiply f32."""
     found, products = facts.get("arithmetic"), facts.get("products", ())
     return f" ({'; '.join(f'{n} of {len(products)} products {way}' for way, n in found.items())})" if found else ""
+
+
+def left_out(counts: Mapping[str, int]) -> list[tuple[str, str]]:
+    """A row that names the tensors left out, if there are any."""
+    from castiron.pipelines.checkpoints.text_part import in_words
+
+    return [("left out", in_words(counts))] if counts else []
 
 
 def tuned(facts: dict) -> str:
@@ -123,6 +133,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         *((name, str(found.config[name])) for name in SHOWN_CONFIG if name in found.config),
         ("parameters", f"{elements:,} in {len(found.tensors)} tensors, {megabytes(sum(sizes.values()))}"),
         ("tensors", ", ".join(f"{count} {codec}" for codec, count in counts.most_common())),
+        *left_out(found.left_out),
         ("tokenizer", "yes" if found.tokenizer else "none: a bundle of it takes token ids only"),
         ("chat template", "yes" if found.chat_template else "none"),
         *[("ignored keys", f"{', '.join(ignored)} (no part of the mathematics)")] * bool(ignored),
@@ -137,6 +148,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         "format": found.format,
         "config": found.config,
         "ignored_keys": list(ignored),
+        "left_out": dict(found.left_out),
         "refused": refused,
         "parameters": elements,
         "tensors": {

@@ -329,6 +329,7 @@ def _strategies() -> list[tuple[st.SearchStrategy[Case], int]]:
         "rsqrt": (ops.rsqrt, 4, 0, 1e-3, 100, (inf, nan)),
         "exponential": (ops.exponential, 8, 0, -60, 60, (0.0, -0.0, -inf, inf, nan)),
         "log": (ops.log, 8, 0.1, 1e-3, 1000, (1.0, 0.0, inf, nan)),
+        "log_plus_one": (ops.log_plus_one, 8, 0, -0.5, 2, (0.0, 1e-6, -1e-6, 1e3, inf, nan)),
         "tanh": (ops.tanh, 8, 0, -12, 12, (0.0, -inf, inf, nan, 1e-3)),
         "logistic": (ops.logistic, 8, 0, -10, 10, (0.0, -inf, inf, nan)),
         # IREE reduces angles in f32: at 3000 it is off by 2e-5. Tables of rotary angles are not for the graph to compute.

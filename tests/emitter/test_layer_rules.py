@@ -20,6 +20,11 @@ CONFIGS = {
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma4_text": {"head_dim": 8, "global_head_dim": 12, "sliding_window": 4, "hidden_size_per_layer_input": 0},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
+    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "num_local_experts": 0},
 }
 # What is broken in an operation: result, operand or attribute, by kind and what the verifier says.
 DAMAGE = {
@@ -59,6 +64,26 @@ DAMAGE = {
     ],
     "experts": [("experts", 3, "their stacked weights"), ("function", "no", "their stacked weights")],
     "argmax_rows": [("result", TensorType((2,), I32), "needs logits [vocab]")],
+    "causal_conv": [
+        ("layer", 1, "no such layer, or another state"),
+        ("mode", "batch", "positions are not those of its mode"),
+        ("result", TensorType((8, 31), F32), "operands do not fit the state"),
+        ("drop", 1, "malformed attributes or shapes"),
+    ],
+    "gated_delta": [
+        ("layer", -1, "no such layer, or another state"),
+        ("mode", "verify", "no such layer, or another state"),
+        ("swap", (1, 2), "operands do not fit the state"),
+        ("swap", (4, 5), "operands do not fit the state"),
+        ("result", TensorType((8, 4, 8), F32), "operands do not fit the state"),
+    ],
+    "selective_scan": [
+        ("layer", 1, "no such layer, or another state"),
+        ("drop", 9, "positions are not those of its mode"),
+        ("swap", (0, 2), "operands do not fit the state"),
+        ("swap", (1, 4), "operands do not fit the state"),
+        ("result", TensorType((8, 8, 9), F32), "operands do not fit the state"),
+    ],
 }
 
 

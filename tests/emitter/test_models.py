@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from castiron.emitter.models import FAMILIES, build
 from castiron.emitter.types import EmitError
@@ -65,6 +66,11 @@ SHAPES: dict[str, list[dict]] = {
             },
         },
     ],
+    "lfm2": [
+        {"conv_bias": True},
+        {**ODD_UNTIED, "full_attn_idxs": [1], "layer_types": None, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+        {"block_ffn_dim_multiplier": 1.7, "conv_L_cache": 2, "layer_types": ["conv", "conv", "full_attention"]},
+    ],
     "phi3": [
         {"sliding_window": 24},
         {**ODD_TIED, "partial_rotary_factor": 0.25},
@@ -81,6 +87,16 @@ SHAPES: dict[str, list[dict]] = {
         {"no_rope_layers": None, "no_rope_layer_interval": 2, "num_hidden_layers": 4, "sliding_window": 24},
     ],
     "granite": [{}, {**ODD_TIED, **BIASED, "embedding_multiplier": 12.0}, {"logits_scaling": 0.25}],
+    "falcon_h1": [
+        {"mamba_proj_bias": True, "projectors_bias": True, **BIASED},
+        {**ODD_TIED, "mamba_rms_norm": False, "mamba_d_conv": 2, "mamba_conv_bias": False},
+        {"mamba_norm_before_gate": False, "mamba_n_groups": 2, "mamba_d_ssm": None, "mamba_n_heads": 8},
+    ],
+    "granitemoehybrid": [
+        {"mamba_proj_bias": True, "attention_bias": True, "position_embedding_type": "rope"},
+        {**ODD_TIED, "mamba_n_heads": 4, "mamba_d_conv": 2, "mamba_conv_bias": False},
+        {"mamba_n_groups": 4, "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    ],
     "stablelm": [
         {"use_qkv_bias": True},
         {**ODD_TIED, "partial_rotary_factor": 0.5, "use_parallel_residual": True},
@@ -88,6 +104,35 @@ SHAPES: dict[str, list[dict]] = {
     ],
     "starcoder2": [{}, {**ODD_UNTIED, "use_bias": False, "sliding_window": None}, {"num_key_value_heads": 4}],
     "mixtral": [{}, {**ODD_TIED, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 24}, WIDE_HEADS],
+    "qwen3_5_text": [
+        {"attention_bias": True},
+        {
+            **ODD_TIED,
+            "head_dim": 10,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "hidden_act": "gelu",
+        },
+        {
+            **WIDE_HEADS,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 1,
+            "rope_parameters": None,
+        },
+    ],
+    "qwen3_5_moe_text": [
+        {},
+        {**ODD_TIED, "head_dim": 10, "linear_num_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 3},
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "shared_expert_intermediate_size": 7},
+    ],
+    "qwen3_next": [
+        {"mlp_only_layers": [1]},
+        {**ODD_TIED, "head_dim": 10, "linear_num_value_heads": 2, "norm_topk_prob": False, "decoder_sparse_step": 2},
+        {"linear_num_key_heads": 1, "attention_bias": True, "num_experts_per_tok": 1},
+    ],
     "qwen3_moe": [
         {"norm_topk_prob": True},
         {**ODD_TIED, "head_dim": 10, "num_experts": 9, "num_experts_per_tok": 4, "attention_bias": True},
@@ -237,6 +282,14 @@ def test_the_last_position_of_a_context_is_usable(case):
     _, logits = case.ours.prefill(tokens, WIDTHS[1])
     agreement = Agreement()
     agreement.add(logits, hf.logits(case.oracle, tokens)[-1])
+    agreement.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_two_bytes_are_widened_where_vectors_are_f32(dtype, tmp_path):
+    models = pair("qwen3_5_text", tmp_path, dtype=dtype)
+    tokens, agreement = prompt(211, 9), Agreement()
+    agreement.add(models.ours("kernels").prefill(tokens, WIDTHS[1])[1], hf.logits(models.oracle, tokens)[-1])
     agreement.check()
 
 

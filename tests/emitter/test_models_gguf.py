@@ -23,6 +23,7 @@ Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0",
 GGUF_SHAPES: dict[str, dict] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": None},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
     "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.75},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
@@ -36,7 +37,10 @@ GGUF_SHAPES: dict[str, dict] = {
 TRANSPOSED = {"gpt2": re.compile(r"c_(attn|proj|fc)\.weight"), "gpt_oss": re.compile(r"experts\.(gate_up|down)_proj$")}
 # llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window. Files of the others
 # are not read.
-WITHOUT_GGUF = {"mistral", "gemma4_text", "glm4_moe_lite", "ministral3", "olmo3"}
+WITHOUT_GGUF = {
+    "mistral", "gemma4_text", "glm4_moe_lite", "ministral3", "olmo3",
+    "falcon_h1", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+}  # fmt: skip
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():

@@ -30,13 +30,12 @@ def rows(request, tmp_path_factory):
     def run(function: str, *inputs: np.ndarray) -> list[np.ndarray]:
         return interpreter.run(module, function, inputs, params)
 
-    shapes = [state.shape for state in module.functions["decode_step"].states]
-    return models.oracle, prompt(checkpoint.config["vocab_size"], 32), run, shapes
+    fresh = [np.zeros(state.shape, np.float32) for state in module.functions["decode_step"].states]
+    return models.oracle, prompt(checkpoint.config["vocab_size"], 32), run, fresh
 
 
-def prefilled(run, shapes, tokens: list[int]) -> list[np.ndarray]:
-    """Caches that hold `tokens`, at most 32 of them."""
-    caches = [np.zeros(shape, np.float32) for shape in shapes]
+def prefilled(run, caches: list[np.ndarray], tokens: list[int]) -> list[np.ndarray]:
+    """The states, fresh so far, after `tokens`, at most 32 of them."""
     for start in range(0, len(tokens), 16):
         chunk = np.zeros(16, np.int32)
         real = tokens[start : start + 16]
@@ -46,9 +45,9 @@ def prefilled(run, shapes, tokens: list[int]) -> list[np.ndarray]:
 
 
 def test_a_chunk_has_logits_at_every_position(rows):
-    oracle, tokens, run, shapes = rows
+    oracle, tokens, run, fresh = rows
     expected, start = hf.logits(oracle, tokens), len(tokens) - WIDTH
-    caches = prefilled(run, shapes, tokens[:start])
+    caches = prefilled(run, fresh, tokens[:start])
     argmax, logits, *_ = run(f"verify_{WIDTH}", np.array(tokens[start:], np.int32), np.int32(start), *caches)
     agreement = Agreement()
     for row, wanted in zip(logits, expected[start:], strict=True):
@@ -58,10 +57,10 @@ def test_a_chunk_has_logits_at_every_position(rows):
 
 
 def test_sequences_of_a_batch_do_not_meet(rows):
-    oracle, tokens, run, shapes = rows
+    oracle, tokens, run, fresh = rows
     sequences = [tokens[:27], tokens[9:13]]
     expected = [hf.logits(oracle, sequence)[-1] for sequence in sequences]
-    alone = [prefilled(run, shapes, sequence[:-1]) for sequence in sequences]
+    alone = [prefilled(run, fresh, sequence[:-1]) for sequence in sequences]
     together = [np.concatenate(caches) for caches in zip(*alone)]
     last = np.array([sequence[-1] for sequence in sequences], np.int32)
     positions = np.array([len(sequence) - 1 for sequence in sequences], np.int32)
@@ -84,10 +83,13 @@ def test_the_head_is_no_part_of_what_gives_hidden_states():
 
 
 def test_hidden_states_are_those_of_hf_in_chunks_that_need_not_be_full(rows):
-    oracle, tokens, run, shapes = rows
-    last = "transformer.ln_f" if oracle.config.model_type == "gpt2" else "model.norm"
+    oracle, tokens, run, fresh = rows
+    # What the head reads: as GPT-2 calls it, most families, LFM2 and Falcon-H1.
+    names = ("transformer.ln_f", "model.norm", "model.embedding_norm", "model.final_layernorm")
+    modules = dict(oracle.named_modules())
+    last = next(name for name in names if name in modules)
     expected = hf.activations(oracle, tokens, [last])[last]
-    caches, found = [np.zeros(shape, np.float32) for shape in shapes], []
+    caches, found = fresh, []
     for start, count in ((0, 16), (16, 9), (25, 7)):
         chunk = np.full(16, 3, np.int32)
         chunk[:count] = tokens[start : start + count]

@@ -26,6 +26,7 @@ EPSILON = 1.0
 EPSILON_KEYS = {
     "cohere2": "layer_norm_eps",
     "gpt2": "layer_norm_epsilon",
+    "lfm2": "norm_eps",
     "stablelm": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
 }
@@ -61,7 +62,23 @@ def swap(op: Op, i: int, j: int) -> None:
 
 
 def without_bias(op: Op) -> None:
-    op.operands = op.operands[:2]
+    op.operands = op.operands[:2] + op.operands[3:]
+
+
+# How many operands a prefill's recurrences have, convolutions without a bias.
+RECURRENCES = {"causal_conv": 5, "gated_delta": 10, "selective_scan": 10}
+SWAPPED = {"gated_delta": (0, 1), "selective_scan": (2, 3)}
+# Which operand is the state, and which has the form of the result.
+_STATE, _LIKE = -3, {"causal_conv": 0, "gated_delta": 2, "selective_scan": 0}
+
+
+def without_recurrence(op: Op) -> None:
+    """Each token gives what it brings in, and nothing is carried on."""
+    op.kind, op.attrs, op.operands = "identity", {}, (op.operands[_LIKE[op.kind]], op.operands[_STATE])
+
+
+def reverse_filters(op: Op) -> None:
+    op.attrs["weight"] = replace(op.attrs["weight"], transform=lambda w: np.ascontiguousarray(w[..., ::-1]))
 
 
 def without_sinks(op: Op) -> None:
@@ -105,11 +122,20 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
             yield "bias of a norm left out", without_bias
     elif op.kind == "linear" and len(op.operands) > 2:
         yield "bias left out", without_bias
+    elif op.kind == "causal_conv":
+        yield "convolution left out", without_recurrence
+        if len(op.operands) > RECURRENCES[op.kind]:
+            yield "bias of a convolution left out", without_bias
+    elif op.kind in RECURRENCES:
+        yield "recurrence left out", without_recurrence
+        yield "what is read and what is written swapped", lambda op: swap(op, *SWAPPED[op.kind])
     elif op.kind == "activation":
         yield "another activation", with_attrs(function="relu" if attrs["function"] == "silu" else "silu")
     elif op.kind == "weight":
         if attrs["weight"].name.endswith("sin"):
             yield "rotary halves swapped", negate_table
+        if len(attrs["weight"].shape) == 3:
+            yield "filters reversed", reverse_filters
         if attrs["weight"].transform is not None:
             yield "transform of a weight forgotten", without_transform
     elif op.kind in ("multiply", "divide") and op.operands[1] in constants:
@@ -162,7 +188,7 @@ def last_logits(models: Pair, module: ModelModule) -> np.ndarray:
     # Not verified: the verifier would notice some of what is left out by the weights that nothing reads then.
     lowered = Module("spoilt")
     for function in module.functions.values():
-        rewrite(function, portable.RULES, lowered)
+        rewrite(function, {**portable.RULES, "identity": lambda op, *operands: operands}, lowered)
     model = Model(models.checkpoint, lowered)
     return model.prefill(prompt(models.checkpoint.config["vocab_size"]), LENGTH)[1]
 

@@ -1,4 +1,5 @@
-"""Random checkpoints of the small families, as HF directories, and bundles of them."""
+"""Random checkpoints of models whose states are no KV cache alone, as HF directories, and bundles of them: of the small
+families here, and of HF's hybrids."""
 
 from __future__ import annotations
 
@@ -17,12 +18,22 @@ from safetensors.numpy import save_file
 from castiron.emitter import models
 from castiron.pipelines.casting import compile
 from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.reference import hf
+from castiron.reference.tiny import tiny_model
 from castiron.vmfb.bundle import Bundle, open_bundle
 from tests.families import decaying_sum, ring
 from tests.pipelines import served
 
 FAMILIES: dict[str, ModuleType] = {"decaying_sum": decaying_sum, "ring": ring}
 VOCAB = len(served.SPECIAL) + len(served.LETTERS)
+# HF's model types with recurrent states of each kind, one layer of it and one of attention.
+HYBRIDS: dict[str, dict] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4},
+}
+_SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_LIMITS = {"max_position_embeddings": 126, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 @contextmanager
@@ -48,11 +59,21 @@ def weights_of(family: str) -> dict[str, np.ndarray]:
     return {name: (rng.normal(size=shape) * 2 / shape[-1] ** 0.5).astype(np.float32) for name, shape in shapes.items()}
 
 
+def logits_of(family: str, checkpoint: Path, tokens: list[int]) -> list[np.ndarray]:
+    """What logits [vocab] there are after each token: by the family's NumPy definition, or by HF."""
+    if family in HYBRIDS:
+        return list(hf.logits(hf.load(checkpoint, threads=1), tokens))
+    return list(FAMILIES[family].define(config_of(family), weights_of(family), tokens))
+
+
 def write(family: str, directory: Path) -> Path:
     """The checkpoint, with a tokenizer of a token a character."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config_of(family)))
-    save_file(weights_of(family), directory / "model.safetensors")
+    if family in HYBRIDS:
+        tiny_model(family, directory, **_SIZES, **_LIMITS, **HYBRIDS[family])
+    else:
+        (directory / "config.json").write_text(json.dumps(config_of(family)))
+        save_file(weights_of(family), directory / "model.safetensors")
     served.tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": served.TEMPLATE, "eos_token": "</s>"}))
     return directory
@@ -60,7 +81,7 @@ def write(family: str, directory: Path) -> Path:
 
 @functools.cache
 def bundle(family: str, lowering: str, directory: Path) -> Bundle:
-    """Compiled once a process, with batches of 2 and 4 and checks of 4 proposed tokens."""
+    """Compiled once a process, with batches of 2 and 4 and checks of 4 proposed tokens. Its checkpoint stands beside it."""
     checkpoint = write(family, directory / family / lowering / "checkpoint")
     options = Options(lowering=lowering, batch=(2, 4), speculate=(4,))
     with known():

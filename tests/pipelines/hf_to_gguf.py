@@ -20,7 +20,7 @@ GGUF_NAMES = {
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
     "olmo2": "olmo2", "stablelm": "stablelm", "starcoder2": "starcoder2", "gemma": "gemma", "arcee": "arcee",
     "exaone4": "exaone4", "cohere2": "cohere2", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
-    "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "gpt2": "gpt2",
+    "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "gpt2": "gpt2", "lfm2": "lfm2",
 }  # fmt: skip
 _PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe", "arcee"}
 _NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text"}
@@ -91,6 +91,8 @@ def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
             values = _permute(values, config.num_key_value_heads)
         if kind in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
+        if name.endswith(".conv.conv.weight"):
+            values = values.squeeze(1)
         tensors[mapped] = values
     return tensors
 
@@ -114,7 +116,7 @@ def metadata_of(config) -> dict:
     }
     kind = config.model_type
     for key, name in {
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "attention.layer_norm_rms_epsilon": "norm_eps" if config.model_type == "lfm2" else "rms_norm_eps",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
         "attention.scale": "attention_multiplier",
@@ -153,6 +155,10 @@ def metadata_of(config) -> dict:
         keys["expert_feed_forward_length"] = config.moe_intermediate_size
     if kind == "gpt_oss":
         keys["expert_feed_forward_length"] = config.intermediate_size
+    if kind == "lfm2":
+        keys["shortconv.l_cache"] = config.conv_L_cache
+        attends = [type_ == "full_attention" for type_ in config.layer_types]
+        keys["attention.head_count_kv"] = [config.num_key_value_heads * attending for attending in attends]
     keys |= _rope_scaling(rope, config)
     return {f"{GGUF_NAMES[kind]}.{key}": value for key, value in keys.items()}
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from castiron.pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, architecture_names
-from tests.pipelines.hf_to_gguf import GGUF_NAMES, convert
-from tests.pipelines.tiny_gguf import write_llama
+from tests.pipelines.hf_to_gguf import GGUF_NAMES, convert, metadata_of, tensors_of
+from tests.pipelines.tiny_gguf import write_gguf, write_llama
 
 SIZES = dict(
     vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -102,6 +102,9 @@ MODELS = {
         vocab_size=80, n_positions=256, n_embd=64, n_layer=2, n_head=4, n_inner=96, bos_token_id=None, eos_token_id=None,
         layer_norm_epsilon=3e-5,
     ),
+    "lfm2": transformers.Lfm2Config(
+        **SIZES, layer_types=["conv", "full_attention"], conv_L_cache=4, norm_eps=3e-5, block_auto_adjust_ff_dim=False
+    ),
     "starcoder2": transformers.Starcoder2Config(
         **SIZES, tie_word_embeddings=True, sliding_window=None, norm_epsilon=3e-5,
         rope_parameters=DEFAULT_ROPE,
@@ -176,6 +179,16 @@ def test_llama3_scaling_is_named_where_its_numbers_explain_the_factors(tmp_path)
     model.save_pretrained(tmp_path)
     scaling = open_checkpoint(convert(tmp_path, model.config, tmp_path / "x.gguf")).config["rope_scaling"]
     assert scaling == {key: LLAMA3[key] for key in scaling} and scaling["factor"] == 32.0
+
+
+@pytest.mark.parametrize("heads", [[0, 2, 2], [0, 0], [1, 2], [0, 3], 0])
+def test_heads_that_say_no_layers_are_refused(heads, tmp_path):
+    model = AutoModelForCausalLM.from_config(MODELS["lfm2"])
+    model.save_pretrained(tmp_path)
+    metadata = metadata_of(model.config) | {"lfm2.attention.head_count_kv": heads}
+    path = write_gguf(tmp_path / "x.gguf", "lfm2", metadata, tensors_of(tmp_path, model.config))
+    with pytest.raises(CheckpointError, match="attention.head_count_kv is .*, not a number of heads for each layer"):
+        open_checkpoint(path)
 
 
 def test_factors_and_scaling_keys_at_once_are_refused(tmp_path):

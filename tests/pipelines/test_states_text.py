@@ -21,14 +21,14 @@ from castiron.pipelines.generation.speculate import Speculator
 from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.session import Session
-from tests.families.checkpoints import FAMILIES, VOCAB, bundle
+from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle
 from tests.pipelines.served import served
 
 PROMPTS = ["Hello there", "Sing a song of sixpence", "Hello there, how are you today?", "x", "ab" * 12]
 COUNT = 24
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
 def cast(request, tmp_path_factory):
     return bundle(request.param, "kernels", tmp_path_factory.mktemp("text"))
 

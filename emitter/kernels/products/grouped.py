@@ -220,7 +220,7 @@ class _GroupedBytes(_Grouped, GemmBytes):
             codes = [CodeBytes(records, self.isa, block, *each) for each in at]
             scales = [[records.scale_and_base(block, *each, v)] for each in at]
             each = self.product.format.group // 4
-            quads = lambda q: [codes[q // each].quad(q % each, v)]
+            quads = lambda q: [codes[q // each].quads(q % each, v)]
             loop.give(*self.step.add(loop.values, [x_row(r) for r in range(rows)], loop.index, quads, scales))
         for r, total in enumerate(loop.results):
             b.vstore(total, self.sums, b.add(token, r), column)
@@ -278,7 +278,7 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GroupedTiles:
 def default_bytes_tiles(product: Product, isa: Isa, threads: int = 2) -> GroupedBytesTiles:
     """Those of the kernel with x in bytes."""
     wide, together = _columns(product, isa)
-    rows, group = gemm_bytes.MOST_ROWS, product.format.group
+    rows, group = gemm_bytes.MOST_ROWS[isa.lanes], product.format.group
     budget = (STACK_BYTES - 4 * product.experts) // (LANES * together)
     tokens = _block(product, rows, min(gemm_bytes.MOST_TOKENS, budget // 5 * 3 // 5))
     room = (budget - 5 * tokens) * GROUP // gemm_bytes.bytes_of(GROUP, group)

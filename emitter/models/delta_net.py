@@ -1,0 +1,136 @@
+"""What Qwen3-Next and Qwen 3.5 share: gated delta nets (arXiv:2412.06464), gated attention, and experts beside a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from castiron.emitter.ir import Value, scope
+from castiron.emitter.layers import (
+    activation,
+    attention,
+    experts,
+    gated_mlp,
+    linear,
+    linear_parts,
+    rms_norm,
+    rope,
+    route,
+    split_heads,
+)
+from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.models.decoder import HybridConfig
+from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape, slice_
+from castiron.emitter.recurrences import causal_conv, gated_delta
+from castiron.emitter.states import State, kv_cache
+from castiron.emitter.step import Step
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaConfig(HybridConfig):
+    attention_bias: bool
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_positions: int
+
+    @property
+    def keys(self) -> int:
+        """Features of all heads of q, or of k."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all heads of v, or of its gate."""
+        return self.value_heads * self.value_dim
+
+
+def delta_fields(c: ConfigReader, intermediate: int | None = None) -> dict[str, Any]:
+    """The fields of a `DeltaConfig`, as keyword arguments. intermediate: where the key is not read."""
+    layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
+    kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
+    return {
+        **c.decoder(max_positions=32768, partial=0.25, head_dim=c.take("head_dim", 256), intermediate=intermediate),
+        "layer_types": c.layer_types(layers, (LINEAR, FULL), kinds),
+        "attention_bias": c.flag("attention_bias", False),
+        "key_heads": c.take("linear_num_key_heads", 16),
+        "value_heads": c.take("linear_num_value_heads", 32),
+        "key_dim": c.take("linear_key_head_dim", 128),
+        "value_dim": c.take("linear_value_head_dim", 128),
+        "conv_positions": c.take("linear_conv_kernel_dim", 4, least=2),
+    }
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts, and one that every token goes through, with a gate of its own."""
+
+    count: int
+    per_token: int
+    intermediate: int
+    shared_intermediate: int
+    normalised: bool
+
+    @classmethod
+    def read(cls, c: ConfigReader, count: int, per_token: int, normalised: bool) -> Experts:
+        """count, per_token: HF's defaults."""
+        return cls(
+            c.take("num_experts", c.take("num_local_experts", count)),
+            c.take("num_experts_per_tok", per_token),
+            c.take("moe_intermediate_size", 512),
+            c.take("shared_expert_intermediate_size", 512),
+            normalised,
+        )
+
+
+def states(c: DeltaConfig, context: int) -> tuple[State, ...]:
+    layers = c.count(LINEAR)
+    conv = State("conv", (layers, c.conv_positions - 1, 2 * c.keys + c.values), kind="recurrent")
+    delta = State("delta", (layers, c.value_heads, c.key_dim, c.value_dim), kind="recurrent")
+    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), conv, delta)
+
+
+def plus_one(weight: np.ndarray) -> np.ndarray:
+    """Norms store w and multiply by 1 + w, except that of the delta net's heads."""
+    return np.float32(1.0) + weight
+
+
+def norm(step: Step, x: Value, name: str, eps: float) -> Value:
+    return rms_norm(step, x, name, eps, plus_one)
+
+
+def self_attention(step: Step, c: DeltaConfig, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    size = c.heads * c.head_dim
+    q, gate = linear_parts(step, x, "q_proj", {"query": size, "gate": size}, c.attention_bias, groups=c.heads)
+    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k = norm(step, split_heads(q, c.heads), "q_norm", c.eps), norm(step, k, "k_norm", c.eps)
+    q, k = rope(step, q, tables), rope(step, k, tables)
+    out = attention(step, c.place(layer), q, k, v, scale=c.head_dim**-0.5)
+    return linear(step, multiply(out, logistic(gate)), "o_proj", c.hidden, c.attention_bias)
+
+
+def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: Value, b: Value) -> Value:
+    """qkv [T, 2 keys + values], z [T, values], a and b [T, value_heads]: [T, hidden]."""
+    place, tokens = c.place(layer), qkv.shape[0]
+    qkv = activation(causal_conv(step, place, qkv, "conv1d", bias=False), c.hidden_act)
+    q, k = (split_heads(slice_(qkv, (0, i * c.keys), (tokens, (i + 1) * c.keys)), c.key_heads) for i in range(2))
+    v = split_heads(slice_(qkv, (0, 2 * c.keys), qkv.shape), c.value_heads)
+    out = rms_norm(step, gated_delta(step, place, q, k, v, a, b), "norm", c.eps)
+    out = multiply(out, activation(split_heads(z, c.value_heads), "silu"))
+    return linear(step, reshape(out, (tokens, c.values)), "out_proj", c.hidden)
+
+
+def sparse_mlp(step: Step, c: DeltaConfig, e: Experts, x: Value) -> Value:
+    routing = route(linear(step, x, "gate", e.count), e.per_token, e.normalised)
+    with scope("experts"):
+        y = experts(step, x, routing, e.count, e.intermediate, c.hidden_act)
+    with scope("shared_expert"):
+        shared = gated_mlp(step, x, e.shared_intermediate, c.hidden_act)
+    gate = logistic(linear(step, x, "shared_expert_gate", 1))
+    return add(y, multiply(broadcast_in_dim(gate, x.shape, (0, 1)), shared))
