@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from castiron.emitter.caches import EXACT, cache_of
 from castiron.emitter.ir import Op
-from castiron.emitter.states import CACHES
 from castiron.emitter.types import F32, I32, TensorType
 from castiron.emitter.verifier import STABLEHLO, Rule, shapes_of
 
@@ -58,13 +58,13 @@ def _rope(op: Op) -> str | None:
 
 def _attention(op: Op) -> str | None:
     q, k, v, k_cache, v_cache, *numbers = op.operands
-    (tokens, heads, head_dim), (layers, rows, *own) = q.shape, k_cache.shape
+    (tokens, heads, head_dim), (layers, rows, kv_heads, *row) = q.shape, k_cache.shape
     if op.attrs["sinks"] and (not numbers or numbers.pop().type != TensorType((heads,), F32)):
         return "the sinks are not one a head"
     out = TensorType((tokens, heads * head_dim), F32)
     if [v.type for v in op.results] != [out, k_cache.type, v_cache.type]:
         return "the results are not rows and the two caches"
-    if k.shape != v.shape or k.shape != (tokens, *own) or own[1] != head_dim or heads % own[0]:
+    if k.shape != v.shape or k.shape != (tokens, kv_heads, head_dim) or heads % kv_heads:
         return "heads and caches do not fit"
     if (
         any(n.dtype is not I32 for n in numbers)
@@ -75,7 +75,8 @@ def _attention(op: Op) -> str | None:
     held = layers // (tokens if op.attrs["mode"] == "batch" else 1)
     window = op.attrs["window"]
     turns = op.attrs["cache"] == "window"
-    if k_cache.type != v_cache.type or k_cache.dtype not in ((F32,) if turns else CACHES.values()):
+    cache = cache_of(k_cache.dtype)
+    if k_cache.type != v_cache.type or cache is None or turns and cache is not EXACT or cache.row(head_dim) != tuple(row):
         return "the two caches differ, or hold what no such cache does"
     ok = 0 <= op.attrs["layer"] < held and (window is None or window > 0)
     return None if ok and not (turns and not 0 < (window or 0) <= rows) else "no such layer, or a window that its ring lacks"

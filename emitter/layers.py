@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from castiron.emitter import ops, state_rows
+from castiron.emitter.caches import cache_of
 from castiron.emitter.ir import Value, append, current_path, fail, scope
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.states import ROLES
@@ -183,14 +184,16 @@ def attention(
     q is [T, heads, head_dim]; a query at position p sees positions j with j <= p and, under a window, p - j < window.
     Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2, arXiv:2408.00118).
     sinks [heads] are scores of nothing: each is one more in the softmax of its head (gpt-oss, arXiv:2508.10925).
-    The states are positional, or rings of at least `window` positions. What is appended is rounded to the elements of the
-    states (f32, or f16 of positional ones) before any query sees it; all else is f32. Returns [T, heads * head_dim].
+    The states are positional, or rings of at least `window` positions. What is appended is rounded as the states
+    store it (`emitter.caches`, of positional ones) before any query sees it; all else is f32. Returns [T, heads * head_dim].
     """
     k_cache, v_cache = (step.states[name] for name in cache)
-    kind, (layers, rows, *heads) = step.kinds[cache[0]], k_cache.shape
+    kind, (layers, rows, kv_heads, *row) = step.kinds[cache[0]], k_cache.shape
     if kind == "window":
         window = window or rows
-    ok = q.type.rank == 3 and k.type == v.type and k.shape == (q.shape[0], *heads)
+    held = cache_of(k_cache.dtype)
+    ok = q.type.rank == 3 and k.type == v.type and k.shape[:2] == (q.shape[0], kv_heads)
+    ok = ok and held is not None and held.row(k.shape[2]) == tuple(row)
     ok = ok and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0 and 0 <= layer < layers // step.sequences
     if not ok or kind not in ("positional", "window") or kind == "window" and (window or 0) > rows:
         raise fail("attention", f"operands do not fit the {kind} cache {k_cache.type} at layer {layer}", (q, k, v))

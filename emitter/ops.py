@@ -15,8 +15,9 @@ from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, from_f32
 
 FLOAT_UNARY = (
-    "negate", "exponential", "log", "log_plus_one", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs",
-)  # fmt: skip
+    *("negate", "exponential", "log", "log_plus_one", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs"),
+    "round_nearest_even",
+)
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power")
 BITWISE = ("and", "or")
 COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
@@ -85,7 +86,9 @@ def _bitwise(kind: str) -> Callable[[Value, Value], Value]:
     return bitwise
 
 
-negate, exponential, log, log_plus_one, sqrt, rsqrt, tanh, logistic, cosine, sine, abs_ = map(_unary, FLOAT_UNARY)
+negate, exponential, log, log_plus_one, sqrt, rsqrt, tanh, logistic, cosine, sine, abs_, round_nearest_even = map(
+    _unary, FLOAT_UNARY
+)
 add, subtract, multiply, divide, maximum, minimum, power = map(_binary, ARITHMETIC)
 and_, or_ = map(_bitwise, BITWISE)
 
@@ -112,6 +115,18 @@ def convert(x: Value, dtype: DType) -> Value:
         # IREE calls a runtime routine for it that it does not link, also by way of f32, which it folds.
         raise fail("convert", "integers do not convert to bf16; compute in f32", (x,))
     return x if x.dtype is dtype else _one("convert", (x,), TensorType(x.shape, dtype))
+
+
+def bitcast_convert(x: Value, dtype: DType) -> Value:
+    """The bits of `x` as another type: narrower elements stand along a new last dimension, wider ones take up all of it."""
+    shape, ratio = x.shape, max(x.dtype.bits, dtype.bits) // min(x.dtype.bits, dtype.bits)
+    if I1 in (x.dtype, dtype) or x.dtype.bits < dtype.bits and shape[-1:] != (ratio,):
+        raise fail("bitcast_convert", f"its bits do not make elements of {dtype}", (x,))
+    if x.dtype.bits < dtype.bits:
+        shape = shape[:-1]
+    elif x.dtype.bits > dtype.bits:
+        shape = (*shape, ratio)
+    return _one("bitcast_convert", (x,), TensorType(shape, dtype))
 
 
 def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Value:

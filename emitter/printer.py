@@ -263,7 +263,7 @@ def _attribute(value: Any) -> str:
 
 _PRINT: dict[str, Callable[[Op, list[str]], str]] = {
     **dict.fromkeys((*FLOAT_UNARY, *ARITHMETIC, *BITWISE), _elementwise),
-    **dict.fromkeys(("convert", "reshape", "dynamic_update_slice"), _typed),
+    **dict.fromkeys(("convert", "bitcast_convert", "reshape", "dynamic_update_slice"), _typed),
     **dict.fromkeys(("broadcast_in_dim", "transpose"), _with("dims")),
     "constant": _constant,
     "iota": lambda op, _args: f"stablehlo.iota dim = {op.attrs['dim']} : {op.results[0].type}",

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from castiron.emitter.types import F16, F32, I32, DType, EmitError, TensorType
+from castiron.emitter.caches import CACHES
+from castiron.emitter.types import F32, I32, DType, EmitError, TensorType
 
 # How dimension 1 relates to positions; dimension 0 stacks layers (of a batch: the layers of one sequence after another).
 #   positional  [layers, context, ...]: row p is position p, written once
 #   window      [layers, W, ...]: a ring of the last W positions, position p in row p mod W
 #   recurrent   [layers, ...]: replaced at every token, zero before the first
 KINDS = ("positional", "window", "recurrent")
-
-# What the elements of positional states may be. Rings and recurrent states are f32 always: a recurrence would add up its
-# roundings, and neither grows with the context.
-CACHES: dict[str, DType] = {"f32": F32, "f16": F16}
 
 # Of each role: the function's name, and whether it has one row of results or one a token. Embed gives hidden states, the
 # others logits.
@@ -57,10 +54,18 @@ def kv_cache(layers: int, context: int, kv_heads: int, head_dim: int) -> tuple[S
 
 
 def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
-    """The states with positional ones of the elements `cache`, a key of `CACHES`; EmitError for another."""
+    """The states with the rows of positional ones as `cache` stores them, a key of `CACHES`; EmitError for another.
+
+    Rings and recurrent states are f32 always: a recurrence would add up its roundings, and neither grows with the context.
+    """
     if cache not in CACHES:
         raise EmitError(f"cache {cache!r} is not one of {', '.join(CACHES)}")
-    return tuple(replace(state, dtype=CACHES[cache]) if state.kind == "positional" else state for state in states)
+    how = CACHES[cache]
+
+    def stored(state: State) -> State:
+        return replace(state, shape=(*state.shape[:-1], *how.row(state.shape[-1])), dtype=how.dtype)
+
+    return tuple(stored(state) if state.kind == "positional" else state for state in states)
 
 
 def function_name(role: str, width: int) -> str:

@@ -172,6 +172,14 @@ def _convert(op: Op) -> str | None:
     return None if op.operands[0].shape == op.results[0].shape else "shapes differ"
 
 
+def _bitcast(op: Op) -> str | None:
+    x, y = op.operands[0], op.results[0]
+    narrow, wide = sorted((x, y), key=lambda v: v.dtype.bits)
+    ratio = wide.dtype.bits // narrow.dtype.bits
+    ok = I1 not in (x.dtype, y.dtype) and narrow.shape == wide.shape + ((ratio,) if ratio > 1 else ())
+    return None if ok else "the bits of the operand are not those of the result"
+
+
 def _broadcast(op: Op) -> str | None:
     (shape, result), dims = shapes_of(op), op.attrs["dims"]
     ok = len(dims) == len(shape) and sorted(dims) == list(dims) and _distinct(dims, len(result))
@@ -270,6 +278,7 @@ STABLEHLO: dict[str, Rule] = {
     "compare": Rule(2, 1, _compare),
     "select": Rule(3, 1, _select),
     "convert": Rule(1, 1, _convert),
+    "bitcast_convert": Rule(1, 1, _bitcast),
     "broadcast_in_dim": Rule(1, 1, _moves(_broadcast)),
     "reshape": Rule(1, 1, _moves(_reshape)),
     "transpose": Rule(1, 1, _moves(_transpose)),

@@ -139,6 +139,11 @@ def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
     return np.where(wide >= float(limits.max), limits.max, inside.astype(target.numpy)).astype(target.numpy)
 
 
+def _bitcast(op: Op, x: np.ndarray) -> np.ndarray:
+    type_ = op.results[0].type
+    return np.ascontiguousarray(x).reshape(-1).view(type_.dtype.numpy).reshape(type_.shape)
+
+
 def _broadcast(op: Op, x: np.ndarray) -> np.ndarray:
     shape, dims = op.results[0].shape, op.attrs["dims"]
     aligned = [1] * len(shape)
@@ -233,6 +238,7 @@ _RULES: dict[str, Callable[..., np.ndarray | tuple[np.ndarray, ...]]] = {
     "cosine": _float(np.cos),
     "sine": _float(np.sin),
     "abs": _float(np.abs),
+    "round_nearest_even": _float(np.rint),
     "add": _float(np.add),
     "subtract": _float(np.subtract),
     "multiply": _float(np.multiply),
@@ -247,6 +253,7 @@ _RULES: dict[str, Callable[..., np.ndarray | tuple[np.ndarray, ...]]] = {
     "compare": _compare,
     "select": lambda op, pred, a, b: np.asarray(np.where(pred, a, b)),
     "convert": lambda op, x: convert(x, op.operands[0].dtype, op.results[0].dtype),
+    "bitcast_convert": _bitcast,
     "broadcast_in_dim": _broadcast,
     "reshape": lambda op, x: x.reshape(op.results[0].shape),
     "transpose": lambda op, x: x.transpose(op.attrs["dims"]),

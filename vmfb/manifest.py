@@ -25,7 +25,7 @@ MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
 )  # fmt: skip
 # Every file that a bundle may hold besides the manifest, and whether it must.
 FILES: dict[str, bool] = {MODEL: True, WEIGHTS: True, TOKENIZER: False, TEMPLATE: False, LOG: False, TEXT: False}
-STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 
 
 class BundleError(Exception):
@@ -138,8 +138,12 @@ class Manifest:
 
     @property
     def cache(self) -> str:
-        """What the elements of positional states are; f32 where there are none."""
-        return next((state.dtype for state in self.states if state.kind == "positional"), "f32")
+        """How positional states are stored, as `castiron compile --cache` has it; f32 where there are none.
+
+        Of q8_0 a row is bytes, [groups, 4 + elements of a group]: a scale, f32, and the numbers.
+        """
+        dtype = next((state.dtype for state in self.states if state.kind == "positional"), "f32")
+        return {"i8": "q8_0"}.get(dtype, dtype)
 
     @property
     def prefill_widths(self) -> tuple[int, ...]:

@@ -14,10 +14,12 @@ from functools import cache
 
 from castiron.emitter.codecs import Codec
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.weights.x_bytes import EVEN_ODD, GROUP, LEAST, MOST, rounded, rounded_types
+from castiron.emitter.kernels.weights.x_bytes import EVEN_ODD, rounded, rounded_types
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, vector_type, width_of
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import ROUND, lane_max, lane_sums, tree
+from castiron.emitter.kernels.writing.rounding import as_bytes, low_bytes, numbers_of
+from castiron.emitter.kernels.writing.vectors import lane_sums, tree
+from castiron.emitter.rounding import GROUP
 from castiron.emitter.types import F32, TensorType
 
 ROWS = 4  # that a workgroup takes
@@ -33,14 +35,9 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
         with b.loop(low, b.min(b.add(low, ROWS), rows)) as t, b.loop(0, in_features // GROUP) as g:
             start = b.mul(g.index, GROUP)
             parts = [b.vload(x, lanes, t.index, b.add(start, k)) for k in range(0, GROUP, lanes)]
-            most = lane_max(b, tree(b.maxf, [b.let(f"math.absf {part} : {part.type}", part.type) for part in parts]))
-            zero = b.compare("olt", most, b.f32(float(LEAST)))
-            inverse = b.broadcast(b.select(zero, b.f32(0.0), b.divf(b.f32(MOST), most)), lanes)
-            # In the low bits of the sum stands the integer, in the low byte of these its byte.
-            shifted = [b.fma(part, inverse, b.splat(ROUND, lanes)) for part in parts]
-            scale = b.divf(most, b.f32(MOST))
+            shifted, scale = as_bytes(b, parts)
             b.store(scale, scales, t.index, g.index)
-            numbers = [b.subf(s, b.splat(ROUND, lanes)) for s in shifted]
+            numbers = [numbers_of(b, s) for s in shifted]
             summed = batches(numbers, codec.group // lanes)
             for i, group in enumerate(summed):
                 total = b.extract(lane_sums(b, [tree(b.addf, group)]), 0)
@@ -69,8 +66,6 @@ def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) 
     width = width_of(shifted[0])
     order = [start + k for start in range(0, width, 8) for k in EVEN_ODD]
     for i, lanes in enumerate(shifted):
-        words, bytes_ = vector_type(width, "i32"), vector_type(width, "i8")
-        bits = b.let(f"vector.bitcast {lanes} : {lanes.type} to {words}", words)
-        low = b.let(f"arith.trunci {bits} : {words} to {bytes_}", bytes_)
+        low = low_bytes(b, lanes)
         ordered, quads = b.shuffle(low, low, order), vector_type(width // 4, "i32")
-        b.vstore(b.let(f"vector.bitcast {ordered} : {bytes_} to {quads}", quads), y, row, b.add(start, i * width // 4))
+        b.vstore(b.let(f"vector.bitcast {ordered} : {ordered.type} to {quads}", quads), y, row, b.add(start, i * width // 4))

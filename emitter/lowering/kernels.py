@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from castiron.emitter import ops
+from castiron.emitter.caches import cache_of
 from castiron.emitter.ir import Op, Value, current_function, parameter
 from castiron.emitter.kernels.argmax import argmax as argmax_kernel
 from castiron.emitter.kernels.attention.decode import attention_decode, head_parts
@@ -100,14 +101,15 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     rows = [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]]
     prepared = operands[count : count + len(names)]
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
-    (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], k_cache.dtype
+    (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], cache_of(k_cache.dtype)
+    assert cache is not None, "the verifier knows every cache"
     scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"], op.attrs["sinks"])
     sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
     if op.attrs["mode"] in ("decode", "batch"):
-        batch, parts = tokens if op.attrs["mode"] == "batch" else None, head_parts(layout, c.isa)
+        batch, parts = tokens if op.attrs["mode"] == "batch" else None, head_parts(layout, c.isa, cache)
         own = replace(layout, heads=layout.heads // parts)
         kernel = attention_decode(layers, context, own, scores, isa=c.isa, batch=batch, cache=cache)
         outs = []

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter import ops
+from castiron.emitter.caches import SCALE_BYTES, cache_of
 from castiron.emitter.ir import Op, Value
-from castiron.emitter.types import F32, I32
+from castiron.emitter.rounding import LEAST, MOST
+from castiron.emitter.types import F32, I8, I32
 
 
 def attention(
@@ -38,15 +40,14 @@ def attention(
 
 
 def _of_layer(cache: Value, layer: int) -> Value:
-    """Rows of one layer, [rows, kv_heads, head_dim]."""
-    rows = ops.slice_(cache, (layer, 0, 0, 0), (layer + 1, *cache.shape[1:]))
+    """Rows of one layer, [rows, kv_heads, *row]."""
+    rows = ops.slice_(cache, (layer, *[0] * (cache.type.rank - 1)), (layer + 1, *cache.shape[1:]))
     return ops.reshape(rows, cache.shape[1:])
 
 
 def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
-    """The cache with `rows` [n, kv_heads, head_dim] from row `first` of a layer on."""
-    zero = ops.constant(0, I32, ())
-    at = (ops.constant(layer, I32, ()), first, zero, zero)
+    """The cache with `rows` [n, kv_heads, *row] from row `first` of a layer on."""
+    at = (ops.constant(layer, I32, ()), first, *[ops.constant(0, I32, ())] * (cache.type.rank - 2))
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
 
@@ -64,20 +65,49 @@ def _over_positions(
 ) -> tuple[Value, Value, Value]:
     """Attention of one sequence over the rows of all positions; rows past the real ones are written, and read by nobody."""
     tokens, context = q.shape[0], k_cache.shape[1]
-    k, v = ops.convert(k, k_cache.dtype), ops.convert(v, v_cache.dtype)
+    k, v = _rounded(k, k_cache), _rounded(v, v_cache)
     if op.attrs["mode"] == "batch" and length is not None:
         k, v = (_kept(new, cache, layer, start, length) for new, cache in ((k, k_cache), (v, v_cache)))
     k_cache, v_cache = _with_layer(k_cache, layer, k, start), _with_layer(v_cache, layer, v, start)
     shape = (tokens, context)
     seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
-    held_k, held_v = (ops.convert(_of_layer(cache, layer), F32) for cache in (k_cache, v_cache))
+    held_k, held_v = (_widened(_of_layer(cache, layer)) for cache in (k_cache, v_cache))
     return _attend(op, sinks, q, held_k, held_v, seen), k_cache, v_cache
 
 
+def _rounded(x: Value, cache: Value) -> Value:
+    """x [n, kv_heads, head_dim] as a cache stores it, [n, kv_heads, *row] (`rounding.as_bytes`)."""
+    how = cache_of(cache.dtype)
+    if how is None or not how.grouped:
+        return ops.convert(x, cache.dtype)
+    groups, size = cache.shape[3:]
+    x = ops.reshape(x, (*x.shape[:2], groups, size - SCALE_BYTES))
+    most = ops.reduce("maximum", ops.abs_(x), (3,))
+    number = lambda value: ops.constant(value, F32, most.shape)
+    least = ops.compare("LT", most, number(LEAST))
+    inverse = ops.select(least, number(0.0), ops.divide(number(MOST), most))
+    numbers = ops.round_nearest_even(ops.multiply(x, ops.broadcast_in_dim(inverse, x.shape, (0, 1, 2))))
+    scale = ops.bitcast_convert(ops.divide(most, number(MOST)), I8)
+    return ops.concatenate((scale, ops.convert(numbers, I8)), 3)
+
+
+def _widened(rows: Value) -> Value:
+    """The f32 [n, kv_heads, head_dim] that rows of a cache [n, kv_heads, *row] stand for."""
+    how = cache_of(rows.dtype)
+    if how is None or not how.grouped:
+        return ops.convert(rows, F32)
+    *most, size = rows.shape
+    scale, numbers = (ops.slice_(rows, (0, 0, 0, a), (*most, e)) for a, e in ((0, SCALE_BYTES), (SCALE_BYTES, size)))
+    scale = ops.broadcast_in_dim(ops.bitcast_convert(scale, F32), numbers.shape, (0, 1, 2))
+    x = ops.multiply(ops.convert(numbers, F32), scale)
+    return ops.reshape(x, (*rows.shape[:2], numbers.type.elements // (rows.shape[0] * rows.shape[1])))
+
+
 def _kept(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """The row `new` [1, kv_heads, head_dim], or the cache's own at that position where `length` is 0."""
+    """The row `new` [1, kv_heads, *row], or the cache's own at that position where `length` is 0."""
     zero = ops.constant(0, I32, ())
-    old = ops.dynamic_slice(cache, (ops.constant(layer, I32, ()), start, zero, zero), (1, 1, *cache.shape[2:]))
+    at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
+    old = ops.dynamic_slice(cache, at, (1, 1, *cache.shape[2:]))
     runs = ops.broadcast_in_dim(ops.compare("GT", length, zero), new.shape, ())
     return ops.select(runs, new, ops.reshape(old, new.shape))
 

@@ -91,8 +91,8 @@ def build(
     alone, and its results mean nothing. embed_T(tokens, start, length, *states) for each T of `embeds`: a chunk's hidden
     states after the last norm, [T, hidden], and no logits.
 
-    config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are. cache: the
-    elements of positional states, a key of `states.CACHES`.
+    config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are. cache: how
+    positional states are stored, a key of `caches.CACHES`.
     Raises EmitError for a config or a cache that is not understood and for a context past the model's limit.
     """
     model = family(config)

@@ -18,6 +18,7 @@ import numpy as np
 
 import castiron
 from castiron.emitter import types
+from castiron.emitter.caches import CACHES
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.ir import Function, Module, Param, Value
 from castiron.emitter.kernels.products.product import Product
@@ -25,7 +26,6 @@ from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
-from castiron.emitter.states import CACHES
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting.kept import write_kept
@@ -60,8 +60,8 @@ class Options:
     """What `castiron compile` can be told.
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
-    checkpoint's own types, the others convert every matrix. cache: "f32" or "f16", the elements of states that have a row for
-    every position; other states are f32. lowering: "kernels" or "portable". batch: numbers of
+    checkpoint's own types, the others convert every matrix. cache: how states that have a row for every position are stored,
+    "f32", "f16" or "q8_0"; other states are f32. lowering: "kernels" or "portable". batch: numbers of
     sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. embed: widths of the
     functions that give hidden states, for embeddings of texts. threads: how many will run the bundle, by which kernels share
     out their work; None takes one a physical core. tuned: what `castiron tune` found on this machine is used, for the target

@@ -17,7 +17,7 @@ examples:
   castiron compile smollm2-135m-instruct
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
   castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
-  castiron compile model.gguf --cache f16 --context 32768
+  castiron compile model.gguf --cache q8_0 --context 32768
   castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
 
 --json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), cache (of what elements), tokenizer

@@ -24,8 +24,9 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
                         "rounded to bytes or bf16 in prompts and batches, tokens may differ")  # fmt: skip
-    parser.add_argument("--cache", choices=("f32", "f16"), default="f32",
-                        help="number format of the KV cache; f16: half the memory and reading, tokens may differ")  # fmt: skip
+    parser.add_argument("--cache", choices=("f32", "f16", "q8_0"), default="f32",
+                        help="number format of the KV cache; f16: half the memory and reading, q8_0: about a quarter; tokens "
+                        "may differ")  # fmt: skip
     parser.add_argument("--lowering", choices=("kernels", "portable"), default="kernels",
                         help="kernels: castiron's own; portable: StableHLO alone")  # fmt: skip
     parser.add_argument("--target", choices=TARGETS, default="host", help="the CPU that will run the bundle")

@@ -54,7 +54,7 @@ class Measured:
 
     name: str
     weight_bytes: float | None
-    cache_item_bytes: int
+    cache_item_bytes: float
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from castiron.emitter.caches import SCALE_BYTES
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
@@ -50,11 +51,14 @@ class Workload:
         return sum(k["calls"] * k["flops"][0] // 2 for k in kernels if "tokens" in k) if self.known else None
 
     @property
-    def cache_item_bytes(self) -> int:
-        """Bytes of an element of the bundle's caches."""
-        return STATE_ITEM_BYTES[self.manifest.cache]
+    def cache_item_bytes(self) -> float:
+        """Bytes of an element of the bundle's caches, with its share of a scale."""
+        if self.manifest.cache != "q8_0":
+            return STATE_ITEM_BYTES[self.manifest.cache]
+        size = next(state.shape[-1] for state in self.manifest.states if state.kind == "positional")
+        return size / (size - SCALE_BYTES)
 
-    def cache_bytes(self, depth: int, tokens: int, item_bytes: int) -> float:
+    def cache_bytes(self, depth: int, tokens: int, item_bytes: float) -> float:
         """Bytes of caches that a token reads, on average over `tokens` from position `depth` on, by an engine whose elements
         take `item_bytes`."""
         if not self.known:

@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from castiron.emitter.caches import CACHES, LEAST_GROUP, SCALE_BYTES, Cache
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.prefill import attention_prefill
@@ -18,7 +19,7 @@ from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
-from castiron.emitter.states import CACHES
+from castiron.emitter.types import I8, TensorType
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
@@ -29,8 +30,8 @@ BATCH = 5  # sequences decoded at once
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's attention: heads and options, a chunk of `tokens`, long contexts split into `splits` parts, and caches of
-    the elements `cache`."""
+    """One layer's attention: heads and options, a chunk of `tokens`, long contexts split into `splits` parts, and caches
+    that are called `cache`."""
 
     heads: int
     kv_heads: int
@@ -48,6 +49,10 @@ class Case:
         return HeadLayout(self.heads, self.kv_heads, self.head_dim, self.rope, **self.options)
 
     @property
+    def rows(self) -> Cache:
+        return CACHES[self.cache]
+
+    @property
     def scale(self) -> float:
         return self.head_dim**-0.5
 
@@ -56,14 +61,14 @@ class Case:
         return Scores(self.scale, **self.scores)
 
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
-        options = {"splits": self.splits, "split_from": 24, "cache": CACHES[self.cache]}
+        options = {"splits": self.splits, "split_from": 24, "cache": self.rows}
         return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, self.how, isa=isa, batch=batch, **options)
 
     def append(self, isa: Isa) -> Kernel:
-        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, cache=CACHES[self.cache])
+        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, cache=self.rows)
 
     def prefill(self, isa: Isa) -> Kernel:
-        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa, cache=CACHES[self.cache])
+        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa, cache=self.rows)
 
 
 def cases() -> st.SearchStrategy[Case]:
@@ -112,12 +117,13 @@ REAL = [
 
 
 def stored_as(cache: str, found: Sequence[Case]) -> list[Case]:
-    """The cases with caches of these elements."""
-    return [replace(case, cache=cache) for case in found]
+    """The cases with such caches, of heads that these take."""
+    bytes_ = CACHES[cache].grouped
+    return [replace(case, cache=cache) for case in found if not bytes_ or case.head_dim % LEAST_GROUP == 0]
 
 
 def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarray | int) -> dict[str, np.ndarray | int]:
-    """Every operand: `given`, else random numbers, of the caches NaN from row `real` on in every layer."""
+    """Every operand: `given`, else random numbers, of the caches NaN from row `real` on in every layer (of q8_0 in d)."""
     operands: dict[str, np.ndarray | int] = {"layer": LAYER}
     for name, type_ in kernel.tensors.items():
         if name in given:
@@ -125,21 +131,40 @@ def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarra
         elif name == "counters":
             operands[name] = np.zeros(type_.shape, np.int32)
         else:
-            operands[name] = rng.standard_normal(type_.shape).astype(type_.dtype.numpy)
+            operands[name] = random(rng, type_)
             if name.endswith("_cache"):
-                operands[name][:, real:] = np.nan
+                operands[name][:, real:] = -1 if type_.dtype is I8 else np.nan
     return operands
 
 
+def random(rng: np.random.Generator, type_: TensorType) -> np.ndarray:
+    """Of a standard normal distribution, as a tensor of floats or a cache of q8_0 stores it."""
+    if type_.dtype is not I8:
+        return rng.standard_normal(type_.shape).astype(type_.dtype.numpy)
+    *rows, groups, size = type_.shape
+    return CACHES["q8_0"].stored(rng.standard_normal((*rows, groups * (size - SCALE_BYTES))))
+
+
 def keys_stored(case: Case, exact: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the largest that a cache may hold of keys that are within `limit` of exact ones: rounding keeps order."""
-    dtype = CACHES[case.cache].numpy
-    return (exact - limit).astype(dtype), (exact + limit).astype(dtype)
+    """The least and the largest that a cache may hold of keys that are within `limit` of exact ones: rounding keeps order.
+
+    Of q8_0 a byte is largest where x is and the largest of its group is not.
+    """
+    if not case.rows.grouped:
+        low, high = (case.rows.stored(bound) for bound in (exact - limit, exact + limit))
+        return low.astype(np.float64), high.astype(np.float64)
+    groups = exact.reshape(*exact.shape[:-1], -1, case.rows.group(case.head_dim))
+    most, ulps = np.abs(groups).max(axis=-1, keepdims=True), 4 * UNIT
+    least, largest = most * (1 - ulps) - limit, most * (1 + ulps) + limit
+    d = [bound / 127 for bound in (least, largest)]
+    steps = [np.rint(127 * x / bound) for x in (groups - limit, groups + limit) for bound in (least, largest)]
+    found = np.array([scale * n for scale in d for n in steps]).reshape(-1, *exact.shape)
+    return found.min(axis=0), found.max(axis=0)
 
 
 def rounding_of(case: Case, exact: np.ndarray, limit: float) -> np.ndarray:
     """How much further apart than they are two such keys can be by being rounded to either side; almost everywhere 0."""
-    low, high = (bound.astype(np.float64) for bound in keys_stored(case, exact, limit))
+    low, high = keys_stored(case, exact, limit)
     return np.maximum(high - low - 2 * limit, 0.0)
 
 
@@ -164,6 +189,7 @@ def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, roundi
 def close_keys(name: str, case: Case, got: np.ndarray, exact: np.ndarray, limit: float) -> None:
     """Every key is what the cache holds of one within the limit of the exact one."""
     low, high = keys_stored(case, exact, limit)
+    got = case.rows.values(got)
     assert (low <= got).all() and (got <= high).all(), f"{name}: a key is not that of {limit:.2e} around the exact one"
 
 

@@ -202,6 +202,16 @@ def reshape(draw, dtype: DType):
 
 
 @st.composite
+def bitcast_convert(draw, dtype: DType, to: DType):
+    """To elements as wide, narrower ones and wider ones."""
+    shape, rng = draw(shapes), draw(generators)
+    type_ = TensorType((*shape, to.bits // dtype.bits) if to.bits > dtype.bits else shape, dtype)
+    # Which NaN comes out is left open.
+    values = any_bits(rng, type_) if dtype.kind == "float" else filled(rng, type_, 0, 60)
+    return Case("bitcast_convert", ((type_, values),), lambda x: ops.bitcast_convert(x, to))
+
+
+@st.composite
 def transpose(draw, dtype: DType):
     """Of rank 3 and 4, where a permutation need not be its own inverse."""
     shape = draw(st.lists(st.integers(1, 6), min_size=3, max_size=4))
@@ -325,6 +335,7 @@ def _strategies() -> list[tuple[st.SearchStrategy[Case], int]]:
     unary = {  # function, ulps, floor, low, high, special values
         "negate": (ops.negate, 0, 0, None, None, ()),
         "abs": (ops.abs_, 0, 0, None, None, ()),
+        "round_nearest_even": (ops.round_nearest_even, 0, 0, -4, 4, (0.5, 1.5, 2.5, -0.5, -2.5, 0.0, -0.0, inf, -inf, nan)),
         "sqrt": (ops.sqrt, 1, 0, 0, 100, (0.0, inf, nan, -1.0)),
         "rsqrt": (ops.rsqrt, 4, 0, 1e-3, 100, (inf, nan)),
         "exponential": (ops.exponential, 8, 0, -60, 60, (0.0, -0.0, -inf, inf, nan)),
@@ -350,6 +361,8 @@ def _strategies() -> list[tuple[st.SearchStrategy[Case], int]]:
     found += [(power(d), 1) for d in (*FLOATS, I32, UI8)]
     found += [(elementwise(k, f, d, 2), 1) for k, f in {"and": ops.and_, "or": ops.or_}.items() for d in (*INTS, I1)]
     found += [(strategy(d), 1) for strategy in (compare, select, convert) for d in ALL]
+    bits = ((F32, I32), (I32, F32), (F16, I8), (I8, F16), (F32, I8), (I8, F32))
+    found += [(bitcast_convert(d, to), 2) for d, to in bits]
     found += [(convert_floats(d), 1) for d in FLOATS] + [(iota(d), 1) for d in NUMBERS if d is not BF16]
     found += [(strategy(d), 1) for strategy in moves for d in (BF16, I1, UI8, I64)] + [(strategy(F32), 2) for strategy in moves]
     found += [(dot_general(F32), 8)] + [(dot_general(d), 1) for d in NUMBERS[1:]]

@@ -15,7 +15,8 @@ from castiron.pipelines.casting.named_kernel import named_kernel
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE, HEAD, TAIL = 110, 70, 30  # lines
-# By kind, with x in bytes, over a cache of f16 and with pairs of an expert together too: the words of `castiron emit --kernel` that make it.
+# By kind, with x in bytes, over caches that round and with pairs of an expert together too: the words of
+# `castiron emit --kernel` that make it.
 INSTANCES = {
     "gemv": "--shape 32x64 --codec q4_1",
     "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
@@ -35,6 +36,9 @@ INSTANCES = {
     "attention_decode_f16": "--shape 4x2x16 --context 64 --cache f16",
     "attention_prefill_f16": "--shape 4x2x16 --context 64 --tokens 8 --cache f16",
     "rope_append_f16": "--shape 4x2x16 --context 64 --tokens 8 --cache f16",
+    "attention_decode_q8_0": "--shape 4x2x16 --context 64 --cache q8_0",
+    "attention_prefill_q8_0": "--shape 4x2x16 --context 64 --tokens 8 --cache q8_0",
+    "rope_append_q8_0": "--shape 4x2x16 --context 64 --tokens 8 --cache q8_0",
     "rms_norm": "--shape 16 --tokens 4",
     "layer_norm": "--shape 16 --tokens 4",
     "embed": "--shape 16x8 --codec bf16",
@@ -50,7 +54,7 @@ def kernel(name: str) -> Kernel:
 
 
 def kind(name: str) -> str:
-    for suffix in ("_f16", "_bytes", "_pairs", "_matrix", "_grouped"):
+    for suffix in ("_f16", "_q8_0", "_bytes", "_pairs", "_matrix", "_grouped"):
         name = name.removesuffix(suffix)
     return name
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from castiron.emitter.caches import CACHES
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import build
-from castiron.emitter.states import CACHES
 from castiron.reference import interpreter
 from tests.emitter.test_lowering import CONFIG, CONTEXT, params_of
 
@@ -29,16 +29,19 @@ def program(request, cache):
 
 @pytest.fixture(scope="module")
 def empty(cache):
-    return np.zeros((LAYERS, CONTEXT, 2, 16), CACHES[cache].numpy)
+    type_ = CACHES[cache].type(LAYERS, CONTEXT, 2, 16)
+    return np.zeros(type_.shape, type_.dtype.numpy)
 
 
 @pytest.fixture(scope="module")
 def near(cache):
-    """Close, as sums in another order are; of f16 a key beside the middle of two may be rounded to either."""
+    """Close, as sums in another order are; a key beside the middle of two that a cache holds may be rounded to either."""
 
     def compare(got, wanted):
-        limit = 1e-5 if cache == "f32" else 2.0**-10 * np.abs(wanted.astype(np.float32)).max()
-        np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), atol=limit)
+        if got.ndim > 2:
+            got, wanted = (CACHES[cache].values(rows) for rows in (got, wanted))
+        limit = {"f32": 0.0, "f16": 2.0**-10, "q8_0": 2.0**-7}[cache] * np.abs(wanted).max()
+        np.testing.assert_allclose(got, wanted, atol=max(limit, 1e-5))
 
     return compare
 

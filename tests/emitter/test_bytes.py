@@ -12,9 +12,10 @@ from castiron.emitter.kernels.products.few_bytes import FewBytesTiles
 from castiron.emitter.kernels.products.gemm_bytes import GemmBytesTiles
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.round_x import round_x
-from castiron.emitter.kernels.weights.x_bytes import GROUP, of_bytes, rounded
+from castiron.emitter.kernels.weights.x_bytes import of_bytes, rounded
 from castiron.emitter.kernels.writing.body import STACK_BYTES
 from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.rounding import GROUP
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 from tests.emitter.linear_cases import Case, cases, check, draw, run_all

@@ -8,7 +8,7 @@ from castiron.emitter.ir import Function, Module, Op
 from castiron.emitter.layer_rules import LAYERS
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.types import BF16, F16, F32, I32, EmitError, TensorType
+from castiron.emitter.types import BF16, F16, F32, I8, I32, EmitError, TensorType
 from castiron.emitter.verifier import LOWERED, check
 
 SIZES = {
@@ -54,6 +54,8 @@ DAMAGE = {
         ("drop", 6, "positions are not those of its mode"),
         ("caches", (BF16, BF16), "the two caches differ, or hold what no such cache does"),
         ("caches", (F16, F32), "the two caches differ, or hold what no such cache does"),
+        # Bytes, but no scales among them.
+        ("caches", (I8, I8), "the two caches differ, or hold what no such cache does"),
         ("result", TensorType((8, 31), F32), "the results are not rows and the two caches"),
     ],
     "activation": [("function", "swish2", "an unknown function"), ("result", TensorType((8, 31), F32), "another type")],

@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from castiron.emitter.caches import CACHES
 from castiron.emitter.codecs import CODECS, row_bytes
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.states import CACHES
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.reference import interpreter
@@ -67,10 +67,11 @@ def test_both_lowerings_compute_the_same(codec, overrides):
     compare_lowerings({**CONFIG, **overrides}, lambda name: codec)
 
 
+@pytest.mark.parametrize("cache, limit", [("f16", 2.0**-10), ("q8_0", 2.0**-7)])
 @pytest.mark.parametrize("overrides", [{}, {"num_attention_heads": 2}])
-def test_both_lowerings_round_what_a_cache_of_f16_holds(overrides):
-    """A key beside the middle of two f16 may be rounded to either."""
-    compare_lowerings({**CONFIG, **overrides}, lambda name: "f32", "f16", 2.0**-10)
+def test_both_lowerings_round_what_a_cache_holds(overrides, cache, limit):
+    """A key beside the middle of two numbers that it holds may be rounded to either."""
+    compare_lowerings({**CONFIG, **overrides}, lambda name: "f32", cache, limit)
 
 
 @pytest.mark.parametrize("codec", [lambda name: "f16", lambda name: "q4_1", mixed], ids=["f16", "q4_1", "mixed"])
@@ -84,11 +85,13 @@ def compare_lowerings(config, codec, cache="f32", limit=2e-5):
     for lowering in ("portable", "kernels"):
         module = lower(model, lowering)
         params = params_of(module, model)
-        k = v = np.zeros(model.functions["decode_step"].states[0].shape, CACHES[cache].numpy)
+        state = model.functions["decode_step"].states[0]
+        k = v = np.zeros(state.shape, state.dtype.numpy)
         tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
         _, first, k, v = interpreter.run(module, "prefill_8", [tokens, np.int32(0), np.int32(6), k, v], params)
         best, second, k, v = interpreter.run(module, "decode_step", [np.int32(7), np.int32(6), k, v], params)
-        results[lowering] = first, second, k[:, :7], v[:, :7], best
+        held = (CACHES[cache].values(rows[:, :7]) for rows in (k, v))
+        results[lowering] = first, second, *held, best
     for portable, kernels in zip(results["portable"], results["kernels"]):
         assert kernels.dtype == portable.dtype
         np.testing.assert_allclose(kernels, portable, atol=limit * max(1.0, np.abs(portable).max()))

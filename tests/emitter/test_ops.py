@@ -109,6 +109,8 @@ REFUSED = [
     ("select", ops.select, F4, F4, F4),
     ("select", ops.select, TensorType((5,), I1), F4, F4),
     ("convert", lambda a: ops.convert(a, BF16), I4),
+    ("bitcast_convert", lambda a: ops.bitcast_convert(a, I1), F4),
+    ("bitcast_convert", lambda a: ops.bitcast_convert(a, F32), H4),
     ("broadcast_in_dim", lambda a: ops.broadcast_in_dim(a, (5, 4), (0,)), F4),
     ("broadcast_in_dim", lambda a: ops.broadcast_in_dim(a, (3, 2), (1, 0)), M23),
     ("broadcast_in_dim", lambda a: ops.broadcast_in_dim(a, (4,), (1,)), F4),

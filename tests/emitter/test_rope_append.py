@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from castiron.emitter.caches import CACHES
 from castiron.emitter.kernels.attention.heads import rotated
-from castiron.emitter.states import CACHES
 from tests.emitter.attention_cases import CONTEXT, REAL, check_append, drawn, running, stored_as
 
 CASES = drawn(8) + REAL
@@ -22,7 +22,8 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_host_matches_the_definition(directory, threads, cache):
-    runner, kernels = running(stored_as(cache, CASES), "host", threads, directory)
+    found = stored_as(cache, CASES[1::4] if cache == "q8_0" else CASES)
+    runner, kernels = running(found, "host", threads, directory)
     for case, (_, append, _) in kernels:
         for start in (0, 47, CONTEXT - case.tokens):
             for length in {1, case.tokens // 2, case.tokens}:

@@ -55,7 +55,7 @@ def test_options_are_all_that_the_parser_has(complete):
 
 def test_values_are_the_choices(complete):
     assert complete("castiron compile x --weights ") == ["native", "f32", "bf16", "f16"]
-    assert complete("castiron compile x --cache ") == ["f32", "f16"]
+    assert complete("castiron compile x --cache ") == ["f32", "f16", "q8_0"]
     assert complete("castiron compile x --target x86-64-v4") == ["x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16"]
     assert complete("castiron completion ") == list(SHELLS)
 

@@ -8,10 +8,10 @@ import gguf
 import numpy as np
 import pytest
 
+from castiron.emitter.caches import CACHES
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.states import CACHES
 from castiron.pipelines.casting.compile import work_of
 from castiron.pipelines.measuring.workload import Workload, gguf_bytes, parameter_sizes
 from castiron.vmfb.bundle import open_bundle
@@ -42,7 +42,7 @@ def workload(config: dict, codec: str, cache: str = "f32") -> Workload:
     lowered = lower(module, "kernels", "avx2", 2)
     work = {name: work_of(function, CONTEXT) for name, function in lowered.functions.items()}
     functions = [SimpleNamespace(role="prefill", width=width, name=f"prefill_{width}") for width in WIDTHS]
-    facts = {"context": CONTEXT, "prefill_widths": WIDTHS, "cache": cache}
+    facts = {"context": CONTEXT, "prefill_widths": WIDTHS, "cache": cache, "states": module.functions["decode_step"].states}
     return Workload(SimpleNamespace(compile={"work": work}, functions=functions, **facts), 0)
 
 
@@ -67,8 +67,8 @@ def test_the_work_of_a_dense_model_is_what_its_sizes_say(tied, cache):
     assert found.prefill_flops(512) == pytest.approx(2 * elements * 512 + 2 * head + attention, rel=2e-3)
     for depth, tokens in ((0, 64), (1000, 32)):
         positions = np.arange(depth, depth + tokens) + 1
-        assert found.cache_bytes(depth, tokens, 2) == 2 * layers * 3 * 64 * 2 * positions.mean()
-    assert found.cache_item_bytes == {"f32": 4, "f16": 2}[cache]
+        assert found.cache_bytes(depth, tokens, 2) == pytest.approx(2 * layers * 3 * 64 * 2 * positions.mean(), rel=1e-12)
+    assert found.cache_item_bytes == {"f32": 4, "f16": 2, "q8_0": 36 / 32}[cache]
 
 
 def test_a_call_that_is_not_full_counts_by_its_tokens():

@@ -28,6 +28,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
@@ -35,7 +36,7 @@ from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
-from castiron.emitter.types import F32, I32, DType, TensorType
+from castiron.emitter.types import F32, I32, TensorType
 
 SPLIT_BYTES = 128 * 1024  # of keys and values, up to which the heads are shared out whole
 UNIT = 32  # positions that parts are multiples of: fewer would prepare the queries too often, more would leave unequal shares
@@ -51,14 +52,14 @@ def attention_decode(
     splits: int = 8,
     split_from: int | None = None,
     batch: int | None = None,
-    cache: DType = F32,
+    cache: Cache = EXACT,
 ) -> Kernel:
     """One token's attention in one dispatch, at a cost that follows its position.
 
     qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position i32, k_cache and v_cache
-    [layers, context, kv_heads, head_dim], counters i32 [n], layer -> out [1, heads*head_dim], k_cache, v_cache, counters,
-    parts. Row `position` of the caches is written; of the others those in max(0, position - window + 1) .. position - 1
-    are read.
+    [layers, context, kv_heads, *cache.row(head_dim)], counters i32 [n], layer -> out [1, heads*head_dim], k_cache, v_cache,
+    counters, parts. Row `position` of the caches is written; of the others those in max(0, position - window + 1) ..
+    position - 1 are read.
 
     Contexts of more than `split_from` positions are split into `splits` parts, a power of two. `counters` must be zero
     before the first call and are zero again after each; one tensor serves all layers in turn. `parts` is scratch.
@@ -67,24 +68,24 @@ def attention_decode(
     layers of one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is
     negative is idle: its caches stay as they are and its result is zero.
 
-    The elements of the caches are `cache`, f32 or f16. Rows are rounded to nearest even when they are appended, the token's
-    own too before it counts, and widened where they are read; everything else is f32.
+    Rows are rounded as `cache` stores them when they are appended, the token's own too before it counts, and widened where
+    they are read; everything else is f32.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
-    item_bytes = cache.bits // 8
+    row_bytes = cache.row_bytes(hd)
     if splits & (splits - 1) or splits < 2:
         raise ValueError(f"attention_decode takes a power of two above 1 as splits, got {splits}")
     rows = batch or 1
     if layers % rows:
         raise ValueError(f"attention_decode needs layers ({layers}) that {batch} sequences share evenly")
-    shape = _shape(layout, isa)
+    shape = _shape(layout, isa, cache)
     per = shape.per
-    split_from = split_from or max(2 * TILE, SPLIT_BYTES // (2 * item_bytes * per * hd))
+    split_from = split_from or max(2 * TILE, SPLIT_BYTES // (2 * per * row_bytes))
     groups = kv_heads // per
     slots = max(per, splits)
     units = groups * slots
 
-    caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, kv_heads, hd), cache))
+    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, context, kv_heads, hd))
     kept = {**caches, "counters": TensorType((rows * groups,), I32)}
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
@@ -96,7 +97,7 @@ def attention_decode(
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
     name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += ("" if batch is None else f"_b{batch}") + f"_{cache.name}" * (cache is not F32)
+    name += ("" if batch is None else f"_b{batch}") + f"_{cache.name}" * (cache is not EXACT)
 
     def write(b: Body, position: Ssa, layer: Ssa, **given: Ssa) -> None:
         unit: Index = b.workgroup()
@@ -114,7 +115,7 @@ def attention_decode(
     def sequence(b: Body, token: Token, unit: Index) -> None:
         """Workgroup `unit` of those that a sequence's token has."""
         position, counters, out = token.position, token.given["counters"], token.given["out"]
-        work = Workgroup(b, layout, isa, context, shape, scores)
+        work = Workgroup(b, layout, isa, context, shape, scores, cache)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
@@ -154,9 +155,10 @@ def attention_decode(
                 continue
             at = i * (layers // rows) + layer
             q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
-            # Rounded as the caches store them.
-            k_cache[at, own], v_cache[at, own] = k[0], v[0]
-            out[i] = attend(q, k_cache[at], v_cache[at], [own], scores, given.get("sinks")).reshape(-1)
+            for rows_, new in (k_cache, k), (v_cache, v):
+                rows_[at, own] = cache.stored(new[0])
+            seen = cache.values(k_cache[at]), cache.values(v_cache[at])
+            out[i] = attend(q, *seen, [own], scores, given.get("sinks")).reshape(-1)
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 
@@ -172,24 +174,24 @@ def attention_decode(
         in_place={name: name for name in kept},
         reference=reference,
         flops=lambda position: rows * 4 * heads * hd * seen(position),
-        nbytes=lambda position: rows * (item_bytes * 2 * kv_heads * hd * seen(position) + 4 * (layout.row + heads * hd)),
+        nbytes=lambda position: rows * (2 * kv_heads * row_bytes * seen(position) + 4 * (layout.row + heads * hd)),
     )
 
 
-def head_parts(layout: HeadLayout, isa: Isa) -> int:
+def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
     """In how many equal parts a kv head's query heads fit the stack of a workgroup, one after another."""
     if layout.qk_norm_row:
         return 1
     for parts in (n for n in range(1, layout.group) if layout.group % n == 0):
-        if Shape(replace(layout, heads=layout.heads // parts), isa, 1).stack_bytes <= STACK_BYTES:
+        if Shape(replace(layout, heads=layout.heads // parts), isa, 1, cache).stack_bytes <= STACK_BYTES:
             return parts
     return layout.group
 
 
-def _shape(layout: HeadLayout, isa: Isa) -> Shape:
+def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
     """The shape of the most kv heads whose state fits the stack of one workgroup."""
     for per in (n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0):
-        shape = Shape(layout, isa, per)
+        shape = Shape(layout, isa, per, cache)
         if shape.stack_bytes <= STACK_BYTES:
             return shape
     raise ValueError(

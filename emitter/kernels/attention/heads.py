@@ -82,7 +82,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of a buffer from `offset` on in the row at the indices `lead`; a buffer of f16 rounds what is stored."""
+    """Elements of a buffer from `offset` on in the row at the indices `lead`."""
 
     buffer: Ssa
     lead: Sequence[Index]
@@ -92,7 +92,7 @@ class Span:
         return b.vload(self.buffer, width, *self.lead, b.add(self.offset, d))
 
     def store(self, b: Body, x: Ssa, d: Index) -> None:
-        b.vstore(b.narrowed(x, self.buffer), self.buffer, *self.lead, b.add(self.offset, d))
+        b.vstore(x, self.buffer, *self.lead, b.add(self.offset, d))
 
 
 def prepare_head(

@@ -14,7 +14,7 @@ copied.
         for `rows` keys:
           acc [rows, columns] = 0                                                                  registers
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
-            keys [rows, depth], out of a cache of f16: `depth` elements of each key as f32               stack
+            keys [rows, depth], out of a cache that rounds: `depth` elements of each key as f32          stack
           scores[rows, columns] = masked, capped acc                                                   stack
         rescale = exp(maxima - new maxima); scores = exp(scores - new maxima)
         sums = sums * rescale + sum over keys of scores
@@ -31,13 +31,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout
+from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, outer, transpose
-from castiron.emitter.types import F32, I32, DType, TensorType
+from castiron.emitter.types import F32, I32, TensorType
 
 KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
 ROWS = (1, 2, 3, 4, 6, 8, 12)  # how many these may be
@@ -45,30 +47,32 @@ DEPTH = 64  # elements of a key that are widened at once, at most
 
 
 def attention_prefill(
-    layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, cache: DType = F32
+    layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, cache: Cache = EXACT
 ) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
-    [layers, context, kv_heads, head_dim], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees positions
-    max(0, start + t - window + 1) .. start + t. The elements of the caches are `cache`, f32 or f16; everything else is f32.
+    [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees
+    positions max(0, start + t - window + 1) .. start + t. Rows are widened from how `cache` stores them; everything else is
+    f32.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
     scalar, rows = TensorType((), I32), TensorType((T, heads * hd), F32)
     chunk = {"q": rows, "start": scalar, "length": scalar, **scores.operands(heads)}
-    caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, kv_heads, hd), cache))
+    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, context, kv_heads, hd))
     name = f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
     tiles = T * group // shape.columns
 
     def write(
         b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, sinks: Ssa | None = None
     ) -> None:
+        keys, values = (Rows(b, buffer, cache, hd, shape.out_width) for buffer in (k_cache, v_cache))
         workgroup = b.workgroup()
         # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
         tile = b.sub(tiles - 1, b.div(workgroup, kv_heads))
         head = b.rem(workgroup, kv_heads)
-        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k_cache, v_cache, layer), scores)
+        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, scores, layer, keys, values)
         first, real = b.to_index(b.load(start)), b.to_index(b.load(length))
         work.begin(q, out, first, real, sinks)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
@@ -87,7 +91,8 @@ def attention_prefill(
         positions = int(given["start"]) + np.arange(length)
         queries = given["q"][:length].reshape(-1, heads, hd).astype(np.float64)
         out = np.zeros((T, heads * hd), np.float32)
-        seen = attend(queries, given["k_cache"][layer], given["v_cache"][layer], positions, scores, given.get("sinks"))
+        k, v = (cache.values(given[name][layer]) for name in caches)
+        seen = attend(queries, k, v, positions, scores, given.get("sinks"))
         out[:length] = seen.reshape(-1, heads * hd)
         return {"out": out}
 
@@ -95,14 +100,14 @@ def attention_prefill(
         return sum(min(start + t + 1, window or context) for t in range(T))
 
     return write_kernel(
-        name + f"_{cache.name}" * (cache is not F32),
+        name + f"_{cache.name}" * (cache is not EXACT),
         {**chunk, **caches, "layer": INDEX},
         {"out": rows},
         kv_heads * tiles,
         write,
         reference=reference,
         flops=lambda start: 4 * heads * hd * pairs(start),
-        nbytes=lambda start: 8 * T * heads * hd + 2 * cache.bits // 8 * kv_heads * hd * min(start + T, T + (window or context)),
+        nbytes=lambda start: 8 * T * heads * hd + 2 * kv_heads * cache.row_bytes(hd) * min(start + T, T + (window or context)),
     )
 
 
@@ -114,11 +119,11 @@ class _Shape:
     size divides what it tiles, so that no tile is ragged.
     """
 
-    def __init__(self, columns: int, hd: int, isa: Isa, cache: DType):
+    def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
         accumulators = isa.registers * 3 // 4
         self.hd = hd
         self.width = largest_width(isa.lanes, columns)
-        stack = STACK_BYTES - (0 if cache is F32 else 4 * ROWS[-1] * DEPTH)
+        stack = STACK_BYTES - (0 if cache is EXACT else 4 * ROWS[-1] * DEPTH)
         while self.width > 1 and self.width * 4 * (hd + KEYS + 6) > stack:
             self.width //= 2
         # Three vectors by four keys load the least for each fma on 16 registers.
@@ -132,16 +137,17 @@ class _Shape:
         chunks = hd // self.out_width
         self.unroll = largest_width(4, hd)
         step = max(self.out_width, self.unroll)
-        self.depth = 0 if cache is F32 else max(n for n in range(step, DEPTH + 1, step) if hd % n == 0)
+        self.depth = 0 if cache is EXACT else max(n for n in range(step, DEPTH + 1, step) if hd % n == 0)
         shapes = [
             (c, n)
             for n in range(1, min(chunks, 8) + 1)
             for c in range(1, self.columns + 1)
-            if chunks % n == 0 and self.columns % c == 0 and c * n <= accumulators
+            if chunks % n == 0 and self.columns % c == 0 and c * n <= accumulators and cache.cuts(hd, n * self.out_width)
         ]
-        # As many sums as registers hold, with the fewest loads for them.
+        # As many sums as registers hold, with the fewest loads for them; a vector that is made of bytes is as much as several.
+        cost = 6 if cache.grouped else 1
         self.out_columns, self.out_vectors = max(
-            shapes, key=lambda s: (s[0] * s[1] / accumulators >= 0.6, s[0] * s[1] / sum(s))
+            shapes, key=lambda s: (s[0] * s[1] / accumulators >= 0.6, s[0] * s[1] / (s[0] + cost * s[1]))
         )
 
 
@@ -152,10 +158,11 @@ class _Tile:
     and rescaling, the last position seen and the token and offset of its row in the result.
     """
 
-    def __init__(self, b: Body, shape: _Shape, group: int, column: Index, head: Index, cache: tuple, how: Scores):
-        self.b, self.shape, self.group, self.column, self.head = b, shape, group, column, head
-        self.k_cache, self.v_cache, self.layer = cache
-        self.how = how
+    def __init__(
+        self, b: Body, shape: _Shape, group: int, column: Index, head: Index, how: Scores, layer: Ssa, keys: Rows, values: Rows
+    ):
+        self.b, self.shape, self.group, self.column, self.head, self.how = b, shape, group, column, head, how
+        self.layer, self.cached_keys, self.cached_values = layer, keys, values
         self.token = b.div(column, group)
         self.q = b.stack(shape.hd, shape.columns)
         self.scores = b.stack(KEYS, shape.columns)
@@ -220,12 +227,14 @@ class _Tile:
             with b.loop(0, shape.hd, shape.depth, carry=zeros) as part:
                 for i, row in enumerate(rows):
                     with b.loop(0, shape.depth, shape.out_width) as d:
-                        at = self.layer, row, self.head, b.add(part.index, d.index)
-                        b.vstore(b.widened(b.vload(self.k_cache, shape.out_width, *at)), self.keys, i, d.index)
+                        vector = self.cached_keys.part(
+                            (self.layer, row, self.head), b.add(part.index, d.index), shape.out_width
+                        )
+                        b.vstore(vector(0), self.keys, i, d.index)
                 part.give(*self.products(part.index, shape.depth, part.values, lambda i, d: b.load(self.keys, i, d)))
             totals = part.results
         else:
-            key = lambda i, d: b.load(self.k_cache, self.layer, rows[i], self.head, d)
+            key = lambda i, d: b.load(self.cached_keys.buffer, self.layer, rows[i], self.head, d)
             totals = self.products(0, shape.hd, zeros, key)
         never = b.splat(NEVER, shape.width)
         for v, c in enumerate(self.lanes):
@@ -293,8 +302,9 @@ class _Tile:
             weights = [b.broadcast(b.load(self.scores, j.index, c), width) for c in columns]
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
-            for i, e in enumerate(offsets):
-                v = b.widened(b.vload(self.v_cache, width, self.layer, row, self.head, e))
+            part = self.cached_values.part((self.layer, row, self.head), d, shape.out_vectors * width)
+            for i in range(shape.out_vectors):
+                v = part(i * width)
                 sums.append([b.fma(w, v, j.values[c * len(offsets) + i]) for c, w in enumerate(weights)])
             j.give(*[sums[i][c] for c in range(len(columns)) for i in range(len(offsets))])
         for (token, offset), totals in zip(targets, batches(j.results, len(offsets)), strict=True):

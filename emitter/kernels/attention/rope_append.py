@@ -5,35 +5,37 @@ The input is the fused projection's row: all query heads, then the key heads, th
     each workgroup: `rows` tokens t of qkv [T, (heads + 2 * kv_heads) * head_dim]
       for head in heads: out[t, head] = prepared(qkv[t, head])                                       memory
       if t < length: for head in kv_heads:
-        k[layer, start + t, head] = prepared(qkv[t, heads + head])                                   memory
-        v[layer, start + t, head] = qkv[t, heads + kv_heads + head]                                  memory
+        k[layer, start + t, head] = stored(prepared(qkv[t, heads + head]))                           memory
+        v[layer, start + t, head] = stored(qkv[t, heads + kv_heads + head])                          memory
 
-`prepared` is what `attention.heads` does to a head: norm and rotation.
+`prepared` is what `attention.heads` does to a head: norm and rotation; `stored` is what the caches round it to.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head, prepared_heads
+from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.types import F32, I32, DType, TensorType
+from castiron.emitter.types import F32, I32, TensorType
 
 ROWS = 4  # tokens that a workgroup takes
 
 
-def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: DType = F32) -> Kernel:
+def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: Cache = EXACT) -> Kernel:
     """Queries rotated, keys and values of a chunk of T tokens written into the caches.
 
     qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32, k_cache and v_cache
-    [layers, context, kv_heads, head_dim], layer -> q [T, heads*head_dim], k_cache, v_cache. Token t stands at position
-    start + t; only rows t < length reach the caches, whose elements are `cache`, f32 or f16 (rounded to nearest even).
+    [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T, heads*head_dim], k_cache, v_cache. Token t stands at
+    position start + t; only rows t < length reach the caches, rounded as `cache` stores them.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)
-    caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, layout.kv_heads, hd), cache))
+    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, context, layout.kv_heads, hd))
     operands = {"qkv": TensorType((T, layout.row), F32), **layout.operands(context), "start": scalar, "length": scalar}
 
     parts = [f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}"]
@@ -43,6 +45,8 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
         real = b.to_index(b.load(length))
         low = b.mul(b.workgroup(), ROWS)
         width = largest_width(isa.lanes, hd)
+        keys, values = (Rows(b, buffer, cache, hd, width) for buffer in (k_cache, v_cache))
+        key = Span(b.stack(hd), [], 0)
         with b.loop(low, b.min(b.add(low, ROWS), T)) as token:
             t = token.index
             position = b.add(first, t)
@@ -53,22 +57,21 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
             with b.when(b.less(t, real)), b.loop(0, layout.kv_heads) as head:
                 offset = b.add(b.mul(head.index, hd), layout.keys)
                 cached = [layer, position, head.index]
-                source, target = Span(qkv, [t], offset), Span(k_cache, cached, 0)
-                prepare_head(b, layout, isa.lanes, "k", head.index, source, target, given, position)
-                values = Span(qkv, [t], b.add(offset, layout.kv_heads * hd))
-                with b.loop(0, hd, width) as d:
-                    b.vstore(b.narrowed(values.load(b, d.index, width), v_cache), v_cache, *cached, d.index)
+                prepare_head(b, layout, isa.lanes, "k", head.index, Span(qkv, [t], offset), key, given, position)
+                keys.append(cached, lambda d: key.load(b, d, width))
+                value = Span(qkv, [t], b.add(offset, layout.kv_heads * hd))
+                values.append(cached, lambda d: value.load(b, d, width))
 
     def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
         positions, length = int(given["start"]) + np.arange(T), int(given["length"])
         q, k, v = prepared_heads(layout, given["qkv"], positions, given)
         k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
-        k_cache[layer, positions[:length]] = k[:length]
-        v_cache[layer, positions[:length]] = v[:length]
+        for rows, new in (k_cache, k), (v_cache, v):
+            rows[layer, positions[:length]] = cache.stored(new[:length])
         return {"q": q.reshape(T, -1).astype(np.float32), "k_cache": k_cache, "v_cache": v_cache}
 
     return write_kernel(
-        "_".join([*parts, *[cache.name] * (cache is not F32)]),
+        "_".join([*parts, *[cache.name] * (cache is not EXACT)]),
         {**operands, **caches, "layer": INDEX},
         {"q": TensorType((T, layout.heads * hd), F32), **caches},
         -(-T // ROWS),
@@ -76,5 +79,5 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
         in_place={name: name for name in caches},
         reference=reference,
         flops=3 * T * (layout.heads + layout.kv_heads) * (layout.rotary_dim or 0),
-        nbytes=T * (4 * (layout.row + layout.keys) + cache.bits // 8 * (layout.row - layout.keys)),
+        nbytes=T * (4 * (layout.row + layout.keys) + 2 * layout.kv_heads * cache.row_bytes(hd)),
     )

@@ -28,12 +28,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from castiron.emitter.caches import Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
+from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, element_of, largest_width
+from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, outer
-from castiron.emitter.types import DTYPES
 
 TILE = 48  # positions, whole vectors of every instruction set; from 32 to 96 the time differs by a few percent
 LINE_BYTES = 64
@@ -44,12 +45,12 @@ class Shape:
     """Sizes of the tiles of a workgroup that holds `per` kv heads.
 
     TILE positions, of which `rows` are scored at once, against `heads` query heads of a group; values of `heads` heads
-    are added up in `columns` vectors of `width` elements. `segment` is what a cache row has of the workgroup's kv heads.
+    are added up in `columns` vectors of `width` elements. `together` elements of a key have one scale, if any.
     """
 
-    def __init__(self, layout: HeadLayout, isa: Isa, per: int):
+    def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
-        self.per, self.segment = per, per * hd
+        self.per = per
         self.width = largest_width(isa.lanes, hd)
         accumulators = isa.registers * 3 // 4
         chunks = hd // self.width
@@ -57,9 +58,10 @@ class Shape:
         self.rows = 1
         while self.rows * 2 * self.heads <= accumulators and self.rows * 2 <= self.width:
             self.rows *= 2
-        fitting = [n for n in range(1, chunks + 1) if chunks % n == 0 and n * self.heads <= accumulators]
-        self.columns = max(fitting, default=1)
-        self.unroll = max(n for n in range(1, min(chunks, 8) + 1) if chunks % n == 0)
+        cut = [n for n in range(1, chunks + 1) if chunks % n == 0 and cache.cuts(hd, n * self.width)]
+        self.columns = max(n for n in cut if n == 1 or n * self.heads <= accumulators)
+        self.unroll = max(n for n in cut if n <= 8)
+        self.together = min(max(cache.group(hd), self.width), self.unroll * self.width)
         self.stack_bytes = 4 * (per * layout.group * (2 * hd + TILE + isa.lanes + 1) + hd)
 
 
@@ -84,8 +86,8 @@ class Workgroup:
     [heads, head_dim]; and the new key [head_dim]. `first` is the kv head that comes first in them, `end` is past the last.
     """
 
-    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, context: int, shape: Shape, how: Scores):
-        self.b, self.layout, self.context, self.how = b, layout, context, how
+    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, context: int, shape: Shape, how: Scores, cache: Cache):
+        self.b, self.layout, self.context, self.how, self.cache = b, layout, context, how, cache
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
         heads = shape.heads
@@ -102,9 +104,9 @@ class Workgroup:
         """Prepare the token's queries of the kv heads first .. end - 1; the recurrence is empty."""
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
-        self.qkv, self.k_cache, self.v_cache = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
-        self.bases = [b.address(cache) for cache in (self.k_cache, self.v_cache)]
-        self.item_bytes = DTYPES[element_of(self.k_cache.type)].bits // 8
+        self.qkv, *caches = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
+        self.cached_keys, self.cached_values = (Rows(b, buffer, self.cache, hd, self.width) for buffer in caches)
+        self.bases = [b.address(buffer) for buffer in caches]
         low = b.mul(first, self.group)
         with b.loop(low, b.mul(end, self.group)) as head:
             g = b.sub(head.index, low)
@@ -127,14 +129,15 @@ class Workgroup:
             self._prepare("k", head.index, offset, Span(self.k, [], 0))
             cached = [self.token.layer, self.token.position, head.index]
             low = b.mul(b.sub(head.index, self.first), self.group)
-            with b.loop(0, hd, self.width) as d:
-                v = b.vload(self.qkv, self.width, self.token.row, b.add(b.add(offset, layout.kv_heads * hd), d.index))
-                v = self._append(v, self.v_cache, *cached, d.index)
-                k = b.vload(self.k, self.width, d.index)
-                if (kept := self._append(k, self.k_cache, *cached, d.index)) is not k:
-                    b.vstore(kept, self.k, d.index)
-                for i in range(self.group):
-                    b.vstore(v, self.values, b.add(low, i), d.index)
+            heads = [b.add(low, i) for i in range(self.group)]
+            value = Span(self.qkv, [self.token.row], b.add(offset, layout.kv_heads * hd))
+
+            def begin(d: Index, v: Ssa) -> None:
+                for g in heads:
+                    b.vstore(v, self.values, g, d)
+
+            self.cached_values.append(cached, lambda d: value.load(b, d, self.width), begin)
+            self.cached_keys.append(cached, lambda d: b.vload(self.k, self.width, d), lambda d, k: b.vstore(k, self.k, d))
             one = b.constant(f"dense<[1.0{', 0.0' * (self.lanes - 1)}]>", f"vector<{self.lanes}xf32>")
             with b.loop(low, b.add(low, self.group)) as g:
                 with b.loop(0, hd, self.width, carry=[b.splat(0.0, self.width)]) as d:
@@ -155,12 +158,6 @@ class Workgroup:
         total = b.fma(one, exp(b, b.subf(sink, top)), b.vload(self.sums, lanes, g, 0))
         b.vstore(total, self.sums, g, 0)
         b.store(b.extract(top, 0), self.references, g)
-
-    def _append(self, x: Ssa, cache: Ssa, *at: Index) -> Ssa:
-        """Store x in a cache; gives it as whoever reads it there has it."""
-        stored = self.b.narrowed(x, cache)
-        self.b.vstore(stored, cache, *at)
-        return x if stored is x else self.b.widened(stored)
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
         """Add the positions start .. end - 1 to the recurrence, reading ahead or not."""
@@ -193,18 +190,16 @@ class Workgroup:
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
-    def touch(self, base: Ssa, row: Index, at: Index, count: int) -> None:
-        """Load a word of each line of `count` elements, from element `at` of the segments of the rows from `row` on."""
-        b, segment = self.b, self.shape.segment
-        size = self.layout.kv_heads * self.hd
+    def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
+        """Load a word of each of these lines from byte `at` on of the segments of the rows from `row` on."""
+        b, row_bytes = self.b, self.cache.row_bytes(self.hd)
+        segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
         start = b.mul(b.add(b.mul(self.token.layer, self.context), row), size)
-        for line in range(0, count, LINE_BYTES // self.item_bytes):
-            element = b.add(at, line)
+        for line in lines:
+            byte = b.add(at, line * LINE_BYTES)
             if segment < size:
-                element = b.add(
-                    b.mul(b.div(element, segment), size), b.add(b.rem(element, segment), b.mul(self.first, self.hd))
-                )
-            b.touch(base, b.mul(b.add(start, element), self.item_bytes))
+                byte = b.add(b.mul(b.div(byte, segment), size), b.add(b.rem(byte, segment), b.mul(self.first, row_bytes)))
+            b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Scores of `rows` positions from `row` on, as those of the tile from j on.
@@ -213,21 +208,33 @@ class Workgroup:
         """
         b, shape = self.b, self.shape
         following = b.min(b.add(row, rows), self.context - rows)
+        # Of these rows' bytes of this head, those that one turn of the loop stands for.
+        turn = rows * self.cache.row_bytes(self.hd) * shape.unroll * self.width // self.hd
+        lines = -(-turn // LINE_BYTES)
         for heads in self.head_chunks:
             held = self.held(head, heads)
             count = len(held)
             with b.loop(0, self.hd, shape.unroll * self.width, carry=[b.splat(0.0, self.width)] * (count * rows)) as loop:
                 sums = loop.values
-                for i in range(shape.unroll):
-                    d = b.add(loop.index, i * self.width)
+                size = shape.unroll * self.width
+                places = [(self.token.layer, b.add(row, r), head) for r in range(rows)]
+                keys = [self.cached_keys.part(at, loop.index, size) for at in places]
+                for low in range(0, size, shape.together):
                     if ahead and heads is self.head_chunks[0]:
-                        share = b.add(b.mul(b.sub(head, self.first), rows * self.hd), b.mul(d, rows))
+                        share = b.mul(b.sub(head, self.first), rows * self.cache.row_bytes(self.hd))
+                        share = b.add(share, b.mul(b.div(loop.index, size), turn))
+                        now = range(lines * low // size, lines * (low + shape.together) // size)
                         for base, ahead_from in (self.bases[0], following), (self.bases[1], row):
-                            self.touch(base, ahead_from, share, rows * self.width)
-                    queries = [b.vload(self.q, self.width, g, d) for g in held]
-                    cached = (self.k_cache, self.width, self.token.layer)
-                    keys = (b.widened(b.vload(*cached, b.add(row, r), head, d)) for r in range(rows))
-                    sums = outer(b, keys, queries, sums)
+                            self.touch(base, ahead_from, share, now)
+                    offsets = range(low, low + shape.together, self.width)
+                    queries = [[b.vload(self.q, self.width, g, b.add(loop.index, d)) for g in held] for d in offsets]
+                    totals: list[Ssa] = []
+                    # Row by row, so that a scale is in a register for no longer than its group.
+                    for key, total in zip(keys, batches(sums, count), strict=True):
+                        for d, query in zip(offsets, queries, strict=True):
+                            total = outer(b, [key(d)], query, total)
+                        totals += total
+                    sums = totals
                 loop.give(*sums)
             for i, g in enumerate(held):
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
@@ -268,14 +275,16 @@ class Workgroup:
         """values[heads, d:d+columns*width] += weights @ value rows."""
         b, width = self.b, self.width
         held = self.held(head, heads)
-        columns = [b.add(d, c * width) for c in range(self.columns)]
+        offsets = range(0, self.columns * width, width)
+        columns = [b.add(d, offset) for offset in offsets]
         start = [b.vload(self.values, width, g, c) for g in held for c in columns]
         with b.loop(0, count, carry=start) as j:
             weights = [b.broadcast(b.load(self.scores, g, j.index), width) for g in held]
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
-            for i, c in enumerate(columns):
-                v = b.widened(b.vload(self.v_cache, width, self.token.layer, b.add(first, j.index), head, c))
+            part = self.cached_values.part((self.token.layer, b.add(first, j.index), head), d, self.columns * width)
+            for i, offset in enumerate(offsets):
+                v = part(offset)
                 sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(weights)])
             j.give(*[sums[i][g] for g in range(len(held)) for i in range(len(columns))])
         for g, results in zip(held, batches(j.results, len(columns)), strict=True):

@@ -33,10 +33,10 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.weights.code_bytes import CodeBytes
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import Records
-from castiron.emitter.kernels.weights.x_bytes import GROUP
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, vector_type
 from castiron.emitter.kernels.writing.dot import dot_of
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.rounding import GROUP
 
 MOST_TOKENS = 132
 # Rows of a tile by lanes: more sums than that, f32 and s32, spill. NEON's are of llvm-mca's Neoverse V1 and N2.

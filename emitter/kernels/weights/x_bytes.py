@@ -9,13 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from castiron.emitter.codecs import Codec
+from castiron.emitter.rounding import GROUP, as_bytes
 from castiron.emitter.types import F32, I32, TensorType
 
 # In this order the fields of a word of 4-bit codes are bytes after one mask (`weights.code_bytes`).
 EVEN_ODD = (0, 2, 4, 6, 1, 3, 5, 7)
-GROUP = 32  # elements that share a scale
-MOST = 127  # of a byte, either way
-LEAST = np.float32(1e-30)  # x below it counts as 0, for its inverse would be infinite
 
 
 def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
@@ -29,13 +27,7 @@ def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, Tensor
 
 def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
     """NumPy definition of `kernels.round_x`."""
-    groups = x.astype(np.float32).reshape(len(x), -1, GROUP)
-    most = np.abs(groups).max(axis=2)
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(most < LEAST, np.float32(0), np.float32(MOST) / most).astype(np.float32)
-    # As one fma rounds it.
-    numbers = np.rint(groups.astype(np.float64) * inverse[..., None])
-    scales = (most / np.float32(MOST)).astype(np.float32)
+    numbers, scales = as_bytes(x.astype(np.float32).reshape(len(x), -1, GROUP))
     ordered = numbers.reshape(-1, 8)[:, EVEN_ODD].astype(np.int8)
     sums = numbers.reshape(len(x), -1, codec.group).sum(axis=2)
     if codec.minimum:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from castiron.emitter.kernels.weights.x_bytes import MOST
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.rounding import MOST
 
 _DPBUSD = {8: "llvm.x86.avx512.vpdpbusd.256", 16: "llvm.x86.avx512.vpdpbusd.512"}
 _MADD_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}

@@ -1,5 +1,5 @@
 // castiron emit --kernel attention_prefill --shape 4x2x16 --context 64 --tokens 8 --isa avx2 --threads 2
-// 641 lines, sha256 8e604291761ee20944b119e19cd5b41ada8e015e8c2c14f94b6832f45fbb86a6
+// 642 lines, sha256 2b029da7c55a145e50072f7b7056adbe878e2d23de0aec0ee1beac4d8d049b29
           %174:12 = scf.for %161 = %c0 to %c2 step %c7 iter_args(%162 = %c5, %163 = %c5, %164 = %c5, %165 = %c5, %166 = %c5, %167 = %c5, %168 = %c5, %169 = %c5, %170 = %c5, %171 = %c5, %172 = %c5, %173 = %c5) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
             %175 = vector.load %7[%161, %c0] : memref<16x16xf32>, vector<8xf32>
             %176 = vector.load %7[%161, %c4] : memref<16x16xf32>, vector<8xf32>

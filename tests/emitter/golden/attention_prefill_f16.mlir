@@ -1,5 +1,5 @@
 // castiron emit --kernel attention_prefill --shape 4x2x16 --context 64 --tokens 8 --cache f16 --isa avx2 --threads 2
-// 687 lines, sha256 53a595cd3fb003641aeef9a8f181326461f104bc65019c66373fd88928c764ac
+// 688 lines, sha256 500e27959abd5faff343a066bba2ce2d218c80034eb6186833038dfb53080de1
             %219:12 = scf.for %206 = %c0 to %c2 step %c7 iter_args(%207 = %163, %208 = %164, %209 = %165, %210 = %166, %211 = %167, %212 = %168, %213 = %169, %214 = %170, %215 = %171, %216 = %172, %217 = %173, %218 = %174) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
               %220 = arith.addi %162, %206 : index
               %221 = vector.load %7[%220, %c0] : memref<16x16xf32>, vector<8xf32>
