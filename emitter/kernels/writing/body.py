@@ -209,9 +209,16 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", "index")
 
     def share(self, count: int, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """First and past-the-last of the items, of `count`, that a workgroup of so many has."""
-        low = self.div(self.mul(workgroup, count), workgroups)
-        return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
+        """First and past-the-last of the items, of `count`, that a workgroup of so many has.
+
+        Where they do not divide, the first ones have one more: threads, which take them in turn, end within one item.
+        """
+        each, more = divmod(count, workgroups)
+
+        def first(n: Index) -> Index:
+            return self.add(self.mul(n, each), self.min(n, more) if more else 0)
+
+        return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
         """Where the rows low .. high - 1 end if those from `length`, an i32 in memory, on are padding."""
