@@ -6,8 +6,8 @@ needs nothing across lanes, and a key's element is a broadcast straight out of t
 [column, head_dim], with the value rows' own vectors, in the rows of the result. Nothing of a cache of f32 is transposed or
 copied.
 
-    workgroup (tile of columns, kv head), the last tokens first:
-      qt [head_dim, columns] = scale * q^T                                                             stack
+    workgroup: a few items (tile of columns, kv head), the last tokens first; early and late ones make even shares
+      qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
       maxima, sums, rescale [columns]                                                                  stack
       out[columns] = 0                                                                               memory
       for block of `keys` keys, from the first that the tile sees to the last:
@@ -16,7 +16,7 @@ copied.
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
             keys [rows, depth], out of a cache of f16: `depth` elements of each key as f32               stack
           scores[rows, columns] = masked, capped acc                                                   stack
-        rescale = exp(maxima - new maxima); scores = exp(scores - new maxima)
+        rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
         sums = sums * rescale + sum over keys of scores
         for `out_columns` columns x `out_vectors` vectors of head_dim:
           acc = out * rescale                                                                      registers
@@ -34,24 +34,25 @@ import numpy as np
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
+from castiron.emitter.kernels.writing.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import exp, outer, transpose
+from castiron.emitter.kernels.writing.vectors import LOG2_E, exp2, outer, transpose
 from castiron.emitter.types import F32, I32, DType, TensorType
 
 KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
 ROWS = (1, 2, 3, 4, 6, 8, 12)  # how many these may be
 DEPTH = 64  # elements of a key that are widened at once, at most
+LINE_BITS = 512  # of the CPU's caches
 
 
 def attention_prefill(
-    layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, cache: DType = F32
+    layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, threads: int = 2, cache: DType = F32
 ) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, k_cache and v_cache [layers, context, kv_heads, head_dim],
     layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees positions max(0, start + t - window + 1) ..
-    start + t. The elements of the caches are `cache`, f32 or f16; everything else is f32.
+    start + t. The elements of the caches are `cache`, f32 or f16; everything else is f32. `threads` are expected to run it.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
@@ -59,16 +60,26 @@ def attention_prefill(
     chunk = {"q": rows, "start": scalar, "length": scalar}
     caches = dict.fromkeys(("k_cache", "v_cache"), TensorType((layers, context, kv_heads, hd), cache))
     name = f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
-    tiles = T * group // shape.columns
+    items = kv_heads * (T * group // shape.columns)
+    workgroups = min(items, PARTS * threads)
 
     def write(b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa) -> None:
+        work = _Tile(b, shape, group, (k_cache, v_cache, layer), scores)
+        chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
+        with b.loop(0, -(-items // workgroups)) as turn:
+            # Every second turn the other way round: the long ones of one turn get the short ones of the next.
+            back = b.sub(workgroups - 1, workgroup)
+            odd = b.equal(b.rem(turn.index, 2), 1)
+            item = b.add(b.mul(turn.index, workgroups), b.choose(odd, back, workgroup))
+            with b.when(b.less(item, items)):
+                attend_item(work, item, *chunk, q, out)
+
+    def attend_item(work: _Tile, item: Index, first: Index, real: Index, q: Ssa, out: Ssa) -> None:
+        b = work.b
         # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
-        tile = b.sub(tiles - 1, b.div(workgroup, kv_heads))
-        head = b.rem(workgroup, kv_heads)
-        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, (k_cache, v_cache, layer), scores)
-        first, real = b.to_index(b.load(start)), b.to_index(b.load(length))
-        work.begin(q, out, first, real)
+        tile = b.sub(items // kv_heads - 1, b.div(item, kv_heads))
+        work.begin(b.mul(tile, shape.columns), b.rem(item, kv_heads), q, out, first, real)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
         end = b.add(first, b.min(b.add(last_token, 1), real))
         low: Index = 0
@@ -93,10 +104,10 @@ def attention_prefill(
         return sum(min(start + t + 1, window or context) for t in range(T))
 
     return write_kernel(
-        name + f"_{cache.name}" * (cache is not F32),
+        name + f"_g{workgroups}" + f"_{cache.name}" * (cache is not F32),
         {**chunk, **caches, "layer": INDEX},
         {"out": rows},
-        kv_heads * tiles,
+        workgroups,
         write,
         reference=reference,
         flops=lambda start: 4 * heads * hd * pairs(start),
@@ -109,12 +120,12 @@ class _Shape:
 
     For the weighted values: `out_columns` x `out_vectors` of `out_width` lanes of head_dim. `square` is the side of the
     blocks in which queries are transposed. `depth` is how much of a key is widened at once, 0 where the cache is f32. Every
-    size divides what it tiles, so that no tile is ragged.
+    size divides what it tiles, so that no tile is ragged. `line` is how many elements of a cache a line of the CPU's has.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: DType):
         accumulators = isa.registers * 3 // 4
-        self.hd = hd
+        self.hd, self.line = hd, LINE_BITS // cache.bits
         self.width = largest_width(isa.lanes, columns)
         stack = STACK_BYTES - (0 if cache is F32 else 4 * ROWS[-1] * DEPTH)
         while self.width > 1 and self.width * 4 * (hd + KEYS + 6) > stack:
@@ -144,17 +155,18 @@ class _Shape:
 
 
 class _Tile:
-    """The text of one workgroup: `columns` (token, head) pairs from number `column` of kv head `head`.
+    """The text of one item: `columns` (token, head) pairs from number `column` of kv head `head`.
 
     On the stack: queries [head_dim, columns], a block's scores [KEYS, columns], and by column the recurrence's maximum, sum
     and rescaling, the last position seen and the token and offset of its row in the result.
     """
 
-    def __init__(self, b: Body, shape: _Shape, group: int, column: Index, head: Index, cache: tuple, how: Scores):
-        self.b, self.shape, self.group, self.column, self.head = b, shape, group, column, head
+    def __init__(self, b: Body, shape: _Shape, group: int, cache: tuple, how: Scores):
+        self.b, self.shape, self.group = b, shape, group
         self.k_cache, self.v_cache, self.layer = cache
         self.how = how
-        self.token = b.div(column, group)
+        # Scores are those of powers of 2; a soft cap wants them as they are.
+        self.scale = how.scale * (LOG2_E if how.softcap is None else 1.0)
         self.q = b.stack(shape.hd, shape.columns)
         self.scores = b.stack(KEYS, shape.columns)
         self.maxima, self.sums, self.rescale = (b.stack(shape.columns) for _ in range(3))
@@ -163,9 +175,10 @@ class _Tile:
         if shape.depth:
             self.keys = b.stack(shape.rows, shape.depth)
 
-    def begin(self, q: Ssa, out: Ssa, start: Index, real: Index) -> None:
+    def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index) -> None:
         """Where each column's row is, its queries transposed and scaled, the recurrence empty, the result's rows zero."""
         b, shape = self.b, self.shape
+        self.column, self.head, self.token = column, head, b.div(column, self.group)
         last = b.sub(b.add(start, real), 1)
         with b.loop(0, shape.columns) as c:
             pair = b.add(self.column, c.index)
@@ -182,7 +195,7 @@ class _Tile:
             with b.loop(0, shape.hd, side) as d:
                 rows = [b.vload(q, side, token, b.add(offset, d.index)) for token, offset in targets]
                 for i, x in enumerate(transpose(b, rows)):
-                    x = b.mulf(x, b.splat(self.how.scale, side))
+                    x = b.mulf(x, b.splat(self.scale, side))
                     b.vstore(x, self.q, b.add(d.index, i), c.index)
         for column in self.lanes:
             b.vstore(b.splat(NEVER, shape.width), self.maxima, column)
@@ -208,6 +221,7 @@ class _Tile:
         """Masked scores of `rows` keys from `first` on; past `last` the last key stands in, and the mask takes it out."""
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
+        self.fetch(rows, [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)])
         zeros = [b.splat(0.0, shape.width)] * (shape.rows * shape.vectors)
         if shape.depth:
             with b.loop(0, shape.hd, shape.depth, carry=zeros) as part:
@@ -229,8 +243,17 @@ class _Tile:
                 if self.how.window is not None:
                     near = b.binary("addi", position, b.isplat(self.how.window, shape.width))
                     seen = b.both(seen, b.compare("sgt", near, limit))
-                score = self.how.capped(b, totals[i * shape.vectors + v])
+                score = totals[i * shape.vectors + v]
+                if self.how.softcap is not None:
+                    score = b.mulf(self.how.capped(b, score), b.splat(LOG2_E, shape.width))
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
+
+    def fetch(self, rows: list[Index], following: list[Index]) -> None:
+        """Ask for the keys that come next and for the values of these, which nothing else does: a head's row is too short."""
+        for row, next_row in zip(rows, following, strict=True):
+            for d in range(0, self.shape.hd, self.shape.line):
+                self.b.prefetch(self.k_cache, self.layer, next_row, self.head, d)
+                self.b.prefetch(self.v_cache, self.layer, row, self.head, d, near=False)
 
     def products(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> list[Ssa]:
         """sums + keys times queries over elements first .. first + count - 1; `key` gives that of a row at d - first."""
@@ -256,14 +279,14 @@ class _Tile:
         top = j.results
         sums = []
         for c, before, after in zip(self.lanes, old, top, strict=True):
-            rescale = exp(b, b.subf(before, after))
+            rescale = exp2(b, b.subf(before, after))
             b.vstore(after, self.maxima, c)
             b.vstore(rescale, self.rescale, c)
             sums.append(b.mulf(b.vload(self.sums, shape.width, c), rescale))
         with b.loop(0, count, carry=sums) as j:
             totals = []
             for c, m, total in zip(self.lanes, top, j.values, strict=True):
-                weight = exp(b, b.subf(b.vload(self.scores, shape.width, j.index, c), m))
+                weight = exp2(b, b.subf(b.vload(self.scores, shape.width, j.index, c), m))
                 b.vstore(weight, self.scores, j.index, c)
                 totals.append(b.addf(total, weight))
             j.give(*totals)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 STACK_BYTES = 30 << 10  # what buffers on the stack may take of the 32 KB that IREE allows a kernel
+PARTS = 6  # workgroups a thread of what they take in turn: fewer than 8, from where on IREE hands out 8 at a time
 
 
 def f32_literal(x: float) -> str:
@@ -326,6 +327,10 @@ class Body:
         at = self.binary("addi", address, bytes_)
         pointer = self.let(f"llvm.inttoptr {at} : i64 to !llvm.ptr", "!llvm.ptr")
         self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", "i32")
+
+    def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
+        """Ask for the line of an element: into the L1 cache, or no nearer than the L2 cache."""
+        self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<{3 if near else 2}>, data : {buffer.type}")
 
     @contextmanager
     def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
