@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from statistics import median
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import task_flags
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
 from castiron.vmfb.program import SCOPE
+
+WARM_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,21 @@ def profile(
     The states hold zeros, which cost what anything else costs. BundleError if the tools fail.
     """
     options = bundle.file(MODEL), bundle.file(WEIGHTS), function, position, threads or physical_cores(), repeats
-    timed = json.loads(_tool("iree-benchmark-module", *_command(*options)))["benchmarks"][0]
+    # Weights are mapped when they are first read: that is not this function's time.
+    warm = f"--benchmark_min_warmup_time={WARM_SECONDS}"
+    timed = json.loads(_tool("iree-benchmark-module", *_command(*options), warm))["benchmarks"][0]
     scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[timed["time_unit"]]
     return Profile(function.name, position, options[4], timed["real_time"] * scale, dispatches(*options))
+
+
+def median_of(rounds: Sequence[Profile]) -> Profile:
+    """One profile of several of the same call: of the whole and of each dispatch the median time."""
+    times: dict[str, list[float]] = {first.name: [] for first in rounds[0].dispatches}
+    for dispatch in (dispatch for found in rounds for dispatch in found.dispatches):
+        times[dispatch.name].append(dispatch.seconds)
+    typical = (replace(first, seconds=median(times[first.name])) for first in rounds[0].dispatches)
+    longest_first = tuple(sorted(typical, key=lambda dispatch: -dispatch.seconds))
+    return replace(rounds[0], seconds=median(found.seconds for found in rounds), dispatches=longest_first)
 
 
 def dispatches(

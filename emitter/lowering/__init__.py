@@ -19,16 +19,16 @@ from castiron.emitter.types import EmitError
 from castiron.emitter.verifier import LOWERED, check
 
 
-def _portable(function: Function, isa: Isa, project: Projector) -> tuple[Function, Mapping[str, Rule]]:
+def _portable(function: Function, isa: Isa, threads: int, project: Projector) -> tuple[Function, Mapping[str, Rule]]:
     return function, portable.RULES
 
 
-def _kernels(function: Function, isa: Isa, project: Projector) -> tuple[Function, Mapping[str, Rule]]:
-    return fuse(function, NORM_LIMIT), kernels.Context(isa, project).rules()
+def _kernels(function: Function, isa: Isa, threads: int, project: Projector) -> tuple[Function, Mapping[str, Rule]]:
+    return fuse(function, NORM_LIMIT), kernels.Context(isa, threads, project).rules()
 
 
 # Of each lowering, what it makes of a function first, and its rule for each kind of operation.
-LOWERINGS: dict[str, Callable[[Function, Isa, Projector], tuple[Function, Mapping[str, Rule]]]] = {
+LOWERINGS: dict[str, Callable[[Function, Isa, int, Projector], tuple[Function, Mapping[str, Rule]]]] = {
     "kernels": _kernels,
     "portable": _portable,
 }
@@ -62,6 +62,6 @@ def lower(
     project = Projector(lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)), ISAS[isa], numerics == "fast")
     lowered = Module(module.name)
     for function in module.functions.values():
-        rewrite(*LOWERINGS[lowering](function, ISAS[isa], project), lowered)
+        rewrite(*LOWERINGS[lowering](function, ISAS[isa], threads, project), lowered)
     check(lowered, LOWERED)
     return lowered

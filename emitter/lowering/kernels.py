@@ -29,9 +29,11 @@ from castiron.emitter.types import I32, TensorType
 
 @dataclass
 class Context:
-    """What the rules of one function share: the vector unit, what calls products, and counters that are zero between calls."""
+    """What the rules of one function share: the vector unit, how many threads are expected, what calls products, and counters
+    that are zero between calls."""
 
     isa: Isa
+    threads: int
     project: Projector
     counters: dict[TensorType, Value] = field(default_factory=dict)
 
@@ -129,7 +131,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
-    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, cache=cache)
+    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache)
     out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 

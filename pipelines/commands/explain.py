@@ -13,13 +13,17 @@ examples:
   castiron explain build/smollm2-135m-instruct --function prefill_128 --html prefill.html --json
 
 The limit of a kernel is the longer of its bytes over the read bandwidth and its FLOP over the f32 peak, both measured in
-the same run; "of limit" is how near the kernel comes to it, and "in cache" where it reads faster than memory does, because
-what it reads stays in the CPU's caches. Times are those of IREE's profiler, which slows short kernels down a little; the
-whole call is timed without it, and what the kernels do not account for is the row "no kernel".
+turn with the call and as long, as castiron bench does; "of limit" is how near the kernel comes to it, and "in cache" where
+it reads faster than memory does, because what it reads stays in the CPU's caches. Times are those of IREE's profiler, which
+slows short kernels down a little; the whole call is timed without it, and what the kernels do not account for is the row
+"no kernel".
 
---json prints one object: function, position, threads, machine (read_gb_s, peak_gflop_s), call_ms, python_us, rest_ms and
-dispatches (kernel, paths, calls, ms, bytes, flops, bound: memory, compute or cache, and limit_share, null in cache).
+--json prints one object: function, position, threads, machine (read_gb_s, peak_gflop_s), call_ms, peak_share (of the f32
+peak, that all of the call's arithmetic takes), python_us, rest_ms and dispatches (kernel, paths, calls, ms, bytes, flops,
+bound: memory, compute or cache, and limit_share, null in cache).
 """
+# Turns of the call and of the machine's limits.
+ROUNDS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.measuring.kernel_page import page
-    from castiron.pipelines.measuring.kernel_times import kernel_row, peak_of, rest_ms, table
+    from castiron.pipelines.measuring.kernel_times import kernel_row, peak_of, peak_share, rest_ms, table
     from castiron.pipelines.measuring.machine import Machine
     from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.profile import profile
+    from castiron.vmfb.cpu import physical_cores
+    from castiron.vmfb.profile import median_of, profile
 
     bundle = open_bundle(args.bundle)
     functions = {function.name: function for function in bundle.manifest.functions}
@@ -49,11 +54,14 @@ def main(args: argparse.Namespace) -> int:
     most = bundle.manifest.context - (1 if function.role == "batch" else function.width)
     if not 0 <= args.position <= most:
         raise PipelineError(f"--position is {args.position}; in a context of {bundle.manifest.context} it can be 0 to {most}")
-    measured = profile(bundle, function, position=args.position, threads=args.threads)
-    machine, work = Machine(measured.threads), bundle.manifest.compile.get("work", {}).get(function.name, {})
-    limits = {"read_gb_s": machine.read_gb_s(), "peak_gflop_s": machine.peak_gflop_s()}
-    if any(peak_of(dispatch.name) not in limits for dispatch in measured.dispatches):
-        limits["peak_bytes_gop_s"] = machine.peak_bytes_gop_s()
+    machine, work = Machine(args.threads or physical_cores()), bundle.manifest.compile.get("work", {}).get(function.name, {})
+    rounds, values = [], []
+    for _ in range(ROUNDS):
+        rounds.append(profile(bundle, function, position=args.position, threads=args.threads))
+        names = {"read_gb_s", "peak_gflop_s", *(peak_of(dispatch.name) for dispatch in rounds[0].dispatches)}
+        values.append({name: getattr(machine, name)() for name in sorted(names, reverse=True)})
+    measured = median_of(rounds)
+    limits = {name: statistics.median(value[name] for value in values) for name in values[0]}
     result = {
         "function": measured.function,
         "position": args.position,
@@ -64,6 +72,7 @@ def main(args: argparse.Namespace) -> int:
         "dispatches": [kernel_row(dispatch, work, measured, limits) for dispatch in measured.dispatches],
     }
     result["rest_ms"] = rest_ms(result)
+    result["peak_share"] = peak_share(result)
     if args.html:
         Path(args.html).write_text(page(result, bundle.manifest.name, list(work)), encoding="utf-8")
     print(json.dumps(result) if args.json else "\n".join(table(result)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from castiron.emitter.types import TensorType
 from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
 from castiron.pipelines.measuring.bench import spread
 from castiron.pipelines.measuring.kernel_times import bound_of, of_limit, peak_of
+from castiron.pipelines.measuring.machine import LOAD_SECONDS, mean_seconds
 from castiron.pipelines.measuring.random_rows import tiled_rows
 from castiron.pipelines.sizes import megabytes
 
@@ -29,7 +29,6 @@ STREAMED_BYTES = 256 << 20
 MOST_COPIES = 512
 # An operand that is at least such a part of the largest comes in turn too: keys and values.
 LARGE = 4
-ROUND_SECONDS = 0.3
 # A kernel with hardly any work, whose time is what a call costs besides.
 NOTHING = ("argmax", "16")
 
@@ -37,7 +36,7 @@ Progress = Callable[[str, float], None]
 
 
 class Timed:
-    """A kernel compiled for this machine, with operands to run on; `seconds()` is the mean of a round of calls."""
+    """A kernel compiled for this machine, with operands to run on; `seconds` is the mean of a round of calls."""
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
         """`values` by the kernel's tensor operands. CompileError where the compiler refuses it."""
@@ -79,14 +78,14 @@ class Timed:
             self._arguments.append(arguments)
         self._next = 0
 
-    def seconds(self, least: float = ROUND_SECONDS) -> tuple[float, int]:
+    def seconds(self, least: float) -> tuple[float, int]:
         """Mean seconds of a call and how many calls there were, in at least so many seconds."""
-        calls, start = 0, time.perf_counter()
-        while (taken := time.perf_counter() - start) < least or not calls:
+
+        def call() -> None:
             self._context.invoke(self._function, self._arguments[self._next], self._results)
             self._next = (self._next + 1) % len(self._arguments)
-            calls += 1
-        return taken / calls, calls
+
+        return mean_seconds(call, least)
 
 
 def module_of(kernel: Kernel) -> Module:
@@ -166,8 +165,8 @@ def measure(asked: Asked, rounds: int, machine: Any, progress: Progress) -> dict
     calls, besides, count = [], [], 0
     for done in range(rounds + 1):
         progress(f"timing {kernel.name}", done / (rounds + 1))
-        call, number = timed.seconds()
-        besides += [empty.seconds(ROUND_SECONDS / 100)[0] for _ in range(10)]
+        call, number = timed.seconds(LOAD_SECONDS)
+        besides += [empty.seconds(LOAD_SECONDS / 100)[0] for _ in range(10)]
         if done:
             calls.append(call)
             count += number

@@ -62,6 +62,12 @@ def rest_ms(result: Mapping[str, Any]) -> float:
     return max(0.0, result["call_ms"] - sum(row["ms"] for row in result["dispatches"]))
 
 
+def peak_share(result: Mapping[str, Any]) -> float:
+    """The share of the f32 peak that all arithmetic of the call takes, as far as it is known; bytes may take more than 1."""
+    flops = sum(row["flops"] or 0 for row in result["dispatches"])
+    return flops / (result["call_ms"] * 1e-3) / (result["machine"]["peak_gflop_s"] * 1e9)
+
+
 def table(result: Mapping[str, Any]) -> list[str]:
     """The result for a person, in WIDTH columns."""
     machine, python, rows = result["machine"], result["python_us"], result["dispatches"]
@@ -72,7 +78,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
         f"{result['function']} at position {result['position']} on {threads} thread{'s' * (threads != 1)}: "
         f"{result['call_ms']:.2f} ms" + (f", of which Python {python:.0f} us" if python is not None else ""),
         f"this machine reads {machine['read_gb_s']:.1f} GB/s and computes {machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
-        + (f", {machine['peak_bytes_gop_s']:.0f} (bytes)" if "peak_bytes_gop_s" in machine else ""),
+        + (f", {machine['peak_bytes_gop_s']:.0f} (bytes)" if "peak_bytes_gop_s" in machine else "")
+        + f"; the call takes {peak_share(result):.0%}",
         "",
         f"{'ms':>8} {'share':>6} {'':{BAR}} {'calls':>5} {'us/call':>8} {'MB':>7} {'MFLOP':>8} {'of limit':>8}  where",
     ]

@@ -23,6 +23,8 @@ FMA_ITERATIONS = 400_000
 # Sums of codes of so many bits times bytes, four a lane at a time, as often as they fit s16.
 DOT_BITS, DOTS = 4, 8
 DOT_ITERATIONS = FMA_ITERATIONS // DOTS
+# How long a limit is measured: as long as the work that it is set against, whose clocks and neighbours it then has.
+LOAD_SECONDS = 0.3
 
 
 def chains_of(isa: Isa) -> int:
@@ -141,28 +143,32 @@ class Machine:
             self._calls[name] = (module.lookup_function(name), arguments, operand)
         self._results = rt.VmVariantList(1)
 
-    def read_gb_s(self, repeats: int = 5) -> float:
-        """10^9 bytes read a second, the best of `repeats`."""
-        return READ_FLOATS * 4 / self._best("read", repeats) / 1e9
+    def read_gb_s(self, seconds: float = LOAD_SECONDS) -> float:
+        """10^9 bytes read a second, the mean of so many seconds."""
+        return READ_FLOATS * 4 / self._mean("read", seconds) / 1e9
 
-    def peak_gflop_s(self, repeats: int = 5) -> float:
-        """10^9 f32 operations a second, multiply and add counted as two, the best of `repeats`."""
+    def peak_gflop_s(self, seconds: float = LOAD_SECONDS) -> float:
+        """10^9 f32 operations a second, multiply and add counted as two, the mean of so many seconds."""
         work = FMA_GROUPS * FMA_ITERATIONS * chains_of(self.isa) * self.isa.lanes * 2
-        return work / self._best("fma", repeats) / 1e9
+        return work / self._mean("fma", seconds) / 1e9
 
-    def peak_bytes_gop_s(self, repeats: int = 5) -> float:
-        """10^9 operations on bytes a second, counted alike, the best of `repeats`."""
+    def peak_bytes_gop_s(self, seconds: float = LOAD_SECONDS) -> float:
+        """10^9 operations on bytes a second, counted alike, the mean of so many seconds."""
         work = FMA_GROUPS * DOT_ITERATIONS * DOTS * chains_of(self.isa) * self.isa.lanes * 4 * 2
-        return work / self._best("dot", repeats) / 1e9
+        return work / self._mean("dot", seconds) / 1e9
 
-    def _best(self, name: str, repeats: int) -> float:
+    def _mean(self, name: str, least: float) -> float:
         function, arguments, _ = self._calls[name]
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            self._context.invoke(function, arguments, self._results)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+        return mean_seconds(lambda: self._context.invoke(function, arguments, self._results), least)[0]
+
+
+def mean_seconds(call: Callable[[], object], least: float) -> tuple[float, int]:
+    """Mean seconds of a call and how many calls there were, one at least, in at least so many seconds."""
+    calls, start = 0, time.perf_counter()
+    while (taken := time.perf_counter() - start) < least or not calls:
+        call()
+        calls += 1
+    return taken / calls, calls
 
 
 def describe() -> dict:

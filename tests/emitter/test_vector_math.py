@@ -8,13 +8,13 @@ import pytest
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import Body, Ssa, f32_literal
 from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, tanh, transpose
+from castiron.emitter.kernels.writing.vectors import exp, exp2, lane_max, lane_sums, tanh, transpose
 from castiron.emitter.types import F32, TensorType
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, compile_kernels
 
 COUNT = 1 << 16
-EXP_ULP, TANH_ULP = 1.1, 4.5
+EXP_ULP, EXP2_ULP, TANH_ULP = 1.1, 1.0, 4.5
 
 
 def kernel_of(name: str, x: TensorType, out: TensorType, write) -> Kernel:
@@ -62,7 +62,8 @@ SHAPES = [(1 << r, 1 << w) for w in range(5) for r in range(w + 1)]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     lanes = ISAS[resolve("host").isa].lanes
-    kernels = {"exp": elementwise("exp", exp, lanes), "tanh": elementwise("tanh", tanh, lanes)}
+    kernels = {"exp": elementwise("exp", exp, lanes), "exp2": elementwise("exp2", exp2, lanes)}
+    kernels |= {"tanh": elementwise("tanh", tanh, lanes)}
     kernels |= {(r, w): sums(r, w) for r, w in SHAPES}
     kernels |= {("max", w): maximum(w) for w in (1, 2, 4, 8, 16)} | {("turn", w): turned(w) for w in (1, 2, 4, 8, 16)}
     path = compile_kernels(list(kernels.values()), tmp_path_factory.mktemp("vector_math") / "host.vmfb")
@@ -78,6 +79,15 @@ def test_exp_is_within_its_error(run):
     for low, high in (-87.3, 88.0), (-1.0, 1.0), (-20.0, 0.0), (-1e-3, 1e-3):
         x = np.linspace(low, high, COUNT, dtype=np.float32)
         assert worst_ulp(run("exp", x), np.exp(x.astype(np.float64))) <= EXP_ULP
+
+
+def test_exp2_is_within_its_error_and_has_a_limit_below(run):
+    for low, high in (-126.0, 127.0), (-1.0, 1.0), (-30.0, 0.0), (-1e-3, 1e-3):
+        x = np.linspace(low, high, COUNT, dtype=np.float32)
+        assert worst_ulp(run("exp2", x), np.exp2(x.astype(np.float64))) <= EXP2_ULP
+    x = np.zeros(COUNT, np.float32)
+    x[:7] = [-np.inf, -1e30, -127.0, -126.0, 0.0, -0.0, -3.0]
+    assert run("exp2", x)[:7].tolist() == [0, 0, 0, 2.0**-126, 1, 1, 0.125]
 
 
 def test_exp_has_limits(run):

@@ -31,7 +31,7 @@ CODECS = {"round_x": "q4_1", "gemv": "q4_k", "gemm_few": "q6_k", "gemm": "q8_0",
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
-    monkeypatch.setattr(bench_kernel, "ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(bench_kernel, "LOAD_SECONDS", 0.01)
     monkeypatch.setattr(bench_kernel, "STREAMED_BYTES", 1 << 20)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from castiron.pipelines.measuring.chart import TEXT_WIDTH, text_chart
 from castiron.pipelines.measuring.kernel_page import flame, page
-from castiron.pipelines.measuring.kernel_times import BAR, REST, WIDTH, bar, kernel_row, of_limit, rest_ms, table
+from castiron.pipelines.measuring.kernel_times import BAR, REST, WIDTH, bar, kernel_row, of_limit, peak_share, rest_ms, table
 from castiron.vmfb.profile import Dispatch, Profile
 
 LIMITS = {"read_gb_s": 10.0, "peak_gflop_s": 100.0, "peak_bytes_gop_s": 400.0}
@@ -58,6 +58,11 @@ def test_a_kernel_of_bytes_has_the_limit_of_bytes():
     name = "gemm_q4_1_128x960x576_bytes_avx512vnni_r6w2"
     assert row(1e-3, 1_000, 200_000_000, name)["limit_share"] == pytest.approx(0.5)
     assert "100 GFLOP/s (f32), 400 (bytes)" in "\n".join(table(CALL))
+
+
+def test_the_calls_share_of_the_peak_is_that_of_all_its_arithmetic():
+    assert peak_share(CALL) == pytest.approx((60e6 + 180e6 + 1e6 + 1e3) / 10e-3 / 100e9)
+    assert "the call takes 24%" in "\n".join(table(CALL))
 
 
 def test_a_kernel_that_nobody_describes_has_no_share():

@@ -6,7 +6,7 @@ import pytest
 
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import BundleError
-from castiron.vmfb.profile import profile
+from castiron.vmfb.profile import Dispatch, Profile, median_of, profile
 from tests.vmfb.conftest import CONTEXT
 
 
@@ -22,6 +22,15 @@ def test_dispatches_are_counted_per_call_and_timed(toy_dir, threads, name):
     assert seconds == sorted(seconds, reverse=True)
     # Both layers of the toy run the same two updates of a cache.
     assert {dispatch.calls for dispatch in found.dispatches} == {1, 2}
+
+
+def test_several_profiles_are_one_of_their_medians():
+    def profiled(seconds, *times):
+        found = tuple(Dispatch(name, 2, taken, 1) for name, taken in zip("ab", times, strict=True))
+        return Profile("decode_step", 3, 1, seconds, found)
+
+    one = median_of([profiled(3.0, 0.5, 0.1), profiled(1.0, 0.2, 0.3), profiled(2.0, 0.1, 0.4)])
+    assert one == Profile("decode_step", 3, 1, 2.0, (Dispatch("b", 2, 0.3, 1), Dispatch("a", 2, 0.2, 1)))
 
 
 def test_a_failing_tool_is_one_sentence(toy_dir, monkeypatch):

@@ -6,8 +6,8 @@ needs nothing across lanes, and a key's element is a broadcast straight out of t
 [column, head_dim], with the value rows' own vectors, in the rows of the result. Nothing of a cache of f32 is transposed or
 copied.
 
-    workgroup (tile of columns, kv head), the last tokens first:
-      qt [head_dim, columns] = scale * q^T                                                             stack
+    workgroup: a few items (tile of columns, kv head), the last tokens first; early and late ones make even shares
+      qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
       maxima, sums, rescale [columns]                                                                  stack
       out[columns] = 0                                                                               memory
       for block of `keys` keys, from the first that the tile sees to the last:
@@ -16,7 +16,7 @@ copied.
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
             keys [rows, depth], out of a cache that rounds: `depth` elements of each key as f32          stack
           scores[rows, columns] = masked, capped acc                                                   stack
-        rescale = exp(maxima - new maxima); scores = exp(scores - new maxima)
+        rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
         sums = sums * rescale + sum over keys of scores
         for `out_columns` columns x `out_vectors` vectors of head_dim:
           acc = out * rescale                                                                      registers
@@ -36,9 +36,9 @@ from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, largest_width
+from castiron.emitter.kernels.writing.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import exp, outer, transpose
+from castiron.emitter.kernels.writing.vectors import LOG2_E, exp2, outer, transpose
 from castiron.emitter.types import F32, I32, TensorType
 
 KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
@@ -47,14 +47,22 @@ DEPTH = 64  # elements of a key that are widened at once, at most
 
 
 def attention_prefill(
-    layers: int, context: int, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, cache: Cache = EXACT
+    layers: int,
+    context: int,
+    T: int,
+    layout: HeadLayout,
+    scores: Scores,
+    *,
+    isa: Isa,
+    threads: int = 2,
+    cache: Cache = EXACT,
 ) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees
     positions max(0, start + t - window + 1) .. start + t. Rows are widened from how `cache` stores them; everything else is
-    f32.
+    f32. `threads` are expected to run it.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
@@ -62,19 +70,29 @@ def attention_prefill(
     chunk = {"q": rows, "start": scalar, "length": scalar, **scores.operands(heads)}
     caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, context, kv_heads, hd))
     name = f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
-    tiles = T * group // shape.columns
+    items = kv_heads * (T * group // shape.columns)
+    workgroups = min(items, PARTS * threads)
 
     def write(
         b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, sinks: Ssa | None = None
     ) -> None:
         keys, values = (Rows(b, buffer, cache, hd, shape.out_width) for buffer in (k_cache, v_cache))
+        work = _Tile(b, shape, group, scores, layer, keys, values)
+        chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
+        with b.loop(0, -(-items // workgroups)) as turn:
+            # Every second turn the other way round: the long ones of one turn get the short ones of the next.
+            back = b.sub(workgroups - 1, workgroup)
+            odd = b.equal(b.rem(turn.index, 2), 1)
+            item = b.add(b.mul(turn.index, workgroups), b.choose(odd, back, workgroup))
+            with b.when(b.less(item, items)):
+                attend_item(work, item, *chunk, q, out, sinks)
+
+    def attend_item(work: _Tile, item: Index, first: Index, real: Index, q: Ssa, out: Ssa, sinks: Ssa | None) -> None:
+        b = work.b
         # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
-        tile = b.sub(tiles - 1, b.div(workgroup, kv_heads))
-        head = b.rem(workgroup, kv_heads)
-        work = _Tile(b, shape, group, b.mul(tile, shape.columns), head, scores, layer, keys, values)
-        first, real = b.to_index(b.load(start)), b.to_index(b.load(length))
-        work.begin(q, out, first, real, sinks)
+        tile = b.sub(items // kv_heads - 1, b.div(item, kv_heads))
+        work.begin(b.mul(tile, shape.columns), b.rem(item, kv_heads), q, out, first, real, sinks)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
         end = b.add(first, b.min(b.add(last_token, 1), real))
         low: Index = 0
@@ -100,10 +118,10 @@ def attention_prefill(
         return sum(min(start + t + 1, window or context) for t in range(T))
 
     return write_kernel(
-        name + f"_{cache.name}" * (cache is not EXACT),
+        name + f"_g{workgroups}" + f"_{cache.name}" * (cache is not EXACT),
         {**chunk, **caches, "layer": INDEX},
         {"out": rows},
-        kv_heads * tiles,
+        workgroups,
         write,
         reference=reference,
         flops=lambda start: 4 * heads * hd * pairs(start),
@@ -152,18 +170,17 @@ class _Shape:
 
 
 class _Tile:
-    """The text of one workgroup: `columns` (token, head) pairs from number `column` of kv head `head`.
+    """The text of one item: `columns` (token, head) pairs from number `column` of kv head `head`.
 
     On the stack: queries [head_dim, columns], a block's scores [KEYS, columns], and by column the recurrence's maximum, sum
     and rescaling, the last position seen and the token and offset of its row in the result.
     """
 
-    def __init__(
-        self, b: Body, shape: _Shape, group: int, column: Index, head: Index, how: Scores, layer: Ssa, keys: Rows, values: Rows
-    ):
-        self.b, self.shape, self.group, self.column, self.head, self.how = b, shape, group, column, head, how
+    def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
+        self.b, self.shape, self.group, self.how = b, shape, group, how
         self.layer, self.cached_keys, self.cached_values = layer, keys, values
-        self.token = b.div(column, group)
+        # Scores are those of powers of 2; a soft cap wants them as they are.
+        self.scale = how.scale * (LOG2_E if how.softcap is None else 1.0)
         self.q = b.stack(shape.hd, shape.columns)
         self.scores = b.stack(KEYS, shape.columns)
         self.maxima, self.sums, self.rescale = (b.stack(shape.columns) for _ in range(3))
@@ -172,10 +189,11 @@ class _Tile:
         if shape.depth:
             self.keys = b.stack(shape.rows, shape.depth)
 
-    def begin(self, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
+    def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
         """Where each column's row is, its queries transposed and scaled, the result's rows zero, the recurrence empty but for
         sinks."""
         b, shape = self.b, self.shape
+        self.column, self.head, self.token = column, head, b.div(column, self.group)
         last = b.sub(b.add(start, real), 1)
         with b.loop(0, shape.columns) as c:
             pair = b.add(self.column, c.index)
@@ -183,7 +201,7 @@ class _Tile:
             head = b.add(b.mul(self.head, self.group), b.rem(pair, self.group))
             offset = b.mul(head, shape.hd)
             if sinks is not None:
-                b.store(b.load(sinks, head), self.maxima, c.index)
+                b.store(b.mulf(b.load(sinks, head), b.f32(LOG2_E)), self.maxima, c.index)
             b.store(b.to_i32(token), self.tokens, c.index)
             b.store(b.to_i32(offset), self.offsets, c.index)
             b.store(b.to_i32(b.min(b.add(start, token), last)), self.limits, c.index)
@@ -195,7 +213,7 @@ class _Tile:
             with b.loop(0, shape.hd, side) as d:
                 rows = [b.vload(q, side, token, b.add(offset, d.index)) for token, offset in targets]
                 for i, x in enumerate(transpose(b, rows)):
-                    x = b.mulf(x, b.splat(self.how.scale, side))
+                    x = b.mulf(x, b.splat(self.scale, side))
                     b.vstore(x, self.q, b.add(d.index, i), c.index)
         for column in self.lanes:
             if sinks is None:
@@ -222,6 +240,7 @@ class _Tile:
         """Masked scores of `rows` keys from `first` on; past `last` the last key stands in, and the mask takes it out."""
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
+        self.fetch(rows, [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)])
         zeros = [b.splat(0.0, shape.width)] * (shape.rows * shape.vectors)
         if shape.depth:
             with b.loop(0, shape.hd, shape.depth, carry=zeros) as part:
@@ -245,8 +264,16 @@ class _Tile:
                 if self.how.window is not None:
                     near = b.binary("addi", position, b.isplat(self.how.window, shape.width))
                     seen = b.both(seen, b.compare("sgt", near, limit))
-                score = self.how.capped(b, totals[i * shape.vectors + v])
+                score = totals[i * shape.vectors + v]
+                if self.how.softcap is not None:
+                    score = b.mulf(self.how.capped(b, score), b.splat(LOG2_E, shape.width))
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
+
+    def fetch(self, rows: list[Index], following: list[Index]) -> None:
+        """Ask for the keys that come next and for the values of these, which nothing else does: a head's row is too short."""
+        for row, next_row in zip(rows, following, strict=True):
+            self.cached_keys.prefetch((self.layer, next_row, self.head))
+            self.cached_values.prefetch((self.layer, row, self.head), near=False)
 
     def products(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> list[Ssa]:
         """sums + keys times queries over elements first .. first + count - 1; `key` gives that of a row at d - first."""
@@ -272,14 +299,14 @@ class _Tile:
         top = j.results
         sums = []
         for c, before, after in zip(self.lanes, old, top, strict=True):
-            rescale = exp(b, b.subf(before, after))
+            rescale = exp2(b, b.subf(before, after))
             b.vstore(after, self.maxima, c)
             b.vstore(rescale, self.rescale, c)
             sums.append(b.mulf(b.vload(self.sums, shape.width, c), rescale))
         with b.loop(0, count, carry=sums) as j:
             totals = []
             for c, m, total in zip(self.lanes, top, j.values, strict=True):
-                weight = exp(b, b.subf(b.vload(self.scores, shape.width, j.index, c), m))
+                weight = exp2(b, b.subf(b.vload(self.scores, shape.width, j.index, c), m))
                 b.vstore(weight, self.scores, j.index, c)
                 totals.append(b.addf(total, weight))
             j.give(*totals)

@@ -15,6 +15,8 @@ from castiron.emitter.caches import SCALE_BYTES, Cache
 from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.writing.rounding import as_bytes, low_bytes, numbers_of
 
+LINE_BITS = 512  # of the CPU's cache
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -48,6 +50,15 @@ class Rows:
                 b.vstore(low_bytes(b, x), self.buffer, *at, g.index, SCALE_BYTES + k)
                 if kept:
                     kept(b.add(first, k), b.mulf(numbers_of(b, x), factor))
+
+    def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
+        """Ask for the lines of a row."""
+        per_line = LINE_BITS // self.cache.dtype.bits
+        places: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
+        if self.cache.grouped:
+            places = [(g, 0) for g in range(self.head_dim // self.cache.group(self.head_dim))]
+        for place in places:
+            self.b.prefetch(self.buffer, *at, *place, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
         """The `size` elements of a row from `first` on, a multiple of `size`: the vector at each offset into them.

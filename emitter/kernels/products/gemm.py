@@ -33,13 +33,12 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.products.several import Finish
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Panel, units
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.writing.body import PARTS, STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.vectors import outer
 
 MOST_DEPTH = 288  # 18 KB of panel for 16 columns: more would push x out of the L1 cache
 MOST_TOKENS = 132  # more of them push x out of the L2 cache between blocks of columns
-PARTS = 6  # workgroups a thread: fewer than 8, from where on IREE hands out 8 at a time
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 STACK_BYTES = 30 << 10  # what buffers on the stack may take of the 32 KB that IREE allows a kernel
+PARTS = 6  # workgroups a thread of what they take in turn: fewer than 8, from where on IREE hands out 8 at a time
 
 
 def f32_literal(x: float) -> str:
@@ -211,9 +212,20 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", "index")
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """First and past-the-last of the items, of `count`, that a workgroup of so many has."""
-        low = self.div(self.mul(workgroup, count), workgroups)
-        return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
+        """First and past-the-last of the items, of `count`, that a workgroup of so many has.
+
+        Where a count that is known does not divide, the first ones have one more: threads, which take them in turn, end
+        within one item.
+        """
+        if isinstance(count, Ssa):
+            low = self.div(self.mul(workgroup, count), workgroups)
+            return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
+        each, more = divmod(count, workgroups)
+
+        def first(n: Index) -> Index:
+            return self.add(self.mul(n, each), self.min(n, more) if more else 0)
+
+        return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
         """Where the rows low .. high - 1 end if those from `length`, an i32 in memory, on are padding."""
@@ -321,6 +333,10 @@ class Body:
         at = self.binary("addi", address, bytes_)
         pointer = self.let(f"llvm.inttoptr {at} : i64 to !llvm.ptr", "!llvm.ptr")
         self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", "i32")
+
+    def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
+        """Ask for the line of an element: into the L1 cache, or no nearer than the L2 cache."""
+        self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<{3 if near else 2}>, data : {buffer.type}")
 
     @contextmanager
     def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:

@@ -14,6 +14,9 @@ ROUND = 12582912.0
 EXP_LOW, EXP_HIGH = -88.0, 88.0
 # exp(r) = 1 + r + r^2 * P(r) on |r| <= ln(2)/2, least maximum of the relative error, highest power first.
 EXP_POLYNOMIAL = (1.381459860e-3, 8.368716914e-3, 4.166838805e-2, 1.666652063e-1, 4.999999345e-1)
+# 2^r = 1 + r * Q(r) on |r| <= 1/2, the same way.
+EXP2_LOW = -127.0
+EXP2_POLYNOMIAL = (1.53533619e-4, 1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2.40226479e-1, 6.93147203e-1)
 
 
 def exp(b: Body, x: Ssa) -> Ssa:
@@ -30,9 +33,26 @@ def exp(b: Body, x: Ssa) -> Ssa:
         p = b.fma(p, r, b.splat(coefficient, width))
     p = b.fma(b.mulf(r, r), p, r)
     p = b.addf(p, b.splat(1.0, width))
+    return b.mulf(p, _power(b, shifted))
+
+
+def exp2(b: Body, x: Ssa) -> Ssa:
+    """2^x of a vector of f32 up to 127, within 1 ulp; exactly 0 below -126.5. Two thirds of what exp takes."""
+    width = width_of(x)
+    x = b.maxf(x, b.splat(EXP2_LOW, width))
+    shifted = b.addf(x, b.splat(ROUND, width))
+    r = b.subf(x, b.subf(shifted, b.splat(ROUND, width)))
+    p = b.splat(EXP2_POLYNOMIAL[0], width)
+    for coefficient in (*EXP2_POLYNOMIAL[1:], 1.0):
+        p = b.fma(p, r, b.splat(coefficient, width))
+    return b.mulf(p, _power(b, shifted))
+
+
+def _power(b: Body, shifted: Ssa) -> Ssa:
+    """2^n of whole numbers n from -127 (which gives 0) to 127, of which `shifted` is n + ROUND."""
+    width = width_of(shifted)
     bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
-    bits = b.binary("addi", bits, b.isplat(127 << 23, width))
-    return b.mulf(p, b.bitcast(bits, width, "f32"))
+    return b.bitcast(b.binary("addi", bits, b.isplat(127 << 23, width)), width, "f32")
 
 
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
