@@ -17,19 +17,19 @@ from types import MappingProxyType
 import numpy as np
 
 import castiron
-from castiron.emitter import types
-from castiron.emitter.codecs import row_bytes
 from castiron.emitter.ir import Function, Module, Param, Value
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
+from castiron.emitter.quantise import convert
 from castiron.emitter.states import CACHES
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
+from castiron.pipelines.casting.weights import WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.places import model_name
@@ -43,7 +43,6 @@ from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, missing_features, resolve
 from castiron.vmfb.weights import write_irpa
 
-WEIGHTS = ("native", "f32", "bf16", "f16")
 # Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
 PREFILL_WIDTHS = (8, 32, 128)
 DEFAULT_CONTEXT = 8192
@@ -60,7 +59,7 @@ class Options:
     """What `castiron compile` can be told.
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
-    checkpoint's own types, the others convert every matrix. cache: "f32" or "f16", the elements of states that have a row for
+    checkpoint's own types, "f32", "bf16" and "f16" convert every matrix, the others quantise (`weights.codecs_of`). cache: "f32" or "f16", the elements of states that have a row for
     every position; other states are f32. lowering: "kernels" or "portable". batch: numbers of
     sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. embed: widths of the
     functions that give hidden states, for embeddings of texts. threads: how many will run the bundle, by which kernels share
@@ -129,16 +128,12 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     another shape, or left over.
     """
 
-    def codec(name: str) -> str:
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None:
-            return "f32"
-        return tensor.codec if options.weights == "native" or len(tensor.shape) < 2 else options.weights
-
+    codecs = codecs_of(checkpoint, options.weights)
     context = context_of(checkpoint.config, options.context)
     widths = [width for width in widths if width <= context]
     verify = [width for width in options.speculate if width <= context]
     embed = [width for width in options.embed if width <= context]
+    codec = lambda name: codecs.get(name, "f32")
     module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
@@ -168,18 +163,22 @@ def tuned_tiles(options: Options, target: Target) -> store.FieldsByProduct:
 
 
 def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
-    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another."""
+    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another. CheckpointError if that has
+    no place for its numbers."""
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
-    array = np.ascontiguousarray(types.from_f32(tensor.dequantise(), types.dtype(codec)))
-    return array.view(np.uint8).reshape(*tensor.shape[:-1], row_bytes(codec, tensor.shape[-1]))
+    try:
+        return convert(tensor.codec, tensor.data, codec)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
 
 
 def packed_parameter(checkpoint: Checkpoint, param: Param) -> np.ndarray:
     """The array of one parameter, as the compiled functions read it."""
-    array = param.source.pack(*(stored(checkpoint, name, codec) for name, codec in param.source.tensors))
-    return np.ascontiguousarray(array)
+    # Parts of one tensor ask for it one by one, and quantising it takes a while.
+    read = {asked: stored(checkpoint, *asked) for asked in dict.fromkeys(param.source.tensors)}
+    return np.ascontiguousarray(param.source.pack(*(read[asked] for asked in param.source.tensors)))
 
 
 def compile_model(
@@ -324,7 +323,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,
-        codecs=dict(sorted(Counter(tensor.codec for tensor in checkpoint.tensors.values()).items())),
+        codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights).values()).items())),
         target=target,
         versions=Versions(castiron.__version__, compiler_version()),
         tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),

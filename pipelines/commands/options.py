@@ -8,6 +8,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
 from castiron.pipelines.sizes import megabytes as megabytes
 
+QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
+WEIGHTS = ("native", "f32", "bf16", "f16", *QUANTISED)
 TARGETS = ("host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "aarch64")
 
 
@@ -16,8 +18,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     # The choices stand here, not in an import, because parsing must not load the emitter; Options checks them again.
     parser.add_argument("--context", type=int, metavar="N", help="positions of the KV cache (default: the model's limit, "
                         "at most 8192)")  # fmt: skip
-    parser.add_argument("--weights", choices=("native", "f32", "bf16", "f16"), default="native",
-                        help="number format of the weight matrices; native keeps the checkpoint's own")  # fmt: skip
+    parser.add_argument("--weights", choices=WEIGHTS, default="native", help="number format of the weight matrices; native "
+                        "keeps the checkpoint's own, q4_k_m and q5_k_m mix types as llama.cpp does")  # fmt: skip
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
                         "rounded to bytes in prompts and batches, tokens may differ")  # fmt: skip
