@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.pipelines.casting.weights import QUANTISED
 from castiron.pipelines.checking.likelihood import BundleRows, Rows, Told
 from castiron.pipelines.checking.verify import checkpoint_of, encoded_prompts, expect, load_reference
 from castiron.pipelines.errors import PipelineError
@@ -98,7 +99,9 @@ def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: 
     for a checkpoint that the engine cannot read.
     """
     if named == "hf":
-        return HuggingFace(checkpoint_of(bundle, checkpoint), bundle.manifest.weights, threads)
+        # What quantising cost is what one asks for; rounding to a float type is a choice of numbers, and left as it is.
+        weights = bundle.manifest.weights
+        return HuggingFace(checkpoint_of(bundle, checkpoint), "native" if weights in QUANTISED else weights, threads)
     if named == "llama.cpp":
         import llama_cpp  # noqa: F401  It is said to be missing before anything is looked for.
 

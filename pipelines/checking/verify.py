@@ -169,14 +169,12 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
 
 
 def load_reference(path: Path, weights: str, threads: int | None):
-    """HF's model of the checkpoint, its matrices rounded to `weights` if the bundle's were ("native" is not).
+    """HF's model of the checkpoint, its matrices as a bundle with these weights stores them, widened again.
 
-    PipelineError if transformers cannot read it.
+    PipelineError if transformers cannot read it, and where it keeps a quantised matrix under another name than the checkpoint.
     """
     # Before transformers is imported: its bar for reading GGUF would break into ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    import torch
-
     from castiron.reference import hf
 
     try:
@@ -184,13 +182,33 @@ def load_reference(path: Path, weights: str, threads: int | None):
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise PipelineError(f"transformers cannot read {path}, so there is nothing to compare with: {reason}") from None
-    rounded = {"bf16": torch.bfloat16, "f16": torch.float16}.get(weights)
-    if rounded:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() >= 2:
-                    parameter.copy_(parameter.to(rounded).to(torch.float32))
+    if weights != "native":
+        _store_as(model, path, weights)
     return model
+
+
+def _store_as(model, path: Path, weights: str) -> None:
+    """The model's matrices, in place, as a bundle of the checkpoint at `path` stores them."""
+    import torch
+
+    from castiron.emitter.codecs import dequantise
+    from castiron.emitter.quantise import convert
+    from castiron.pipelines.casting.weights import FLOATS, codecs_of
+    from castiron.pipelines.checkpoints import open_checkpoint
+
+    codecs = codecs_of(open_checkpoint(path), weights)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        codec = weights if weights in FLOATS else codecs.get(name)
+        if codec is None:
+            raise PipelineError(
+                f"transformers keeps {name} in a form of its own, which cannot be quantised as the bundle's weights were: "
+                "castiron evaluate --against hf measures how far the bundle is from the unquantised model"
+            )
+        with torch.no_grad():
+            raw = parameter.numpy().view(np.uint8)
+            parameter.copy_(torch.from_numpy(dequantise(codec, convert("f32", raw, codec))))
 
 
 def expect(model, prompt: list[int], ours: list[int]):

@@ -8,7 +8,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
 from castiron.pipelines.sizes import megabytes as megabytes
 
-QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
+QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
 WEIGHTS = ("native", "f32", "bf16", "f16", *QUANTISED)
 TARGETS = ("host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "aarch64")
 

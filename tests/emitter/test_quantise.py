@@ -47,7 +47,9 @@ def tensor(name: str) -> np.ndarray:
     rng = np.random.default_rng(7)
     normal = rng.standard_normal((ROWS, FEATURES)) * 0.02
     heavy = rng.standard_t(4, (ROWS, FEATURES)) * 0.02
-    return {"normal": normal, "heavy": heavy, "columns": normal * np.exp(rng.standard_normal(FEATURES))}[name].astype(np.float32)
+    return {"normal": normal, "heavy": heavy, "columns": normal * np.exp(rng.standard_normal(FEATURES))}[name].astype(
+        np.float32
+    )
 
 
 def importance() -> np.ndarray:
