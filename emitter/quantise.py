@@ -6,8 +6,8 @@ best grid is taken. Where scales are stored as factors of a block's own (K-quant
 fitted anew to the rounded scales. Last, codes are rounded to the scales and minima that the reader will see.
 
 It is the search of ggml's `make_qx_quants` and `make_qkx2_quants` (ggml-quants.c), made for a different measure: where no
-importance is given, ggml counts an error more the larger its element is, and here all count alike, so that it is the mean square
-which becomes least.
+importance is given, ggml counts an error more the larger its element is, and here all count alike, so that the mean square of
+the errors becomes least.
 
 In the search a group is a column: arrays are [group, n], so that every step runs along memory.
 """

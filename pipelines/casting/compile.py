@@ -31,6 +31,7 @@ from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.casting.weights import WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.places import model_name
 from castiron.pipelines.progress import clock
@@ -58,18 +59,20 @@ Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
 class Options:
     """What `castiron compile` can be told.
 
-    context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
-    checkpoint's own types, "f32", "bf16" and "f16" convert every matrix, the others quantise (`weights.codecs_of`). cache: "f32" or "f16", the elements of states that have a row for
-    every position; other states are f32. lowering: "kernels" or "portable". batch: numbers of
-    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. embed: widths of the
-    functions that give hidden states, for embeddings of texts. threads: how many will run the bundle, by which kernels share
-    out their work; None takes one a physical core. tuned: what `castiron tune` found on this machine is used, for the target
-    "host". ignore_keys: keys of the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for
-    iree-compile after castiron's own, each one word.
+    context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the checkpoint's
+    own types, "f32", "bf16" and "f16" convert every matrix, the others quantise (`weights.codecs_of`). adapter: a directory
+    of PEFT's, merged into the weights before that. cache: "f32" or "f16", the elements of states that have a row for every
+    position; other states are f32. lowering: "kernels" or "portable". batch: numbers of sequences that are decoded at once.
+    speculate: numbers of proposed tokens that are checked at once. embed: widths of the functions that give hidden states,
+    for embeddings of texts. threads: how many will run the bundle, by which kernels share out their work; None takes one a
+    physical core. tuned: what `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of
+    the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for iree-compile after castiron's
+    own, each one word.
     """
 
     context: int | None = None
     weights: str = "native"
+    adapter: str | None = None
     numerics: str = "exact"
     cache: str = "f32"
     lowering: str = "kernels"
@@ -117,6 +120,12 @@ class CompileReport:
 def context_of(config: dict, asked: int | None) -> int:
     """The context to compile for: what was asked, or the model's limit, at most 8192; `build` refuses one past it."""
     return asked if asked is not None else min(family(config).Config.read(config).max_positions, DEFAULT_CONTEXT)
+
+
+def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
+    """The checkpoint of `model` as these options change it: without the keys that they ignore, with their adapter merged."""
+    checkpoint = open_checkpoint(model, progress, options.ignore_keys)
+    return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
 
 def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...] = PREFILL_WIDTHS) -> ModelModule:
@@ -201,7 +210,7 @@ def compile_model(
     told = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
     target = resolve(options.target)
-    checkpoint = open_checkpoint(model, progress, options.ignore_keys)
+    checkpoint = open_source(model, options, progress)
     tiles = tuned_tiles(options, target) if tiles is None else tiles
     key = _key(checkpoint, options, target)
     before = existing(out)
@@ -312,6 +321,9 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         "model": str(model), "path": os.path.abspath(checkpoint.path), "format": checkpoint.format,
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
     }  # fmt: skip
+    if options.adapter:
+        place = Path(options.adapter)
+        source["adapter"] = {"path": os.path.abspath(place), "sha256": adapter_sha256(place), "rank": open_adapter(place).rank}
     return Manifest(
         name=model_name(checkpoint.path),
         config=checkpoint.config,
@@ -362,5 +374,7 @@ def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
     # Whether there were tuned tiles to use is seen from those that were.
     del told["tuned"]
     facts = [stamps, told, asdict(target), castiron.__version__, compiler_version()]
+    if options.adapter:
+        facts.append(adapter_sha256(Path(options.adapter)))
     facts.append(sources_hash(__name__, family(checkpoint.config).__name__))
     return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()

@@ -67,6 +67,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
+        *(("adapter", adapter(found)) for found in [source.get("adapter")] if found),
         ("numerics", manifest.numerics + rounded(manifest.compile)),
         ("made with", f"{manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
@@ -84,6 +85,11 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
     ]
     return json.loads(dump(manifest)), table(rows)
+
+
+def adapter(facts: dict) -> str:
+    """What a manifest says of the adapter that was merged into the weights."""
+    return f"{facts['path']} of rank {facts['rank']}, merged (sha256 {facts['sha256'][:16]}…)"
 
 
 def rounded(facts: dict) -> str:

@@ -20,6 +20,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         "at most 8192)")  # fmt: skip
     parser.add_argument("--weights", choices=WEIGHTS, default="native", help="number format of the weight matrices; native "
                         "keeps the checkpoint's own, q4_k_m and q5_k_m mix types as llama.cpp does")  # fmt: skip
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter as peft saves it, merged into the weights before they "
+                        "are converted")  # fmt: skip
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
                         "rounded to bytes in prompts and batches, tokens may differ")  # fmt: skip
@@ -56,7 +58,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def compile_options(args: argparse.Namespace):
     from castiron.pipelines.casting.compile import Options
 
-    names = ("context", "weights", "numerics", "cache", "lowering", "target", "batch", "speculate", "embed", "threads")
+    names = "context weights adapter numerics cache lowering target batch speculate embed threads".split()
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),
