@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import BinaryIO
@@ -37,6 +37,12 @@ class Stored:
 def entry(key: str, value: Value) -> bytes:
     """A metadata entry: whole numbers as u32 (in arrays i32), others as f32."""
     return _string(key) + _typed(value)
+
+
+def as_read(metadata: Mapping[str, Value]) -> dict:
+    """Metadata as `gguf_file.read_gguf` gives it: arrays of numbers as NumPy's."""
+    numbers = lambda value: isinstance(value, list) and not isinstance(value[0], str)
+    return {key: np.array(value) if numbers(value) else value for key, value in metadata.items()}
 
 
 def head(entries: Sequence[bytes], tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> bytes:

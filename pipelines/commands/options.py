@@ -20,8 +20,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         "at most 8192)")  # fmt: skip
     parser.add_argument("--weights", choices=WEIGHTS, default="native", help="number format of the weight matrices; native "
                         "keeps the checkpoint's own, q4_k_m and q5_k_m mix types as llama.cpp does")  # fmt: skip
-    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter as peft saves it, merged into the weights before they "
-                        "are converted")  # fmt: skip
+    add_adapter(parser)
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
                         "rounded to bytes in prompts and batches, tokens may differ")  # fmt: skip
@@ -39,6 +38,12 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embed", type=_sizes, default=(), metavar="T[,T]", help="add functions that give the hidden states "
                         "of so many tokens a call, such as 128, for Model.embed in Python (default: none)")  # fmt: skip
     add_ignore_key(parser)
+
+
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """--adapter, merged into the weights."""
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter as peft saves it, merged into the weights before they "
+                        "are converted")  # fmt: skip
 
 
 def add_ignore_key(parser: argparse.ArgumentParser) -> None:
