@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,9 +27,10 @@ from castiron.emitter.quantise import convert
 from castiron.emitter.states import CACHES
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
+from castiron.pipelines.casting import calibrate
 from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
-from castiron.pipelines.casting.weights import WEIGHTS, codecs_of
+from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
@@ -46,6 +47,7 @@ from castiron.vmfb.weights import write_irpa
 
 # Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
 PREFILL_WIDTHS = (8, 32, 128)
+_EVEN: Mapping[str, np.ndarray] = MappingProxyType({})
 DEFAULT_CONTEXT = 8192
 # For a machine other than this one.
 DEFAULT_THREADS = 2
@@ -61,10 +63,11 @@ class Options:
 
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the checkpoint's
     own types, "f32", "bf16" and "f16" convert every matrix, the others quantise (`weights.codecs_of`). adapter: a directory
-    of PEFT's, merged into the weights before that. cache: "f32" or "f16", the elements of states that have a row for every
-    position; other states are f32. lowering: "kernels" or "portable". batch: numbers of sequences that are decoded at once.
-    speculate: numbers of proposed tokens that are checked at once. embed: widths of the functions that give hidden states,
-    for embeddings of texts. threads: how many will run the bundle, by which kernels share out their work; None takes one a
+    of PEFT's, merged into the weights before that. calibrate: a text whose activations say how much each column of a weight
+    counts when it is quantised. cache: "f32" or "f16", the elements of states that have a row for every position; other
+    states are f32. lowering: "kernels" or "portable". batch: numbers of sequences that are decoded at once. speculate:
+    numbers of proposed tokens that are checked at once. embed: widths of the functions that give hidden states, for
+    embeddings of texts. threads: how many will run the bundle, by which kernels share out their work; None takes one a
     physical core. tuned: what `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of
     the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for iree-compile after castiron's
     own, each one word.
@@ -73,6 +76,7 @@ class Options:
     context: int | None = None
     weights: str = "native"
     adapter: str | None = None
+    calibrate: str | None = None
     numerics: str = "exact"
     cache: str = "f32"
     lowering: str = "kernels"
@@ -94,6 +98,8 @@ class Options:
             sizes = getattr(self, field)
             if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > most:
                 raise EmitError(f"{field} takes distinct sizes from 2 to {most}, not {', '.join(map(str, sizes))}")
+        if self.calibrate and self.weights not in QUANTISED:
+            raise EmitError(f"a text calibrates weights that are quantised, and weights is {self.weights!r}: quantise them")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
@@ -126,6 +132,12 @@ def open_source(model: str | Path, options: Options, progress: Progress | None =
     """The checkpoint of `model` as these options change it: without the keys that they ignore, with their adapter merged."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
+
+
+def identity_of(checkpoint: Checkpoint, options: Options) -> list[str]:
+    """What the weights are known by before they are converted: the hashes of the checkpoint and of its adapter."""
+    adapter = [adapter_sha256(Path(options.adapter))] if options.adapter else []
+    return [checkpoint_sha256(checkpoint.path), *adapter]
 
 
 def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...] = PREFILL_WIDTHS) -> ModelModule:
@@ -171,22 +183,23 @@ def tuned_tiles(options: Options, target: Target) -> store.FieldsByProduct:
     return store.tiles_of(store.key_of(target, options.threads_or_cores))
 
 
-def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
-    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another. CheckpointError if that has
-    no place for its numbers."""
+def stored(checkpoint: Checkpoint, name: str, codec: str, importance: Mapping[str, np.ndarray] = _EVEN) -> np.ndarray:
+    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another. importance: by
+    tensor, the weight of an error in each column [in], where quantising should not count them alike. CheckpointError if the
+    codec has no place for the tensor's numbers."""
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
     try:
-        return convert(tensor.codec, tensor.data, codec)
+        return convert(tensor.codec, tensor.data, codec, importance.get(name))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
 
 
-def packed_parameter(checkpoint: Checkpoint, param: Param) -> np.ndarray:
-    """The array of one parameter, as the compiled functions read it."""
+def packed_parameter(checkpoint: Checkpoint, param: Param, importance: Mapping[str, np.ndarray] = _EVEN) -> np.ndarray:
+    """The array of one parameter, as the compiled functions read it; importance as `stored` takes it."""
     # Parts of one tensor ask for it one by one, and quantising it takes a while.
-    read = {asked: stored(checkpoint, *asked) for asked in dict.fromkeys(param.source.tensors)}
+    read = {asked: stored(checkpoint, *asked, importance) for asked in dict.fromkeys(param.source.tensors)}
     return np.ascontiguousarray(param.source.pack(*(read[asked] for asked in param.source.tensors)))
 
 
@@ -229,6 +242,11 @@ def compile_model(
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
+    importance = _EVEN
+    if options.calibrate and not up_to_date:
+        with stage("calibrate"):
+            identity = json.dumps(identity_of(checkpoint, options))
+            importance = calibrate.importance_of(checkpoint, identity, options.calibrate, told)
     if keep is not None:
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
@@ -238,7 +256,7 @@ def compile_model(
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
         with stage("pack"):
             entries = [
-                (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+                (p.name, lambda p=p: packed_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy))
                 for p in sorted(module.params.values(), key=lambda p: p.name)
             ]
             weights = write_irpa(writer.path("weights.irpa"), entries, lambda done, total: told("pack", done / total))
@@ -324,6 +342,9 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
     if options.adapter:
         place = Path(options.adapter)
         source["adapter"] = {"path": os.path.abspath(place), "sha256": adapter_sha256(place), "rank": open_adapter(place).rank}
+    if options.calibrate:
+        text = options.calibrate
+        source["calibrated"] = {"path": os.path.abspath(text), "sha256": calibrate.text_sha256(text)}
     return Manifest(
         name=model_name(checkpoint.path),
         config=checkpoint.config,
@@ -376,5 +397,7 @@ def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
     facts = [stamps, told, asdict(target), castiron.__version__, compiler_version()]
     if options.adapter:
         facts.append(adapter_sha256(Path(options.adapter)))
+    if options.calibrate:
+        facts.append(calibrate.text_sha256(options.calibrate))
     facts.append(sources_hash(__name__, family(checkpoint.config).__name__))
     return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()

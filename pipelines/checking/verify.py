@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -174,6 +175,17 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
     return path
 
 
+def text_of(bundle: Bundle) -> Path | None:
+    """The text that the bundle's weights were calibrated on; PipelineError if it is gone or another by now."""
+    recorded = bundle.manifest.source.get("calibrated")
+    if recorded is None:
+        return None
+    path = Path(recorded["path"])
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != recorded["sha256"]:
+        raise PipelineError(f"the text that calibrated {bundle.path}, {path}, is gone or is another by now: compile again")
+    return path
+
+
 def adapter_of(bundle: Bundle) -> Path | None:
     """The adapter in the bundle's weights, where it lay then; PipelineError if it is gone or another by now."""
     from castiron.pipelines.checkpoints.adapter import adapter_sha256
@@ -187,14 +199,16 @@ def adapter_of(bundle: Bundle) -> Path | None:
     return path
 
 
-def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None):
-    """HF's model of the checkpoint with the adapter that peft merges into it, its matrices as a bundle with these weights
-    stores them, widened again.
+def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
+    """HF's model of the checkpoint with the adapter that peft merges into it, its matrices as a bundle with these weights,
+    calibrated on that text, stores them, widened again.
 
     PipelineError if transformers cannot read it, and where it keeps a quantised matrix under another name than the checkpoint.
     """
     # Before transformers is imported: its bar for reading GGUF would break into ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    from castiron.pipelines.casting.calibrate import importance_of
+    from castiron.pipelines.casting.compile import Options, identity_of
     from castiron.pipelines.checkpoints import open_checkpoint
     from castiron.pipelines.checkpoints.adapter import merge, open_adapter
     from castiron.reference import hf
@@ -206,11 +220,17 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
         raise PipelineError(f"transformers cannot read {path}, so there is nothing to compare with: {reason}") from None
     if weights != "native" or adapter:
         checkpoint = open_checkpoint(path)
-        _store_as(model, merge(checkpoint, open_adapter(adapter)) if adapter else checkpoint, weights)
+        checkpoint = merge(checkpoint, open_adapter(adapter)) if adapter else checkpoint
+        importance: Mapping[str, np.ndarray] = {}
+        if calibrated:
+            options = Options(weights=weights, adapter=adapter and str(adapter))
+            identity = json.dumps(identity_of(checkpoint, options))
+            importance = importance_of(checkpoint, identity, calibrated, lambda stage, done: None)
+        _store_as(model, checkpoint, weights, importance)
     return model
 
 
-def _store_as(model, checkpoint: Checkpoint, weights: str) -> None:
+def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
     """The model's matrices, in place, as a bundle of the checkpoint stores them."""
     import torch
 
@@ -232,7 +252,7 @@ def _store_as(model, checkpoint: Checkpoint, weights: str) -> None:
             )
         with torch.no_grad():
             raw = parameter.numpy().view(np.uint8)
-            parameter.copy_(torch.from_numpy(dequantise(codec, convert("f32", raw, codec))))
+            parameter.copy_(torch.from_numpy(dequantise(codec, convert("f32", raw, codec, importance.get(name)))))
 
 
 def expect(model, prompt: list[int], ours: list[int]):

@@ -68,6 +68,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
         *(("adapter", adapter(found)) for found in [source.get("adapter")] if found),
+        *(("calibrated", f"on {text['path']} (sha256 {text['sha256'][:16]}…)") for text in [source.get("calibrated")] if text),
         ("numerics", manifest.numerics + rounded(manifest.compile)),
         ("made with", f"{manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),

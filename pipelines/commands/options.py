@@ -21,6 +21,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=WEIGHTS, default="native", help="number format of the weight matrices; native "
                         "keeps the checkpoint's own, q4_k_m and q5_k_m mix types as llama.cpp does")  # fmt: skip
     add_adapter(parser)
+    add_calibrate(parser)
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
                         "rounded to bytes in prompts and batches, tokens may differ")  # fmt: skip
@@ -46,6 +47,12 @@ def add_adapter(parser: argparse.ArgumentParser) -> None:
                         "are converted")  # fmt: skip
 
 
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """--calibrate, for quantised weights."""
+    parser.add_argument("--calibrate", metavar="FILE", help="a text such as the model will see: columns of the weights that it "
+                        "makes large are quantised with less error")  # fmt: skip
+
+
 def add_ignore_key(parser: argparse.ArgumentParser) -> None:
     """--ignore-key, once for each key."""
     parser.add_argument("--ignore-key", action="append", default=[], dest="ignore_keys", metavar="KEY",
@@ -63,7 +70,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def compile_options(args: argparse.Namespace):
     from castiron.pipelines.casting.compile import Options
 
-    names = "context weights adapter numerics cache lowering target batch speculate embed threads".split()
+    names = "context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),

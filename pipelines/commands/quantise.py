@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from castiron.pipelines.commands.options import WEIGHTS, add_adapter, add_ignore_key, megabytes
+from castiron.pipelines.commands.options import WEIGHTS, add_adapter, add_calibrate, add_ignore_key, megabytes
 from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=WEIGHTS[1:], default="q4_k_m", help="number format of the weight matrices; q4_k_m "
                         "and q5_k_m mix types as llama.cpp does (default: q4_k_m)")  # fmt: skip
     add_adapter(parser)
+    add_calibrate(parser)
     add_ignore_key(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -37,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.casting.compile import Options
     from castiron.pipelines.casting.quantise import quantise
 
-    options = Options(weights=args.weights, adapter=args.adapter, ignore_keys=tuple(args.ignore_keys))
+    options = Options(weights=args.weights, adapter=args.adapter, calibrate=args.calibrate, ignore_keys=tuple(args.ignore_keys))
     with Progress() as progress:
         report = quantise(args.model, Path(args.output), options, progress)
     if args.json:
