@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "talk with a bundle or a model",
     "serve": "serve a bundle or a model over HTTP with OpenAI's API",
     "pack": "write a bundle as one file",
+    "quantise": "write a checkpoint with quantised weights as a GGUF file",
     "repack": "put a module compiled by hand into a bundle",
     "verify": "compare a bundle's greedy tokens with HF transformers",
     "evaluate": "measure a bundle's perplexity, and its distance from a base",

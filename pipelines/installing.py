@@ -11,7 +11,7 @@ import castiron
 # Third-party modules that are imported when they are asked for, and the extra of pyproject.toml that brings each.
 EXTRAS = {
     "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile",
-    "torch": "verify", "transformers": "verify", "accelerate": "verify", "sentencepiece": "verify",
+    "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
     "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.

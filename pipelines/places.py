@@ -80,10 +80,7 @@ def _refuse_adapter(path: Path) -> Path:
     except (OSError, ValueError, AttributeError, RecursionError):
         base = None
     of = f" of {base[:60]}" if isinstance(base, str) and base else ""
-    raise CheckpointError(
-        f"{path} is an adapter{of}, not a model: merge it (merge_and_unload and save_pretrained in peft) and give the "
-        "directory that this writes"
-    )
+    raise CheckpointError(f"{path} is an adapter{of}, not a model: give its base, and this with --adapter")
 
 
 def _refuse_bundle(path: Path) -> Path:

@@ -26,11 +26,11 @@ class Greedy:
     margins: list[float]
 
 
-def load(path: str | Path, threads: int | None = None) -> PreTrainedModel:
+def load(path: str | Path, threads: int | None = None, adapter: str | Path | None = None) -> PreTrainedModel:
     """The model of a GGUF file, as transformers reads it, or of an HF directory; f32, plain attention, evaluation mode.
 
-    `threads` sets torch's thread count for the whole process. Raises OSError or ValueError, as transformers does, for a
-    path that holds no model it knows.
+    `adapter`: a directory of peft's, merged into the weights by peft. `threads` sets torch's thread count for the whole
+    process. Raises OSError or ValueError, as transformers does, for a path that holds no model it knows.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -41,6 +41,10 @@ def load(path: str | Path, threads: int | None = None) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(
         directory, **source, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     if model._can_set_experts_implementation():
         # The grouped form sums experts in another order; the loop is the definition.
         model.set_experts_implementation("eager")

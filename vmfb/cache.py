@@ -27,6 +27,7 @@ KINDS = {
     "compile": "what iree-compile made of modules",
     "unpacked": "files of packed bundles, for IREE's tools",
     "verified": "which bundles were found whole",
+    "calibrated": "how large activations were, for compile --calibrate",
     "tuned": "tiles that castiron tune found",
     "chat": "what was typed in chats",
 }

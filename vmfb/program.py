@@ -42,7 +42,38 @@ class SessionError(Exception):
     """A request that a session refuses before doing any of it; one sentence."""
 
 
-class Program:
+class Loaded:
+    """A module and its weights on a device of so many threads.
+
+    weights, module: bytes of the two files, mapped; they are used where they lie. RuntimeError or ValueError where the runtime
+    refuses them.
+    """
+
+    vocab = 0
+
+    def __init__(self, weights: Any, module: Any, threads: int):
+        self.threads, self.device = threads, device(threads)
+        # Kept, since the runtime takes memory as it is.
+        self._mapped = weights, module
+        instance, parameters = rt.VmInstance(), rt.ParameterIndex()
+        parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
+        self.module = rt.VmModule.wrap_buffer(instance, module)
+        # Loads every weight global: here a missing or short parameter shows.
+        self.context = rt.VmContext(
+            instance,
+            [
+                rt.create_hal_module(instance, self.device),
+                rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE)),
+                self.module,
+            ],
+        )
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
+        """A buffer of zeros that Python and the module share; no page of it exists until it is written."""
+        return Buffer(self, tuple(shape), dtype)
+
+
+class Program(Loaded):
     """The functions of a bundle on a device; its weights are the bundle's file, mapped, not read.
 
     Calls of one program may not overlap in time: what makes them is `alone`.
@@ -54,39 +85,20 @@ class Program:
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}, and a session needs at least 1")
         bundle = open_bundle(source)
-        self.manifest = bundle.manifest
+        self.manifest, self.vocab = bundle.manifest, bundle.manifest.vocab
         # Of the thread that runs it; what it calls may take it again.
         owned = threading.RLock()
         self.take, self.leave = owned.acquire, owned.release
-        # Hyperthreads share the vector units that a kernel keeps full.
-        self.threads = threads or physical_cores()
-        self.device = device(self.threads)
         try:
-            instance = rt.VmInstance()
-            parameters = rt.ParameterIndex()
-            # Mapped here, since VmModule.mmap asks for permission to write; kept, since the runtime takes memory as it is.
-            self._mapped = bundle.part(WEIGHTS).map(), bundle.part(MODEL).map()
-            parameters.load_from_file_handle(rt.FileHandle.wrap_memory(self._mapped[0]), "irpa")
-            self.module = rt.VmModule.wrap_buffer(instance, self._mapped[1])
-            # Loads every weight global: here a missing or short parameter shows.
-            self.context = rt.VmContext(
-                instance,
-                [
-                    rt.create_hal_module(instance, self.device),
-                    rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE)),
-                    self.module,
-                ],
-            )
+            # Mapped here, since VmModule.mmap asks for permission to write. Hyperthreads share the vector units that a kernel
+            # keeps full.
+            super().__init__(bundle.part(WEIGHTS).map(), bundle.part(MODEL).map(), threads or physical_cores())
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise BundleError(f"the IREE runtime refuses {bundle.path} ({reason}); compile the bundle again") from None
         exported = set(self.module.function_names)
         if absent := [f.name for f in self.manifest.functions if f.name not in exported]:
             raise BundleError(f"{bundle.path / MODEL} has no function {absent[0]}; compile the bundle again")
-
-    def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """A buffer of zeros that Python and the program share; no page of it exists until it is written."""
-        return Buffer(self, tuple(shape), dtype)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -117,7 +129,7 @@ class Buffer:
     `memory`: flat elements of another buffer to use instead of memory of its own.
     """
 
-    def __init__(self, program: Program, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
+    def __init__(self, program: Loaded, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
         _, element = _ELEMENTS[dtype]
         # Kept here, since a view keeps the device's handle of the memory and not the memory.
         self._flat = _fresh(prod(shape), dtype) if memory is None else memory
@@ -150,13 +162,13 @@ def _fresh(count: int, dtype: str) -> np.ndarray:
 class Call:
     """One function with its operands bound; `invoke` runs it, the results stand until the next `invoke`."""
 
-    def __init__(self, program: Program, entry: EntryPoint, operands: Sequence[Buffer]):
+    def __init__(self, program: Loaded, entry: EntryPoint, operands: Sequence[Buffer]):
         self._operands = tuple(operands)
         self._function, self._run = program.module.lookup_function(entry.name), program.context.invoke
         self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(len(entry.outputs))
         for operand in operands:
             self._arguments.push_ref(operand.view)
-        self._vocab, self._workers = program.manifest.vocab, program.threads > 1
+        self._vocab, self._workers = program.vocab, program.threads > 1
         self.seconds = 0.0
         _calls.add(self)
 
@@ -194,6 +206,10 @@ class Call:
         """Result 1, f32 `[vocab]`, or row `row` of `[rows, vocab]`; a copy."""
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
+
+    def floats(self, index: int) -> np.ndarray:
+        """Result `index`, f32; a copy."""
+        return self._result(index, _F32).copy()
 
     def rows(self, count: int) -> np.ndarray:
         """The first `count` rows of result 0, f32 `[rows, hidden]`; a copy."""

@@ -56,9 +56,9 @@ def cast(
 def compile(model: str | Path, out: str | Path, *, progress: Report | None = None, **options: Any) -> Bundle:
     """Compiles a GGUF file, an HF directory or a catalogue name into the bundle directory `out`, as `castiron compile` does.
 
-    `options` are the fields of `castiron.pipelines.casting.compile.Options`: context, weights, numerics, cache, lowering,
-    target, batch, speculate, embed, threads, tuned. A bundle that is up to date is left as it is. Raises what `compile_model`
-    raises; then nothing is written.
+    `options` are the fields of `castiron.pipelines.casting.compile.Options`: context, weights, adapter, calibrate, numerics,
+    cache, lowering, target, batch, speculate, embed, threads, tuned. A bundle that is up to date is left as it is. Raises what
+    `compile_model` raises; then nothing is written.
     """
     place = _compile(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress)
     # Another machine's bundle can be compiled here.

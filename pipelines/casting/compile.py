@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,20 +17,22 @@ from types import MappingProxyType
 import numpy as np
 
 import castiron
-from castiron.emitter import types
 from castiron.emitter.caches import CACHES
-from castiron.emitter.codecs import row_bytes
 from castiron.emitter.ir import Function, Module, Param, Value
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
+from castiron.emitter.quantise import convert
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
+from castiron.pipelines.casting import calibrate
 from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
+from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.places import model_name
 from castiron.pipelines.progress import clock
@@ -43,9 +45,9 @@ from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, missing_features, resolve
 from castiron.vmfb.weights import write_irpa
 
-WEIGHTS = ("native", "f32", "bf16", "f16")
 # Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
 PREFILL_WIDTHS = (8, 32, 128)
+_EVEN: Mapping[str, np.ndarray] = MappingProxyType({})
 DEFAULT_CONTEXT = 8192
 # For a machine other than this one.
 DEFAULT_THREADS = 2
@@ -59,18 +61,22 @@ Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
 class Options:
     """What `castiron compile` can be told.
 
-    context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the
-    checkpoint's own types, the others convert every matrix. cache: how states that have a row for every position are stored,
-    "f32", "f16" or "q8_0"; other states are f32. lowering: "kernels" or "portable". batch: numbers of
-    sequences that are decoded at once. speculate: numbers of proposed tokens that are checked at once. embed: widths of the
-    functions that give hidden states, for embeddings of texts. threads: how many will run the bundle, by which kernels share
-    out their work; None takes one a physical core. tuned: what `castiron tune` found on this machine is used, for the target
-    "host". ignore_keys: keys of the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for
-    iree-compile after castiron's own, each one word.
+    context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the checkpoint's
+    own types, "f32", "bf16" and "f16" convert every matrix, the others quantise (`weights.codecs_of`). adapter: a directory
+    of PEFT's, merged into the weights before that. calibrate: a text whose activations say how much each column of a weight
+    counts when it is quantised. cache: how states that have a row for every position are stored, "f32", "f16" or "q8_0";
+    other states are f32. lowering: "kernels" or "portable". batch: numbers of sequences that are decoded at once. speculate:
+    numbers of proposed tokens that are checked at once. embed: widths of the functions that give hidden states, for
+    embeddings of texts. threads: how many will run the bundle, by which kernels share out their work; None takes one a
+    physical core. tuned: what `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of
+    the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for iree-compile after castiron's
+    own, each one word.
     """
 
     context: int | None = None
     weights: str = "native"
+    adapter: str | None = None
+    calibrate: str | None = None
     numerics: str = "exact"
     cache: str = "f32"
     lowering: str = "kernels"
@@ -92,6 +98,8 @@ class Options:
             sizes = getattr(self, name)
             if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > most:
                 raise EmitError(f"{name} takes distinct sizes from 2 to {most}, not {', '.join(map(str, sizes))}")
+        if self.calibrate and self.weights not in QUANTISED:
+            raise EmitError(f"a text calibrates weights that are quantised, and weights is {self.weights!r}: quantise them")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
@@ -122,6 +130,18 @@ def context_of(config: dict, asked: int | None) -> int:
     return asked if asked is not None else min(family(config).Config.read(config).max_positions, DEFAULT_CONTEXT)
 
 
+def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
+    """The checkpoint of `model` as these options change it: without the keys that they ignore, with their adapter merged."""
+    checkpoint = open_checkpoint(model, progress, options.ignore_keys)
+    return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
+
+
+def identity_of(checkpoint: Checkpoint, options: Options) -> list[str]:
+    """What the weights are known by before they are converted: the hashes of the checkpoint and of its adapter."""
+    adapter = [adapter_sha256(Path(options.adapter))] if options.adapter else []
+    return [checkpoint_sha256(checkpoint.path), *adapter]
+
+
 def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...] = PREFILL_WIDTHS) -> ModelModule:
     """The model as layer operations, after every tensor it calls for was found in the checkpoint with its shape.
 
@@ -131,16 +151,12 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     another shape, or left over.
     """
 
-    def codec(name: str) -> str:
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None:
-            return "f32"
-        return tensor.codec if options.weights == "native" or len(tensor.shape) < 2 else options.weights
-
+    codecs = codecs_of(checkpoint, options.weights)
     context = context_of(checkpoint.config, options.context)
     widths = [width for width in widths if width <= context]
     verify = [width for width in options.speculate if width <= context]
     embed = [width for width in options.embed if width <= context]
+    codec = lambda name: codecs.get(name, "f32")
     module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
@@ -169,19 +185,24 @@ def tuned_tiles(options: Options, target: Target) -> store.FieldsByProduct:
     return store.tiles_of(store.key_of(target, options.threads_or_cores))
 
 
-def stored(checkpoint: Checkpoint, name: str, codec: str) -> np.ndarray:
-    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another."""
+def stored(checkpoint: Checkpoint, name: str, codec: str, importance: Mapping[str, np.ndarray] = _EVEN) -> np.ndarray:
+    """The raw bytes of a tensor in `codec`, converted through f32 if the checkpoint has another. importance: by
+    tensor, the weight of an error in each column [in], where quantising should not count them alike. CheckpointError if the
+    codec has no place for the tensor's numbers."""
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
-    array = np.ascontiguousarray(types.from_f32(tensor.dequantise(), types.DTYPES[codec]))
-    return array.view(np.uint8).reshape(*tensor.shape[:-1], row_bytes(codec, tensor.shape[-1]))
+    try:
+        return convert(tensor.codec, tensor.data, codec, importance.get(name))
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
 
 
-def packed_parameter(checkpoint: Checkpoint, param: Param) -> np.ndarray:
-    """The array of one parameter, as the compiled functions read it."""
-    array = param.source.pack(*(stored(checkpoint, name, codec) for name, codec in param.source.tensors))
-    return np.ascontiguousarray(array)
+def packed_parameter(checkpoint: Checkpoint, param: Param, importance: Mapping[str, np.ndarray] = _EVEN) -> np.ndarray:
+    """The array of one parameter, as the compiled functions read it; importance as `stored` takes it."""
+    # Parts of one tensor ask for it one by one, and quantising it takes a while.
+    read = {asked: stored(checkpoint, *asked, importance) for asked in dict.fromkeys(param.source.tensors)}
+    return np.ascontiguousarray(param.source.pack(*(read[asked] for asked in param.source.tensors)))
 
 
 def compile_model(
@@ -204,7 +225,7 @@ def compile_model(
     told = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
     target = resolve(options.target)
-    checkpoint = open_checkpoint(model, progress, options.ignore_keys)
+    checkpoint = open_source(model, options, progress)
     tiles = tuned_tiles(options, target) if tiles is None else tiles
     key = _key(checkpoint, options, target)
     before = existing(out)
@@ -223,6 +244,11 @@ def compile_model(
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
+    importance = _EVEN
+    if options.calibrate and not up_to_date:
+        with stage("calibrate"):
+            identity = json.dumps(identity_of(checkpoint, options))
+            importance = calibrate.importance_of(checkpoint, identity, options.calibrate, told)
     if keep is not None:
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
@@ -232,7 +258,7 @@ def compile_model(
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
         with stage("pack"):
             entries = [
-                (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+                (p.name, lambda p=p: packed_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy))
                 for p in sorted(module.params.values(), key=lambda p: p.name)
             ]
             weights = write_irpa(writer.path("weights.irpa"), entries, lambda done, total: told("pack", done / total))
@@ -324,6 +350,12 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
         "left_out": dict(checkpoint.left_out),
     }  # fmt: skip
+    if options.adapter:
+        place = Path(options.adapter)
+        source["adapter"] = {"path": os.path.abspath(place), "sha256": adapter_sha256(place), "rank": open_adapter(place).rank}
+    if options.calibrate:
+        text = options.calibrate
+        source["calibrated"] = {"path": os.path.abspath(text), "sha256": calibrate.text_sha256(text)}
     return Manifest(
         name=model_name(checkpoint.path),
         config=checkpoint.config,
@@ -335,7 +367,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,
-        codecs=dict(sorted(Counter(tensor.codec for tensor in checkpoint.tensors.values()).items())),
+        codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights).values()).items())),
         target=target,
         versions=Versions(castiron.__version__, compiler_version()),
         tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),
@@ -376,5 +408,9 @@ def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
     # Whether there were tuned tiles to use is seen from those that were.
     del told["tuned"]
     facts = [stamps, told, asdict(target), castiron.__version__, compiler_version()]
+    if options.adapter:
+        facts.append(adapter_sha256(Path(options.adapter)))
+    if options.calibrate:
+        facts.append(calibrate.text_sha256(options.calibrate))
     facts.append(sources_hash(__name__, family(checkpoint.config).__name__))
     return hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()

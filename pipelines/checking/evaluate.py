@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.pipelines.casting.weights import QUANTISED
 from castiron.pipelines.checking.likelihood import BundleRows, Rows, Told
-from castiron.pipelines.checking.verify import checkpoint_of, encoded_prompts, expect, load_reference
+from castiron.pipelines.checking.verify import adapter_of, checkpoint_of, encoded_prompts, expect, load_reference
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.text import load_text
@@ -46,8 +47,8 @@ class HuggingFace(Base):
 
     name = "HF transformers"
 
-    def __init__(self, checkpoint: Path, weights: str, threads: int):
-        self.model = load_reference(checkpoint, weights, threads)
+    def __init__(self, checkpoint: Path, weights: str, threads: int, adapter: Path | None):
+        self.model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
         import torch
@@ -98,10 +99,14 @@ def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: 
     for a checkpoint that the engine cannot read.
     """
     if named == "hf":
-        return HuggingFace(checkpoint_of(bundle, checkpoint), bundle.manifest.weights, threads)
+        # What quantising cost is what one asks for; rounding to a float type is a choice of numbers, and left as it is.
+        weights = "native" if bundle.manifest.weights in QUANTISED else bundle.manifest.weights
+        return HuggingFace(checkpoint_of(bundle, checkpoint), weights, threads, adapter_of(bundle))
     if named == "llama.cpp":
         import llama_cpp  # noqa: F401  It is said to be missing before anything is looked for.
 
+        if adapter_of(bundle):
+            raise PipelineError("llama.cpp would run the checkpoint without the bundle's adapter: compare with hf or a bundle")
         source = checkpoint_of(bundle, checkpoint, any_format=True)
         if source.is_dir():
             raise PipelineError(f"llama.cpp reads GGUF files and {source} is a directory: give a file with --checkpoint")

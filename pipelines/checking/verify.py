@@ -1,11 +1,15 @@
 """Greedy tokens of a bundle against HF transformers' own reading of the same checkpoint."""
 
+from __future__ import annotations
+
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +17,9 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.bundle import Bundle
+
+if TYPE_CHECKING:
+    from castiron.pipelines.checkpoints import Checkpoint
 
 DEFAULT_PROMPTS = "verify_prompts.jsonl"
 # Above this margin between its two largest logits, HF chooses the same token whether it reads a text at once or token by
@@ -168,29 +175,84 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
     return path
 
 
-def load_reference(path: Path, weights: str, threads: int | None):
-    """HF's model of the checkpoint, its matrices rounded to `weights` if the bundle's were ("native" is not).
+def text_of(bundle: Bundle) -> Path | None:
+    """The text that the bundle's weights were calibrated on; PipelineError if it is gone or another by now."""
+    recorded = bundle.manifest.source.get("calibrated")
+    if recorded is None:
+        return None
+    path = Path(recorded["path"])
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != recorded["sha256"]:
+        raise PipelineError(f"the text that calibrated {bundle.path}, {path}, is gone or is another by now: compile again")
+    return path
 
-    PipelineError if transformers cannot read it.
+
+def adapter_of(bundle: Bundle) -> Path | None:
+    """The adapter in the bundle's weights, where it lay then; PipelineError if it is gone or another by now."""
+    from castiron.pipelines.checkpoints.adapter import adapter_sha256
+
+    recorded = bundle.manifest.source.get("adapter")
+    if recorded is None:
+        return None
+    path = Path(recorded["path"])
+    if not path.is_dir() or adapter_sha256(path) != recorded["sha256"]:
+        raise PipelineError(f"the adapter of {bundle.path}, {path}, is not there any more or is another: compile again with it")
+    return path
+
+
+def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
+    """HF's model of the checkpoint with the adapter that peft merges into it, its matrices as a bundle with these weights,
+    calibrated on that text, stores them, widened again.
+
+    PipelineError if transformers cannot read it, and where it keeps a quantised matrix under another name than the checkpoint.
     """
     # Before transformers is imported: its bar for reading GGUF would break into ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    import torch
-
+    from castiron.pipelines.casting.calibrate import importance_of
+    from castiron.pipelines.casting.compile import Options, identity_of
+    from castiron.pipelines.checkpoints import open_checkpoint
+    from castiron.pipelines.checkpoints.adapter import merge, open_adapter
     from castiron.reference import hf
 
     try:
-        model = hf.load(path, threads)
+        model = hf.load(path, threads, adapter)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise PipelineError(f"transformers cannot read {path}, so there is nothing to compare with: {reason}") from None
-    rounded = {"bf16": torch.bfloat16, "f16": torch.float16}.get(weights)
-    if rounded:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() >= 2:
-                    parameter.copy_(parameter.to(rounded).to(torch.float32))
+    if weights != "native" or adapter:
+        checkpoint = open_checkpoint(path)
+        checkpoint = merge(checkpoint, open_adapter(adapter)) if adapter else checkpoint
+        importance: Mapping[str, np.ndarray] = {}
+        if calibrated:
+            options = Options(weights=weights, adapter=adapter and str(adapter))
+            identity = json.dumps(identity_of(checkpoint, options))
+            importance = importance_of(checkpoint, identity, calibrated, lambda stage, done: None)
+        _store_as(model, checkpoint, weights, importance)
     return model
+
+
+def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
+    """The model's matrices, in place, as a bundle of the checkpoint stores them."""
+    import torch
+
+    from castiron.emitter.codecs import dequantise
+    from castiron.emitter.quantise import convert
+    from castiron.pipelines.casting.weights import FLOATS, QUANTISED, codecs_of
+
+    codecs = codecs_of(checkpoint, weights)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        codec = weights if weights in FLOATS else codecs.get(name)
+        if codec is None and weights not in QUANTISED:
+            continue
+        if codec is None:
+            raise PipelineError(
+                f"transformers keeps {name} in a form of its own, which cannot be quantised as the bundle's weights were: "
+                "castiron evaluate --against hf measures how far the bundle is from the unquantised model"
+            )
+        with torch.no_grad():
+            raw = parameter.numpy().view(np.uint8)
+            parameter.copy_(torch.from_numpy(dequantise(codec, convert("f32", raw, codec, importance.get(name)))))
 
 
 def expect(model, prompt: list[int], ours: list[int]):

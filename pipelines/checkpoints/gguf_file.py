@@ -8,7 +8,7 @@ and offset, and takes 13 s for a vocabulary of 262,144 that takes 0.5 s here. La
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +49,15 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """metadata: str, int, float, bool, list[str], or a NumPy array of numbers. data: the whole file, u8, mapped."""
+    """metadata: str, int, float, bool, list[str], or a NumPy array of numbers. data: the whole file, u8, mapped. entries: where
+    in it each entry of the metadata starts and ends."""
 
     path: Path
     version: int
     metadata: dict
     tensors: dict[str, GgufTensor]
     data: np.ndarray
+    entries: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def rows(self, tensor: GgufTensor) -> np.ndarray:
         """The tensor's bytes, u8 [*shape[:-1], row_bytes], a view of the mapped file."""
@@ -142,10 +144,10 @@ def read_gguf(path: Path) -> GgufFile:
     cursor = _Cursor(path, view)
     version = _version(cursor)
     tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors")
-    metadata, alignment = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries"))
+    metadata, alignment, ranges = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries"))
     entries = _tensor_table(cursor, tensor_count)
     tensors = _placed(cursor, entries, alignment)
-    return GgufFile(path, version, metadata, tensors, np.frombuffer(view, np.uint8))
+    return GgufFile(path, version, metadata, tensors, np.frombuffer(view, np.uint8), ranges)
 
 
 def _version(cursor: _Cursor) -> int:
@@ -160,9 +162,11 @@ def _version(cursor: _Cursor) -> int:
     return version
 
 
-def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int]:
-    metadata, alignment = {}, _DEFAULT_ALIGNMENT
+def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, tuple[int, int]]]:
+    """The entries, the alignment that they state, and from where to where each lies."""
+    metadata, alignment, ranges = {}, _DEFAULT_ALIGNMENT, {}
     for _ in range(count):
+        start = cursor.at
         key = cursor.string("a metadata key")
         if not key:
             raise cursor.fail("a metadata key is empty")
@@ -170,11 +174,12 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int]:
             raise cursor.fail(f"the metadata key {key!r} appears twice")
         kind = cursor.number(_U32, f"the type of {key!r}")
         metadata[key] = cursor.value(kind, repr(key))
+        ranges[key] = start, cursor.at
         if key == "general.alignment":
             alignment = metadata[key]
             if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
                 raise cursor.fail(f"general.alignment is {alignment!r}; it must be a 32-bit power of two")
-    return metadata, alignment
+    return metadata, alignment, ranges
 
 
 def _tensor_table(cursor: _Cursor, count: int) -> list[tuple]:

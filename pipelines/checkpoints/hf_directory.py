@@ -21,13 +21,13 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     Without tokenizer.json the checkpoint has no tokenizer. The chat template is that of chat_template.jinja, else
     of tokenizer_config.json (the one called default, where there are several).
     """
-    whole = _json_object(path / CONFIG)
+    whole = json_object(path / CONFIG)
     if whole is None:
         raise CheckpointError(f"{path} has no config.json: give a directory as HF's save_pretrained writes it")
     config = without(text_config(whole), ignore_keys, path / CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
-    generation = _json_object(path / "generation_config.json") or {}
+    generation = json_object(path / "generation_config.json") or {}
     tensors, left_out = text_tensors(config["model_type"], _tensors(path))
     refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     tensors = laid_out(config["model_type"], tensors)
@@ -39,8 +39,8 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
         format="hf",
         config=config,
         tensors=tensors,
-        tokenizer=_json_object(path / "tokenizer.json"),
-        chat_template=_chat_template(path),
+        tokenizer=json_object(path / "tokenizer.json"),
+        chat_template=chat_template(path),
         bos_token_id=_first_id(path, "bos_token_id", generation, whole, config),
         eos_token_ids=_eos_ids(path, generation, whole, config),
         generation_config=generation,
@@ -48,7 +48,8 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     )
 
 
-def _json_object(path: Path) -> dict | None:
+def json_object(path: Path) -> dict | None:
+    """The object in a file of JSON, None where there is no such file; CheckpointError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -66,7 +67,7 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
     """Of the directory's safetensors: file name -> the tensors that the index says are in it, or None if nobody says."""
     if (path / _SINGLE).exists():
         return {_SINGLE: None}
-    index = _json_object(path / _INDEX)
+    index = json_object(path / _INDEX)
     if index is None:
         raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}: save the model as safetensors")
     files = index.get("weight_map")
@@ -113,14 +114,15 @@ def _unknown_dtype(where: Path, name: str, dtype: str) -> CheckpointError:
     return CheckpointError(f"{where}: {name} is stored as {dtype}, which is not supported; supported are {known}")
 
 
-def _chat_template(path: Path) -> str | None:
+def chat_template(path: Path) -> str | None:
+    """The chat template that lies in a directory with a tokenizer, if one does."""
     try:
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
         pass
     except (OSError, UnicodeDecodeError):
         raise CheckpointError(f"{path / 'chat_template.jinja'} cannot be read as UTF-8 text") from None
-    template = (_json_object(path / "tokenizer_config.json") or {}).get("chat_template")
+    template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

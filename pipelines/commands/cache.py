@@ -24,6 +24,7 @@ models    checkpoints fetched by name
 compile   what iree-compile made of modules; beyond 512 MB what was unused longest goes by itself
 unpacked  program and weights of packed bundles, for IREE's tools; unused for a week, they make room for others
 verified  which bundles were found whole, so that their files are not hashed each time
+calibrated  how large activations were on a text, for compile --calibrate
 tuned     tiles that castiron tune found; without them compile takes the shipped ones
 shapes    random checkpoints of known shapes, which castiron bench --shape made
 bundles   bundles of models that run, chat, serve and castiron.load were given by name or checkpoint

@@ -18,7 +18,12 @@ examples:
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
   castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
   castiron compile model.gguf --cache q8_0 --context 32768
+  castiron compile outputs/merged --weights q4_k_m --calibrate examples.txt
+  castiron compile ~/models/base --adapter outputs/checkpoint-500 --weights q8_0
   castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
+
+--weights q8_0 and smaller types quantise f32, bf16 or f16 checkpoints, with less error than llama.cpp's quantiser; the types of
+q4_k_m and q5_k_m by tensor are its own. castiron evaluate DIR --against hf, or another bundle, says what that costs.
 
 --json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), cache (of what elements), tokenizer
 (false if the bundle takes token ids only), left_out (how many tensors are no part of a text's model, by what their names begin

@@ -73,8 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> Module:
     """The module of a checkpoint, or the part of it that was asked for."""
-    from castiron.pipelines.casting.compile import build_module
-    from castiron.pipelines.checkpoints import open_checkpoint
+    from castiron.pipelines.casting.compile import build_module, open_source
 
     if args.model is None:
         raise PipelineError("there is nothing to print: give a MODEL, or --kernel with its --shape")
@@ -82,7 +81,7 @@ def _model(args: argparse.Namespace) -> Module:
         raise PipelineError("--shape, --tokens and --isa are those of a kernel: give --kernel, or leave them out")
     options = compile_options(args)
     with Progress() as progress:
-        checkpoint = open_checkpoint(args.model, progress, options.ignore_keys)
+        checkpoint = open_source(args.model, options, progress)
         progress("emit", 0.0)
         module = build_module(checkpoint, options)
     if args.function:

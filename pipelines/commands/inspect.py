@@ -70,6 +70,8 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
         *left_out(source.get("left_out", {})),
+        *(("adapter", adapter(found)) for found in [source.get("adapter")] if found),
+        *(("calibrated", f"on {text['path']} (sha256 {text['sha256'][:16]}…)") for text in [source.get("calibrated")] if text),
         ("numerics", manifest.numerics + arithmetic(manifest.compile)),
         ("made with", f"{manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
@@ -100,6 +102,11 @@ def left_out(counts: Mapping[str, int]) -> list[tuple[str, str]]:
     from castiron.pipelines.checkpoints.text_part import in_words
 
     return [("left out", in_words(counts))] if counts else []
+
+
+def adapter(facts: dict) -> str:
+    """What a manifest says of the adapter that was merged into the weights."""
+    return f"{facts['path']} of rank {facts['rank']}, merged (sha256 {facts['sha256'][:16]}…)"
 
 
 def tuned(facts: dict) -> str:

@@ -8,6 +8,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
 from castiron.pipelines.sizes import megabytes as megabytes
 
+QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
+WEIGHTS = ("native", "f32", "bf16", "f16", *QUANTISED)
 TARGETS = (
     "host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64",
     "aarch64-i8mm",
@@ -19,8 +21,10 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     # The choices stand here, not in an import, because parsing must not load the emitter; Options checks them again.
     parser.add_argument("--context", type=int, metavar="N", help="positions of the KV cache (default: the model's limit, "
                         "at most 8192)")  # fmt: skip
-    parser.add_argument("--weights", choices=("native", "f32", "bf16", "f16"), default="native",
-                        help="number format of the weight matrices; native keeps the checkpoint's own")  # fmt: skip
+    parser.add_argument("--weights", choices=WEIGHTS, default="native", help="number format of the weight matrices; native "
+                        "keeps the checkpoint's own, q4_k_m and q5_k_m mix types as llama.cpp does")  # fmt: skip
+    add_adapter(parser)
+    add_calibrate(parser)
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
                         help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
                         "rounded to bytes or bf16 in prompts and batches, tokens may differ")  # fmt: skip
@@ -41,6 +45,18 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     add_ignore_key(parser)
 
 
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """--adapter, merged into the weights."""
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter as peft saves it, merged into the weights before they "
+                        "are converted")  # fmt: skip
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """--calibrate, for quantised weights."""
+    parser.add_argument("--calibrate", metavar="FILE", help="a text such as the model will see: columns of the weights that it "
+                        "makes large are quantised with less error")  # fmt: skip
+
+
 def add_ignore_key(parser: argparse.ArgumentParser) -> None:
     """--ignore-key, once for each key."""
     parser.add_argument("--ignore-key", action="append", default=[], dest="ignore_keys", metavar="KEY",
@@ -58,7 +74,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def compile_options(args: argparse.Namespace):
     from castiron.pipelines.casting.compile import Options
 
-    names = ("context", "weights", "numerics", "cache", "lowering", "target", "batch", "speculate", "embed", "threads")
+    names = "context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),

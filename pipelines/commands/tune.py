@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.casting.compile import build_model
-    from castiron.pipelines.checkpoints import open_checkpoint
+    from castiron.pipelines.casting.compile import build_model, open_source
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.tuning import store
     from castiron.pipelines.tuning.search import Bench, search
@@ -53,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError("tuning measures this machine's kernels; drop --target and --lowering")
     with tempfile.TemporaryDirectory(prefix="castiron-tune-") as directory, Progress() as progress:
         # Compiling takes half a minute, and a wrong name is seen before it.
-        names = list(build_model(open_checkpoint(args.model, progress, options.ignore_keys), options).functions)
+        names = list(build_model(open_source(args.model, options, progress), options).functions)
         if unknown := sorted(set(args.functions) - set(names)):
             raise PipelineError(f"the model has no function {unknown[0]!r}; --functions takes {', '.join(names)}")
         bench = Bench(args.model, options, args.functions, Path(directory), progress)

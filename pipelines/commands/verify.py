@@ -40,7 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.checking.verify import Prompt, checkpoint_of, compare, encoded_prompts, load_reference
+    from castiron.pipelines.checking.verify import (
+        Prompt,
+        adapter_of,
+        checkpoint_of,
+        compare,
+        encoded_prompts,
+        load_reference,
+        text_of,
+    )
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.session import Session
 
@@ -55,7 +63,8 @@ def main(args: argparse.Namespace) -> int:
     found = []
     with Progress() as progress:
         progress("loading HF transformers", 0.0)
-        model = load_reference(source, bundle.manifest.weights, session.threads)
+        adapter, text = adapter_of(bundle), text_of(bundle)
+        model = load_reference(source, bundle.manifest.weights, session.threads, adapter, text)
         for comparison in compare(
             session, model, prompts, args.max_tokens, lambda done, total: progress("comparing", done / total)
         ):

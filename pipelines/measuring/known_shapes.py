@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from castiron.pipelines.casting.weights import use_more_bits
+
 # Matrices of a K-quant that llama.cpp's Q4_K_M keeps in Q6_K, in half of the layers.
 _MORE_BITS = ("attn_v", "ffn_down")
 
@@ -87,13 +89,6 @@ class Shape:
         }
         own = {f"{self.architecture}.{key}": value for key, value in sizes.items()}
         return {"general.architecture": self.architecture, **own, "tokenizer.ggml.model": "no_vocab"}
-
-
-def use_more_bits(layer: int, layers: int) -> bool:
-    """Whether Q4_K_M spends more bits on a layer (llama.cpp, src/llama-quant.cpp): the first and the last eighth, and every
-    third between."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
 def _head_codec(codec: str) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from castiron.emitter.codecs import CODECS, row_bytes
-from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
+from castiron.pipelines.checkpoints import gguf_writer
 from castiron.pipelines.checkpoints.gguf_rope import llama3_factors
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring.known_shapes import SHAPES, Shape
@@ -23,8 +23,6 @@ from castiron.vmfb.cache import cache_folder, cache_place, replacing
 
 KIND = "shapes"
 DEFAULT_CODEC = "q4_k"
-_ALIGNMENT = 32
-_GGML_TYPE = {codec: number for number, codec in CODEC_OF_GGML_TYPE.items()}
 # What is left on the disk whatever is written.
 _SPARE_BYTES = 1 << 28
 
@@ -97,31 +95,15 @@ def _is_alive(process: int) -> bool:
 
 
 def _head(shape: Shape, codec: str) -> tuple[bytes, list[int]]:
-    """Everything before the data, and the bytes of each tensor with what fills them up (GGUF specification, version 3)."""
-    rows, sizes, at = [], [], 0
+    """Everything before the data, and the bytes of each tensor with what fills them up."""
+    tensors = []
     for name, sizes_of, own in shape.tensors(codec):
         try:
-            length = row_bytes(own, sizes_of[-1]) * int(np.prod(sizes_of[:-1], dtype=np.int64))
+            tensors.append((name, sizes_of, own, row_bytes(own, sizes_of[-1]) * prod(sizes_of[:-1])))
         except ValueError as error:
             raise PipelineError(f"this shape cannot be had in {codec}: {error}") from None
-        dims = struct.pack(f"<I{len(sizes_of)}Q", len(sizes_of), *reversed(sizes_of))
-        rows.append(_string(name) + dims + struct.pack("<IQ", _GGML_TYPE[own], at))
-        sizes.append(-(-length // _ALIGNMENT) * _ALIGNMENT)
-        at += sizes[-1]
-    entries = [_string(key) + _value(value) for key, value in shape.metadata().items()]
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(rows), len(entries)) + b"".join(entries) + b"".join(rows)
-    return head + bytes(-len(head) % _ALIGNMENT), sizes
-
-
-def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _value(value: int | float | str) -> bytes:
-    """The number of its type and itself: u32, f32 or a string."""
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
-    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+    entries = [gguf_writer.entry(key, value) for key, value in shape.metadata().items()]
+    return gguf_writer.head(entries, tensors), [gguf_writer.padded(nbytes) for *_, nbytes in tensors]
 
 
 def _values(shape: Shape, name: str, sizes: tuple[int, ...]) -> np.ndarray:

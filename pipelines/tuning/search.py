@@ -17,8 +17,7 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import lower
 from castiron.emitter.printer import print_module
-from castiron.pipelines.casting.compile import Options, build_model, compile_model
-from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.casting.compile import Options, build_model, compile_model, open_source
 from castiron.pipelines.tuning.candidates import combined, neighbours
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.compiler import CompileError, compile_mlir
@@ -56,7 +55,7 @@ class Bench:
         self.target, self.threads = self.bundle.manifest.target, options.threads_or_cores
         self.isa = ISAS[self.target.isa]
         self.functions = [f for f in self.bundle.manifest.functions if f.name in functions or not functions]
-        self._layers = build_model(open_checkpoint(model, ignore_keys=options.ignore_keys), options)
+        self._layers = build_model(open_source(model, options), options)
         for function in self.bundle.manifest.functions:
             if function not in self.functions:
                 del self._layers.functions[function.name]

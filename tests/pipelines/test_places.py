@@ -38,10 +38,10 @@ def refusal(path) -> str:
     return said
 
 
-def test_an_adapter_names_its_base_and_says_how_to_merge(tmp_path):
+def test_an_adapter_names_its_base_and_says_how_it_is_taken(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "peft_type": "LORA"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    assert "is an adapter of org/base, not a model: merge it" in refusal(tmp_path)
+    assert "is an adapter of org/base, not a model: give its base, and this with --adapter" in refusal(tmp_path)
     # Trainers write the base's config beside it.
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "is an adapter of org/base" in refusal(tmp_path)

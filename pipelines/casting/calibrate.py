@@ -1,0 +1,164 @@
+"""How large the inputs of a model's products are on a text, by which `--calibrate` weighs the columns of their weights.
+
+The unquantised model runs the text with one more result for each product: the sum of the squares of its inputs, a number a
+column. An error in a column of the weight reaches the product's result in that measure (llama.cpp calls it an importance
+matrix). What experts pass on to their second product stays inside of them, and counts alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from castiron.emitter import ops
+from castiron.emitter.ir import Function, Value, building
+from castiron.emitter.lowering import lower
+from castiron.emitter.printer import print_module
+from castiron.emitter.step import ModelModule
+from castiron.pipelines.checkpoints import Checkpoint
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.progress import say
+from castiron.vmfb.archive import Part
+from castiron.vmfb.cache import cache_folder, cache_place, keep
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.manifest import EntryPoint
+from castiron.vmfb.program import Call, Loaded
+from castiron.vmfb.targets import resolve
+from castiron.vmfb.weights import write_irpa
+
+KIND = "calibrated"
+# Tokens of a call, of a sequence, and sequences at most: as many as change the means by about a percent.
+WIDTH, CHUNK, MOST_CHUNKS = 128, 512, 32
+# Columns that the text left alone count this share of the mean: another text may not.
+LEAST = 1e-3
+
+Importance = Mapping[str, np.ndarray]
+
+
+def text_sha256(text: str | Path) -> str:
+    """Of a text file, in hex; PipelineError if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(text).read_bytes()).hexdigest()
+    except OSError as error:
+        raise PipelineError(f"{text} cannot be read: {error.strerror}") from None
+
+
+def importance_of(
+    checkpoint: Checkpoint, identity: str, text: str | Path, progress: Callable[[str, float], None]
+) -> dict[str, np.ndarray]:
+    """By tensor: the mean square of what each column is multiplied by on the text, as a share of the mean over columns, [in]
+    f32; of matrices that are no product's there is none.
+
+    identity: what the checkpoint's weights are known by; what was found of them is kept in the cache. PipelineError for a text
+    that is too short, or a checkpoint without a tokenizer.
+    """
+    key = hashlib.sha256(json.dumps([identity, text_sha256(text), WIDTH, CHUNK, MOST_CHUNKS]).encode()).hexdigest()
+    kept = cache_place(KIND) / f"{key}.npz"
+    if kept.is_file():
+        with np.load(kept) as found:
+            return dict(found)
+    chunks = chunks_of(checkpoint, text)
+    say(f"calibrating on {len(chunks)} x {CHUNK} tokens of {text}")
+    found = _measured(checkpoint, chunks, progress)
+    data = io.BytesIO()
+    np.savez(data, **found)
+    keep(cache_folder(KIND) / f"{key}.npz", data.getvalue())
+    return found
+
+
+def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
+    """The text's tokens, CHUNK a sequence; what is left at its end is left out."""
+    if checkpoint.tokenizer is None:
+        raise PipelineError(f"{checkpoint.path} has no tokenizer, so a text cannot calibrate it: leave --calibrate out")
+    try:
+        content = Path(text).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise PipelineError(f"{text} is not a text in UTF-8: give one to calibrate on") from None
+    tokens = Tokenizer.from_str(json.dumps(checkpoint.tokenizer)).encode(content, add_special_tokens=False).ids
+    length = min(CHUNK, len(tokens) // WIDTH * WIDTH)
+    if not length:
+        raise PipelineError(f"{text} has {len(tokens)} tokens, and calibrating takes {WIDTH} at least: give a longer text")
+    return [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)][:MOST_CHUNKS]
+
+
+def _measured(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Callable[[str, float], None]) -> dict:
+    from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
+
+    length = len(chunks[0])
+    options = Options(context=length, batch=(), speculate=(), embed=(WIDTH,))
+    model = build_model(checkpoint, options, ())
+    function = model.functions.pop(f"embed_{WIDTH}")
+    model.functions.clear()
+    names = watched(model, function)
+    model.functions[function.name] = function
+    target, threads = resolve("host"), physical_cores()
+    module = lower(model, "kernels", target.isa, threads)
+    text = print_module(module)
+    with tempfile.TemporaryDirectory(prefix="castiron-calibrate-") as place:
+        vmfb, weights = Path(place) / "model.vmfb", Path(place) / "weights.irpa"
+        progress("compile for calibration", 0.0)
+        compile_mlir(text, target, vmfb)
+        entries = [
+            (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+            for p in module.params.values()
+        ]
+        write_irpa(weights, entries, lambda done, total: progress("pack for calibration", done / total))
+        loaded = Loaded(Part.of(weights).map(), Part.of(vmfb).map(), threads)
+        sums = _run(loaded, function, names, chunks, progress)
+    found = {}
+    for tensors, total in zip(names, sums, strict=True):
+        for name in tensors:
+            found[name] = np.maximum(total / max(total.mean(), 1e-30), LEAST).astype(np.float32)
+    return found
+
+
+def watched(model: ModelModule, function: Function) -> list[tuple[str, ...]]:
+    """Gives the function one more result for each x that products read, the sums over tokens of its squares [in]; the names of
+    the tensors that each is multiplied by, in that order."""
+    weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
+    # An op of experts reads x as gate and up; what down reads never leaves it.
+    read = {"linear": (0, (1,)), "experts": (0, (3, 4))}
+    by_input: dict[Value, list[str]] = {}
+    for op in function.ops:
+        if op.kind in read:
+            x, places = read[op.kind]
+            names = [name for at in places for name, _ in weights[op.operands[at]].tensors]
+            by_input.setdefault(op.operands[x], []).extend(names)
+    # The head's own product is not in a function of hidden states, which are what it reads.
+    by_input.setdefault(function.outputs[0], []).extend(("lm_head.weight", "model.embed_tokens.weight"))
+    with building(model, function):
+        sums = [ops.reduce("add", ops.multiply(x, x), (0,)) for x in by_input]
+    function.outputs += tuple(sums)
+    function.output_names += tuple(f"squares_{index}" for index in range(len(sums)))
+    return [tuple(dict.fromkeys(names)) for names in by_input.values()]
+
+
+def _run(
+    loaded: Loaded, function: Function, names: Sequence, chunks: Sequence[list[int]], progress: Callable[[str, float], None]
+) -> list[np.ndarray]:
+    """The sums of squares over all chunks, each a sequence of its own, f64."""
+    results = len(function.outputs)
+    entry = EntryPoint(function.role, function.name, function.width, (), ("",) * results)
+    sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]
+    for done, chunk in enumerate(chunks):
+        progress("calibrate", done / len(chunks))
+        tokens, start, length = loaded.zeros((WIDTH,), "i32"), loaded.zeros((), "i32"), loaded.zeros((), "i32")
+        states = [loaded.zeros(state.shape, state.dtype.name) for state in function.states]
+        call = Call(loaded, entry, (tokens, start, length, *states))
+        length.words[0] = WIDTH
+        for at in range(0, len(chunk), WIDTH):
+            tokens.array[:] = chunk[at : at + WIDTH]
+            start.words[0] = at
+            call.invoke()
+            for index, total in enumerate(sums):
+                total += call.floats(results - len(sums) + index)
+    progress("calibrate", 1.0)
+    return sums

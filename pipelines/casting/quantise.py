@@ -1,0 +1,108 @@
+"""A checkpoint as a GGUF file with other weights, which llama.cpp reads as well."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from castiron.emitter.quantise import convert
+from castiron.pipelines.casting.calibrate import Importance, importance_of
+from castiron.pipelines.casting.compile import Options, Progress, build_model, identity_of, open_source, stored
+from castiron.pipelines.casting.weights import codecs_of
+from castiron.pipelines.checkpoints import gguf_writer, hf_as_gguf
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
+from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
+from castiron.pipelines.checkpoints.gguf_writer import Stored
+from castiron.pipelines.checkpoints.tokenizer_as_gguf import tokenizer_metadata
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.places import model_name
+from castiron.vmfb.cache import replacing
+
+# llama.cpp's llama_ftype, by which it names a file.
+_FILE_TYPE = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q4_k_m": 15, "q5_k": 16,
+    "q5_k_m": 17, "q6_k": 18, "bf16": 32,
+}  # fmt: skip
+_QUANTISATION_VERSION = 2
+_OWN = ("general.file_type", "general.quantization_version")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The file, its bytes, how many tensors it has by codec, and the seconds that it took."""
+
+    file: Path
+    bytes: int
+    codecs: dict[str, int]
+    seconds: float
+
+
+def quantise(model: str | Path, out: Path, options: Options, progress: Progress) -> Report:
+    """Writes the GGUF file `out`, whole or not at all; of the options weights, adapter, calibrate and ignore_keys count.
+
+    Of a GGUF file the metadata stays as it is; of an HF directory it is made, where the model's family and its tokenizer are
+    known to GGUF. Raises CheckpointError, EmitError or PipelineError, each one sentence.
+    """
+    start = time.perf_counter()
+    checkpoint = open_source(model, options, progress)
+    if out.exists() and out.samefile(checkpoint.path):
+        raise PipelineError(f"{out} is the checkpoint itself: give another name with -o")
+    # What is missing in a checkpoint, or not understood, is found before anything is written.
+    build_model(checkpoint, Options(context=1, batch=(), speculate=(), weights=options.weights), ())
+    if checkpoint.format == "gguf" and options.adapter:
+        raise PipelineError("an adapter is merged into an HF directory, not into a GGUF file: give the directory")
+    of = _of_gguf if checkpoint.format == "gguf" else _of_hf
+    importance: Importance = {}
+    if options.calibrate:
+        identity = json.dumps(identity_of(checkpoint, options))
+        importance = importance_of(checkpoint, identity, options.calibrate, progress)
+    entries, tensors = of(checkpoint, options.weights, importance)
+    entries += [gguf_writer.entry(key, value) for key, value in zip(_OWN, (_FILE_TYPE[options.weights], _QUANTISATION_VERSION))]
+    try:
+        with replacing(out) as file:
+            gguf_writer.write_gguf(file, entries, tensors, lambda done: progress("quantise", done))
+    except OSError as error:
+        raise PipelineError(f"{out} cannot be written: {error.strerror or error}") from None
+    codecs = dict(sorted(Counter(tensor.codec for tensor in tensors).items()))
+    return Report(out, out.stat().st_size, codecs, round(time.perf_counter() - start, 3))
+
+
+def _of_gguf(checkpoint: Checkpoint, weights: str, importance: Importance) -> tuple[list[bytes], list[Stored]]:
+    """The file's own entries, and its tensors in its own order of rows."""
+    file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, weights)
+    # A tensor of the file may be several of HF's, which are of one codec: the experts of a layer.
+    wanted = {tensor.source: codecs[name] for name, tensor in checkpoint.tensors.items()}
+    wanted |= {tensor.name: tensor.codec for tensor in file.tensors.values() if len(tensor.shape) < 2}
+    entries = [file.data[slice(*place)].tobytes() for key, place in file.entries.items() if key not in _OWN]
+    columns = {checkpoint.tensors[name].source: squares for name, squares in importance.items() if name in checkpoint.tensors}
+    return entries, [
+        _converted(file, tensor, wanted.get(tensor.name, tensor.codec), columns.get(tensor.name))
+        for tensor in file.tensors.values()
+    ]
+
+
+def _converted(file: GgufFile, tensor: GgufTensor, codec: str, columns: np.ndarray | None) -> Stored:
+    def read():
+        try:
+            return file.rows(tensor) if codec == tensor.codec else convert(tensor.codec, file.rows(tensor), codec, columns)
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: {tensor.name}: {error}") from None
+
+    return Stored(tensor.name, tensor.shape, codec, read)
+
+
+def _of_hf(checkpoint: Checkpoint, weights: str, importance: Importance) -> tuple[list[bytes], list[Stored]]:
+    config = hf_as_gguf.plain(checkpoint.config)
+    codecs = codecs_of(checkpoint, weights)
+    tensors = hf_as_gguf.tensors_of(checkpoint, config, codecs, lambda name, codec: stored(checkpoint, name, codec, importance))
+    name, _ = hf_as_gguf.architecture_for(checkpoint)
+    vocab = checkpoint.tensors["model.embed_tokens.weight"].shape[0]
+    metadata = {"general.architecture": name, "general.name": model_name(checkpoint.path), f"{name}.vocab_size": vocab}
+    metadata |= hf_as_gguf.metadata_of(checkpoint, config) | tokenizer_metadata(checkpoint, vocab)
+    hf_as_gguf.check_read_back(checkpoint, metadata, tensors)
+    return [gguf_writer.entry(key, value) for key, value in metadata.items()], tensors

@@ -1,0 +1,227 @@
+"""LoRA adapters: merged as peft merges them, and refused by name where they are more than that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from castiron.pipelines.casting.compile import Options, compile_model, open_source
+from castiron.pipelines.checking.verify import adapter_of, load_reference
+from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
+from castiron.pipelines.checkpoints.adapter import merge, open_adapter
+from castiron.pipelines.commands import inspect
+from castiron.pipelines.errors import PipelineError
+from castiron.reference import hf, tiny
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
+from tests.pipelines.tiny_gguf import write_llama
+
+CASES = {
+    "plain": {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 6},
+    "all": {"target_modules": "all-linear", "r": 3, "lora_alpha": 7},
+    "rank-stabilised": {"target_modules": ["up_proj"], "r": 9, "lora_alpha": 4, "use_rslora": True},
+    "patterns": {
+        "target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 4,
+        "rank_pattern": {"layers.1.self_attn.q_proj": 7, "down_proj": 2}, "alpha_pattern": {r"layers\.[02]\..*": 11},
+    },
+    "some layers": {"target_modules": ["o_proj"], "layers_to_transform": [2], "r": 4},
+    "embedding and head": {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"], "r": 4},
+    "biases": {"target_modules": ["q_proj"], "bias": "all", "r": 2},
+    "fan in, fan out": {"target_modules": ["q_proj"], "fan_in_fan_out": True, "r": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    options = {"attention_bias": True, "tie_word_embeddings": False}
+    return tiny.tiny_model("llama", tmp_path_factory.mktemp("base") / "llama", **options)
+
+
+def train(base: Path, out: Path, **config) -> Path:
+    """An adapter of random matrices, as large as what they are added to."""
+    torch.manual_seed(0)
+    model = get_peft_model(hf.load(base, 1), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape))
+            elif parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(out)
+    return out
+
+
+def merged_by_peft(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    model = hf.load(base, 1).to(dtype)
+    return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory) -> Path:
+    return train(base, tmp_path_factory.mktemp("adapter") / "lora", **CASES["patterns"])
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("case", CASES)
+def test_the_merge_is_that_of_peft(base, tmp_path, case):
+    adapter = train(base, tmp_path / "lora", **CASES[case])
+    before, found = open_checkpoint(base), open_source(base, Options(adapter=str(adapter)))
+    expected = merged_by_peft(base, adapter)
+    assert set(expected) == set(found.tensors)
+    changed = 0
+    for name, values in expected.items():
+        np.testing.assert_allclose(found.tensors[name].dequantise(), values.numpy(), rtol=0, atol=2e-6, err_msg=name)
+        changed += not np.allclose(before.tensors[name].dequantise(), values.numpy(), atol=1e-3)
+    names = {*open_adapter(adapter).pairs, *open_adapter(adapter).whole}
+    assert len(open_adapter(adapter).pairs) <= changed <= len(names)
+
+
+def test_a_bf16_checkpoint_stays_one(tmp_path):
+    """As peft merges into a model of that type: computed in f32, rounded once."""
+    base = tiny.tiny_model("llama", tmp_path / "llama", dtype=torch.bfloat16)
+    adapter = train(base, tmp_path / "lora", **CASES["all"])
+    found = open_source(base, Options(adapter=str(adapter)))
+    for name, values in merged_by_peft(base, adapter, torch.bfloat16).items():
+        if name in found.tensors:
+            assert found.tensors[name].codec == "bf16"
+            ours = torch.from_numpy(found.tensors[name].dequantise())
+            # Sums in another order come to lie on the other side of a rounding now and then.
+            assert (ours == values.float()).float().mean() > 0.998, name
+            torch.testing.assert_close(ours, values.float(), rtol=2**-7, atol=1e-6)
+
+
+def test_a_bundle_gives_the_tokens_of_hf_with_the_adapter(base, adapter, tmp_path):
+    options = Options(context=48, batch=(), speculate=(), adapter=str(adapter))
+    bundle = open_bundle(compile_model(base, tmp_path / "out", options).bundle)
+    tokens = np.random.default_rng(5).integers(3, 211, 30).tolist()
+    adapted = PeftModel.from_pretrained(hf.load(base, 1), str(adapter)).base_model.model
+    expected = hf.greedy(adapted, tokens, 12)
+    session = Session(bundle, 1)
+    found = [session.prefill(tokens)]
+    while len(found) < 12:
+        found.append(session.step(found[-1]))
+    assert min(expected.margins) > 1e-4 and found == expected.tokens
+    assert found != hf.greedy(hf.load(base, 1), tokens, 12).tokens
+    # What verify compares with is that model too, and the manifest says which adapter it was.
+    assert hf.greedy(load_reference(base, "native", 1, adapter_of(bundle)), tokens, 12).tokens == found
+    _, lines = inspect.bundle(str(bundle.path))
+    assert any(line.startswith("adapter") and str(adapter) in line and "rank 4" in line for line in lines)
+
+
+def test_another_adapter_is_another_bundle(base, adapter, tmp_path):
+    copy = tmp_path / "lora"
+    shutil.copytree(adapter, copy)
+    options = Options(context=16, lowering="portable", batch=(), speculate=(), adapter=str(copy))
+    bundle = open_bundle(compile_model(base, tmp_path / "out", options).bundle)
+    assert compile_model(base, tmp_path / "out", options).up_to_date
+    tensors = {name: tensor * 2 for name, tensor in load_file(copy / "adapter_model.safetensors").items()}
+    save_file(tensors, copy / "adapter_model.safetensors")
+    with pytest.raises(PipelineError, match="not there any more or is another: compile again"):
+        adapter_of(bundle)
+    assert not compile_model(base, tmp_path / "out", options).up_to_date
+
+
+def test_what_training_left_beside_it_is_used(base, adapter, tmp_path):
+    copy = tmp_path / "lora"
+    shutil.copytree(adapter, copy)
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    (copy / "tokenizer.json").write_text('{"model": {}}')
+    found = open_source(base, Options(adapter=str(copy)))
+    assert (found.chat_template, found.tokenizer) == ("{{ messages }}", {"model": {}})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"peft_type": "IA3"}, "adapter of type 'IA3', and only LORA"), ({"use_dora": True}, "uses use_dora"),
+        ({"use_qalora": True}, "uses use_qalora"), ({"lora_bias": True}, "uses lora_bias"),
+        ({"target_parameters": ["mlp.experts"]}, "uses target_parameters"), ({"layer_replication": [[0, 2]]}, "uses layer_replication"),
+        ({"trainable_token_indices": [1]}, "uses trainable_token_indices"), ({"novelty": 1}, "uses novelty"),
+        ({"init_lora_weights": "pissa"}, "began as pissa"), ({"init_lora_weights": "olora"}, "began as olora"),
+        ({"r": "4"}, "r, lora_alpha and their patterns are not numbers"), ({"rank_pattern": [1]}, "are not numbers"),
+        ({"r": 5}, "matrices of rank 4 and 4 for .*q_proj, where adapter_config.json says 5"),
+        ({"rank_pattern": {"(": 1}}, "no regular expression"),
+    ],
+)  # fmt: skip
+def test_what_is_not_plain_lora_is_refused_by_name(adapter, tmp_path, change, says):
+    copy = tmp_path / "lora"
+    shutil.copytree(adapter, copy)
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | change))
+    refused(copy, says)
+
+
+def refused(adapter: Path, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says) as error:
+        open_adapter(adapter)
+    assert str(adapter) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_that_holds_no_adapter_is_refused(base, adapter, tmp_path):
+    refused(base, "has no adapter_config.json")
+    shutil.copytree(adapter, tmp_path / "lora")
+    (tmp_path / "lora" / "adapter_model.safetensors").unlink()
+    refused(tmp_path / "lora", "has no adapter_model.safetensors")
+    (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"{}")
+    refused(tmp_path / "lora", "not a sound safetensors file")
+    (tmp_path / "lora" / "adapter_config.json").write_text("[]")
+    refused(tmp_path / "lora", "not a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.popitem(), "only one of the two matrices"),
+        (lambda t: t.update({"base_model.model.x.lora_magnitude_vector": torch.ones(3)}), "a kind of LoRA that is not merged"),
+        (lambda t: t.update({"base_model.model.model.x.lora_A.weight": torch.ones(3)}), "a part of LoRA is a matrix"),
+        (lambda t: t.update({"base_model.model.y": torch.ones(3, dtype=torch.int8)}), "I8 .3., not numbers"),
+    ],
+)
+def test_tensors_that_are_not_lora_are_refused(adapter, tmp_path, change, says):
+    copy = tmp_path / "lora"
+    shutil.copytree(adapter, copy)
+    tensors = load_file(copy / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "adapter_model.safetensors")
+    refused(copy, says)
+
+
+def test_an_adapter_of_another_model_is_refused(base, adapter, tmp_path):
+    narrow = open_checkpoint(tiny.tiny_model("llama", tmp_path / "narrow", hidden_size=32))
+    with pytest.raises(CheckpointError, match="is it of another model"):
+        merge(narrow, open_adapter(adapter))
+    short = open_checkpoint(tiny.tiny_model("llama", tmp_path / "short", num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match=r"adapts model.layers.*, which .* has not: is it of another model"):
+        merge(short, open_adapter(adapter))
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings")
+def test_a_head_that_is_the_embedding_is_refused_unless_it_did_not_change(base, tmp_path):
+    tied = tiny.tiny_model("llama", tmp_path / "tied", tie_word_embeddings=True)
+    adapter = open_adapter(train(tied, tmp_path / "lora", target_modules=["q_proj", "embed_tokens"], r=2))
+    with pytest.raises(CheckpointError, match="one weight in"):
+        merge(open_checkpoint(tied), adapter)
+    plain = train(tied, tmp_path / "plain", target_modules=["q_proj"], r=2)
+    tensors = load_file(plain / "adapter_model.safetensors")
+    embedding = torch.from_numpy(open_checkpoint(tied).tensors["model.embed_tokens.weight"].dequantise())
+    save_file(tensors | {"base_model.model.model.embed_tokens.weight": embedding}, plain / "adapter_model.safetensors")
+    assert merge(open_checkpoint(tied), open_adapter(plain)).tensors.keys() == open_checkpoint(tied).tensors.keys()
+
+
+def test_a_quantised_checkpoint_takes_no_adapter(base, tmp_path):
+    import gguf
+
+    adapter = train(base, tmp_path / "lora", target_modules=["q_proj"], r=2)
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    tensors = {f"blk.{n}.attn_q.weight": (np.ones((64, 64), np.float32), q8) for n in range(2)}
+    path = write_llama(tmp_path / "m.gguf", tensors=tensors)
+    three = {name: pair for name, pair in open_adapter(adapter).pairs.items() if ".2." not in name}
+    with pytest.raises(CheckpointError, match="in q8_0, in which an adapter would lose its digits"):
+        merge(open_checkpoint(path), type(open_adapter(adapter))(adapter, 2, three, {}))

@@ -1,0 +1,155 @@
+"""--calibrate: the squares of what products read, as HF's own modules see them, and where they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from castiron.emitter.quantise import convert
+from castiron.emitter.types import EmitError
+from castiron.pipelines.casting import calibrate
+from castiron.pipelines.casting.calibrate import CHUNK, LEAST, WIDTH, chunks_of, importance_of
+from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
+from castiron.pipelines.casting.quantise import quantise
+from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.errors import PipelineError
+from castiron.reference import hf, tiny
+
+
+@pytest.fixture(scope="module")
+def directory(smollm2, tmp_path_factory) -> Path:
+    """A small llama with SmolLM2's tokenizer."""
+    path = tiny.tiny_model(
+        "llama", tmp_path_factory.mktemp("calibrate") / "llama", vocab_size=49152, tie_word_embeddings=True, num_hidden_layers=2
+    )
+    (path / "tokenizer.json").write_text(json.dumps(smollm2.tokenizer))
+    return path
+
+
+def quiet(stage: str, done: float) -> None:
+    assert 0 <= done <= 1
+
+
+def means_of_hf(path: Path, chunks: list[list[int]]) -> dict[str, np.ndarray]:
+    """By weight, the mean square of each column of its module's input."""
+    model, sums = hf.load(path, 1), {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+
+            def hook(_module, args, name=name):
+                x = args[0].detach().numpy().reshape(-1, args[0].shape[-1]).astype(np.float64)
+                sums[name] = sums.get(name, 0) + np.square(x).sum(axis=0)
+
+            module.register_forward_pre_hook(hook)
+    for chunk in chunks:
+        hf.logits(model, chunk)
+    return {f"{name}.weight": total / total.mean() for name, total in sums.items()}
+
+
+def test_the_squares_are_those_of_hf_s_inputs(directory):
+    """Two texts apart, of several calls each; the tied head's are the embedding's."""
+    tokens = np.random.default_rng(0).integers(3, 49152, 2 * 2 * WIDTH).tolist()
+    chunks = [tokens[: 2 * WIDTH], tokens[2 * WIDTH :]]
+    found = calibrate._measured(open_checkpoint(directory), chunks, quiet)
+    expected = means_of_hf(directory, chunks)
+    assert set(found) == {*expected, "model.embed_tokens.weight"}
+    for name, means in expected.items():
+        np.testing.assert_allclose(found[name], np.maximum(means, LEAST), rtol=1e-4, err_msg=name)
+    assert np.array_equal(found["model.embed_tokens.weight"], found["lm_head.weight"])
+
+
+def test_experts_are_watched_where_they_begin(tmp_path):
+    checkpoint = open_checkpoint(tiny.tiny_model("qwen3_moe", tmp_path / "moe"))
+    model = build_model(checkpoint, Options(context=WIDTH, batch=(), speculate=(), embed=(WIDTH,)), ())
+    function = model.functions[f"embed_{WIDTH}"]
+    before = len(function.outputs)
+    names = calibrate.watched(model, function)
+    assert len(function.outputs) == before + len(names) == len(function.output_names)
+    together = next(group for group in names if "model.layers.1.mlp.gate.weight" in group)
+    assert {f"model.layers.1.mlp.experts.{n}.{leaf}.weight" for n in range(6) for leaf in ("gate_proj", "up_proj")} < set(
+        together
+    )
+    assert not [name for group in names for name in group if "down_proj" in name]
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    """Instead of a run: columns that count as their number; and how often there was one."""
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    runs = []
+
+    def measured(checkpoint, chunks, progress):
+        runs.append(chunks)
+        return {n: np.arange(1, t.shape[1] + 1, dtype=np.float32) for n, t in checkpoint.tensors.items() if len(t.shape) == 2}
+
+    monkeypatch.setattr(calibrate, "_measured", measured)
+    return runs
+
+
+def text(path: Path, words: int = 400) -> Path:
+    path.write_text("the quick brown fox " * (words // 4), encoding="utf-8")
+    return path
+
+
+def test_weights_are_quantised_by_what_was_found(directory, tmp_path, told):
+    options = Options(weights="q4_0", calibrate=str(text(tmp_path / "text")))
+    out = quantise(directory, tmp_path / "out.gguf", options, quiet).file
+    tensor = open_checkpoint(directory).tensors["model.layers.1.mlp.down_proj.weight"]
+    columns = np.arange(1, tensor.shape[1] + 1, dtype=np.float32)
+    wanted = convert("f32", tensor.data, "q4_0", columns)
+    assert np.array_equal(open_checkpoint(out).tensors[tensor.name].data, wanted)
+    assert not np.array_equal(convert("f32", tensor.data, "q4_0"), wanted)
+    # A GGUF file of it is quantised alike, and so is a bundle.
+    plain = quantise(directory, tmp_path / "f32.gguf", Options(weights="f32"), quiet).file
+    by_way = quantise(plain, tmp_path / "again.gguf", options, quiet).file
+    one, other = ({t.name: t.data for t in gguf.GGUFReader(path).tensors} for path in (out, by_way))
+    assert all(np.array_equal(data, other[name]) for name, data in one.items())
+    assert len(told) == 2
+    module = build_model(open_checkpoint(directory), Options(context=16, weights="q4_0", batch=(), speculate=()), ())
+    from castiron.emitter.lowering import lower
+
+    lowered = lower(module)
+    param = next(p for p in lowered.params.values() if (tensor.name, "q4_0") in p.source.tensors)
+    checkpoint = open_checkpoint(directory)
+    weighed = packed_parameter(checkpoint, param, {tensor.name: columns})
+    assert not np.array_equal(weighed, packed_parameter(checkpoint, param))
+
+
+def test_what_was_found_is_kept_by_weights_and_text(directory, tmp_path, told):
+    checkpoint, one, other = open_checkpoint(directory), text(tmp_path / "one"), text(tmp_path / "other", 800)
+    first = importance_of(checkpoint, "a", one, quiet)
+    second = importance_of(checkpoint, "a", one, quiet)
+    assert len(told) == 1 and first.keys() == second.keys()
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    importance_of(checkpoint, "b", one, quiet)
+    importance_of(checkpoint, "a", other, quiet)
+    assert len(told) == 3
+
+
+def test_a_text_is_cut_into_whole_calls(directory, tmp_path):
+    checkpoint = open_checkpoint(directory)
+    short = chunks_of(checkpoint, text(tmp_path / "short", 300))
+    assert [len(chunk) for chunk in short] == [2 * WIDTH]
+    long = chunks_of(checkpoint, text(tmp_path / "long", 3 * CHUNK))
+    assert {len(chunk) for chunk in long} == {CHUNK} and len(long) in (2, 3)
+
+
+def test_texts_that_calibrate_nothing_are_refused(directory, tmp_path):
+    checkpoint = open_checkpoint(directory)
+    with pytest.raises(PipelineError, match=f"tokens, and calibrating takes {WIDTH} at least"):
+        chunks_of(checkpoint, text(tmp_path / "few", 40))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PipelineError, match="not a text in UTF-8"):
+        chunks_of(checkpoint, tmp_path / "binary")
+    with pytest.raises(PipelineError, match="none cannot be read: No such file"):
+        importance_of(checkpoint, "a", tmp_path / "none", quiet)
+    bare = open_checkpoint(tiny.tiny_model("llama", tmp_path / "bare"))
+    with pytest.raises(PipelineError, match="has no tokenizer"):
+        chunks_of(bare, text(tmp_path / "text"))
+    with pytest.raises(EmitError, match="weights is 'native': quantise them"):
+        Options(calibrate="text")
