@@ -56,7 +56,9 @@ def isa_of(arch: str, features: Collection[str]) -> str:
             "avx2": {"avx2", "fma", "f16c"},
         }
         return next((isa for isa, needed in needs.items() if needed <= set(features)), "")
-    return "neon" if arch == "aarch64" else ""
+    if arch == "aarch64":
+        return "neoni8mm" if {"i8mm", "bf16"} <= set(features) else "neon"
+    return ""
 
 
 def _target(name: str, arch: str, cpu: str, features: Collection[str], *flags: str) -> Target:
@@ -69,6 +71,14 @@ def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> T
     if more:
         flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in more))
     return _target(name or level, "x86_64", name or level, [*features, *more], *flags)
+
+
+def _arm(*more: str, name: str = "aarch64") -> Target:
+    """Armv8.2-A with dot products, or that with more features and a name of its own; IREE links ELF for every system alike."""
+    flags = ["--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu", "--iree-llvmcpu-target-cpu=generic"]
+    on = ("v8.2a", "neon", "fullfp16", "dotprod", *more)
+    flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in on))
+    return _target(name, "aarch64", "generic", [*_ARM, *more], *flags)
 
 
 def _given_features() -> frozenset[str]:
@@ -87,14 +97,12 @@ TARGETS: dict[str, Target] = {
         _x86("x86-64-v4", _V4, "avx512vnni", name="x86-64-v4-vnni"),
         _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", name="x86-64-v4-bf16"),
         _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16", name="sapphirerapids"),
-        # The level that Apple M1, Graviton 2 and Raspberry Pi 5 share; IREE links ELF for every system alike.
-        _target(
-            "aarch64", "aarch64", "generic", _ARM,
-            "--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu", "--iree-llvmcpu-target-cpu=generic",
-            "--iree-llvmcpu-target-cpu-features=+v8.2a,+neon,+fullfp16,+dotprod",
-        ),
+        # The level that Apple M1, Graviton 2 and Raspberry Pi 5 share.
+        _arm(),
+        # Apple M2, Graviton 3 and what else has the products of matrices that Armv8.6-A demands.
+        _arm("i8mm", "bf16", name="aarch64-i8mm"),
     )
-}  # fmt: skip
+}
 
 
 def resolve(name: str) -> Target:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NxN", help="sizes of that kernel, as below")
     parser.add_argument("--codec", default="f32", help="how its weight is stored: q4_1, q8_0, bf16, ... (default: f32)")
     parser.add_argument("--tokens", type=int, metavar="N", help="how many tokens it takes at once, as below")
-    parser.add_argument("--isa", choices=("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon"),
+    parser.add_argument("--isa", choices=("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon", "neoni8mm"),
                         help="vector registers that kernels are shaped for (default: those of --target)")  # fmt: skip
     add_compile_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -8,7 +8,10 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
 from castiron.pipelines.sizes import megabytes as megabytes
 
-TARGETS = ("host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64")
+TARGETS = (
+    "host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64",
+    "aarch64-i8mm",
+)  # fmt: skip
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:

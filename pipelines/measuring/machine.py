@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.kernels.kernel import write_kernel
-from castiron.emitter.kernels.writing.body import Body, Ssa, vector_type
-from castiron.emitter.kernels.writing.dot import Dot, Total
+from castiron.emitter.kernels.writing.body import Body, Ssa, batches, vector_type
+from castiron.emitter.kernels.writing.dot import Total, dot_of
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
-from castiron.emitter.types import F32, TensorType
+from castiron.emitter.types import F32, I32, TensorType
 
 # 256 MB, several times any cache.
 READ_FLOATS = 64 << 20
@@ -32,7 +32,7 @@ def chains_of(isa: Isa) -> int:
 
 def probe_text(isa: Isa) -> str:
     """MLIR with three functions: `read` sums READ_FLOATS floats, `fma` and `dot` add to `chains_of` vectors of sums."""
-    return f"module @probe {{\n{_read()}{_fma(isa.lanes, chains_of(isa))}{_dot(isa, chains_of(isa))}}}\n"
+    return f"module @probe {{\n{_read()}{_fma(isa.lanes, chains_of(isa))}{_dot(isa)}}}\n"
 
 
 def _read() -> str:
@@ -46,7 +46,7 @@ def _read() -> str:
             loop.give(*map(body.addf, loop.values, loads))
         body.vstore(reduce(body.addf, loop.results), y, group, 0)
 
-    return _probe("read", (READ_FLOATS,), (READ_GROUPS, 16), write)
+    return _probe("read", TensorType((READ_FLOATS,), F32), (READ_GROUPS, 16), write)
 
 
 def _fma(lanes: int, chains: int) -> str:
@@ -57,37 +57,43 @@ def _fma(lanes: int, chains: int) -> str:
             loop.give(*(body.fma(value, factor, addend) for value in loop.values))
         body.vstore(reduce(body.addf, loop.results), y, body.workgroup(), 0)
 
-    return _probe("fma", (chains + 2, lanes), (FMA_GROUPS, lanes), write)
+    return _probe("fma", TensorType((chains + 2, lanes), F32), (FMA_GROUPS, lanes), write)
 
 
-def _dot(isa: Isa, chains: int) -> str:
-    rows = chains // 2
+def _dot_operands(isa: Isa) -> TensorType:
+    """Of `dot`: a vector for each chain to begin with, two of codes for each quad, and half as many rows of x as chains."""
+    chains = chains_of(isa)
+    return TensorType((chains + 2 * dot_of(isa).quads + chains // 2, isa.lanes), I32)
+
+
+def _dot(isa: Isa) -> str:
+    operands, chains = _dot_operands(isa), chains_of(isa)
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
-        dot = Dot(body, isa, DOT_BITS)
-        integers = [body.bitcast(body.vload(x, isa.lanes, i, 0), isa.lanes, "i32") for i in range(chains + 2)]
-        starts, codes = integers[:chains], [dot.code(code) for code in integers[chains:]]
+        dot = dot_of(isa)(body, isa, DOT_BITS)
+        vectors = [body.vload(x, isa.lanes, i, 0) for i in range(chains + 2 * dot.quads)]
+        codes = [dot.code(quads) for quads in batches(vectors[chains:], dot.quads)]
+        rows = batches(range(len(vectors), operands.shape[0]), dot.rows)
         # As in a kernel two codes meet many x from memory: products that stay or that sums share would be taken once.
-        with body.loop(0, DOT_ITERATIONS, carry=starts) as loop:
-            sums = [Total(start) for start in loop.values]
-            for step in range(DOTS):
-                column = body.rem(body.add(loop.index, step), isa.lanes)
-                for row in range(rows):
-                    word = body.load(x, chains + 2 + row, column)
-                    bytes_ = dot.x(body.let(f"arith.bitcast {word} : f32 to i32", "i32"))
-                    for i, code in enumerate(codes, 2 * row):
+        with body.loop(0, DOT_ITERATIONS, carry=vectors[:chains]) as loop:
+            sums = [Total(tuple(words)) for words in batches(loop.values, dot.rows)]
+            for step in range(DOTS // dot.quads):
+                column = body.rem(body.mul(body.add(loop.index, step), dot.quads), isa.lanes)
+                for r, each in enumerate(rows):
+                    bytes_ = dot.x(x, each, column)
+                    for i, code in enumerate(codes, 2 * r):
                         sums[i] = dot.add(sums[i], code, bytes_)
-            loop.give(*map(dot.words, sums))
+            loop.give(*(words for total in sums for words in total.words))
         total = reduce(lambda a, b: body.binary("addi", a, b), loop.results)
         floats = vector_type(isa.lanes)
         body.vstore(body.let(f"arith.sitofp {total} : {total.type} to {floats}", floats), y, body.workgroup(), 0)
 
-    return _probe("dot", (chains + 2 + rows, isa.lanes), (FMA_GROUPS, isa.lanes), write)
+    return _probe("dot", operands, (FMA_GROUPS, isa.lanes), write)
 
 
-def _probe(name: str, operand: tuple[int, ...], result: tuple[int, ...], write: Callable[..., None]) -> str:
+def _probe(name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None]) -> str:
     """A kernel with a workgroup for each row of its result, and a function that dispatches it."""
-    x, y = TensorType(operand, F32), TensorType(result, F32)
+    y = TensorType(result, F32)
     kernel = write_kernel(f"probe_{name}", {"x": x}, {"y": y}, result[0], write, reference=dict, flops=0, nbytes=0)
     return f"""{kernel.text}func.func @{name}(%x: {x}) -> {y} {{
   %y = flow.dispatch @probe_{name}::@probe_{name}_fn(%x) : ({x}) -> {y}
@@ -122,15 +128,14 @@ class Machine:
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])
         self._calls = {}
-        for name, shape in (("read", (READ_FLOATS,)), ("fma", (chains + 2, lanes)), ("dot", (chains + 2 + chains // 2, lanes))):
-            operand = Buffer(self, shape, "f32")
+        words = _dot_operands(self.isa)
+        for name, shape in (("read", (READ_FLOATS,)), ("fma", (chains + 2, lanes)), ("dot", words.shape)):
+            operand = Buffer(self, shape, "i32" if name == "dot" else "f32")
             # Pages that nobody wrote are all the same page of zeros, in cache.
-            operand.array[...] = 1.0
+            operand.array[...] = 0x01020304 if name == "dot" else 1.0
             if name == "fma":
                 operand.array[:-2] += np.arange(chains, dtype=np.float32)[:, None]
                 operand.array[-2:] = [[0.999], [1e-6]]
-            if name == "dot":
-                operand.array.view(np.int32)[...] = 0x01020304
             arguments = rt.VmVariantList(1)
             arguments.push_ref(operand.view)
             self._calls[name] = (module.lookup_function(name), arguments, operand)

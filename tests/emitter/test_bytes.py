@@ -20,7 +20,7 @@ from tests.emitter.kernel_runner import Runner, runnable
 from tests.emitter.linear_cases import Case, cases, check, draw, run_all
 
 BLOCKED = [name for name, codec in CODECS.items() if codec.quantised]
-TARGETS = ["x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "aarch64"]
+TARGETS = ["x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "aarch64", "aarch64-i8mm"]
 FUSED = ("bias", "residual", "length", "glu")
 
 
@@ -38,6 +38,8 @@ SHAPED = [
     Case(Product("q4_k", 7, 64, 512, glu="silu", numerics="bytes"), FewBytesTiles(3, workgroups=3)),
     Case(Product("q5_1", 5, 64, 64, numerics="bytes"), FewBytesTiles(2, workgroups=1)),
 ]
+# One of every kind of sums.
+KINDS = ("q4_1", "q8_0", "q6_k")
 EACH = [
     Case(Product(codec, tokens, 24, 256, bias=True, residual=True, glu=glu, length=True, numerics="bytes"))
     for i, codec in enumerate(BLOCKED)
@@ -57,7 +59,8 @@ def test_host_matches_the_definition(directory, threads):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_instruction_matches_the_definition(directory, target):
-    check(run_all(EACH, target, 2, directory))
+    # All codecs are taken apart by the 4 lanes of `aarch64`.
+    check(run_all([case for case in EACH if target != "aarch64-i8mm" or case.product.codec in KINDS], target, 2, directory))
 
 
 @pytest.mark.parametrize("isa", ISAS.values(), ids=str)
@@ -73,8 +76,6 @@ def test_default_tiles_fit(codec, isa):
                     assert tiles.stack_bytes(product) <= STACK_BYTES
 
 
-# One of every kind of sums.
-ROUNDED = ("q4_1", "q8_0", "q6_k")
 X = {
     "normal": np.random.default_rng(5).standard_normal((9, 96)),
     "outliers": np.random.default_rng(6).standard_normal((9, 96)) * np.where(np.arange(96) % 17, 1, 300),
@@ -85,7 +86,7 @@ X = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_x_is_rounded_as_defined(directory, target):
-    kernels = [round_x(9, 96, CODECS[codec], isa=ISAS[resolve(target).isa]) for codec in ROUNDED]
+    kernels = [round_x(9, 96, CODECS[codec], isa=ISAS[resolve(target).isa]) for codec in KINDS]
     (directory / "x").mkdir(exist_ok=True)
     runner = Runner(runnable(kernels, target, directory / "x"), 2)
     for kernel in kernels:
@@ -97,7 +98,7 @@ def test_x_is_rounded_as_defined(directory, target):
             np.testing.assert_allclose(found["sums"], want["sums"], rtol=3e-6, atol=1e-37)
 
 
-@pytest.mark.parametrize("codec", ROUNDED)
+@pytest.mark.parametrize("codec", KINDS)
 def test_rounded_x_is_within_half_a_step(codec):
     for x in X.values():
         x, group = x.astype(np.float32), CODECS[codec].group

@@ -27,6 +27,8 @@ def test_cpuinfo_is_read_under_llvms_names():
     assert targets.isa_of("x86_64", found - {"avx512vnni", "avx512bf16"}) == "avx512"
     arm = cpu.cpuinfo_features("Features\t: fp asimd aes crc32 atomics fphp asimdhp asimdrdm asimddp\n", "aarch64")
     assert arm == set(TARGETS["aarch64"].features) and targets.isa_of("aarch64", arm) == "neon"
+    graviton3 = cpu.cpuinfo_features("Features\t: asimd crc32 atomics asimdhp asimdrdm asimddp sve i8mm bf16\n", "aarch64")
+    assert graviton3 == {*TARGETS["aarch64-i8mm"].features, "sve"} and targets.isa_of("aarch64", graviton3) == "neoni8mm"
 
 
 def test_the_isa_follows_the_features():
@@ -38,6 +40,7 @@ def test_the_isa_follows_the_features():
         "x86-64-v4-bf16": "avx512bf16",
         "sapphirerapids": "amx",
         "aarch64": "neon",
+        "aarch64-i8mm": "neoni8mm",
     }
     assert {name: TARGETS[name].isa for name in isas} == isas
     assert targets.isa_of("x86_64", {"avx2"}) == "" and targets.isa_of("riscv64", {"v"}) == ""

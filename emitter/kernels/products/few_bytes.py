@@ -98,7 +98,7 @@ class _FewBytes:
             codes = [CodeBytes(self.records, self.isa, block, record, number) for number in numbers]
             sides = [[self.records.scale_and_base(block, record, number, v)] for number in numbers]
             each = self.codec.group // 4
-            quads = lambda q: [codes[q // each].quad(q % each, v)]
+            quads = lambda q: [codes[q // each].quads(q % each, v)]
             loop.give(*self.step.add(loop.values, [b.add(token, r) for r in range(rows)], loop.index, quads, sides))
         for r, total in enumerate(loop.results):
             b.vstore(total, self.sums, b.add(token, r), column)

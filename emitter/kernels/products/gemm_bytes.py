@@ -34,12 +34,13 @@ from castiron.emitter.kernels.weights.code_bytes import CodeBytes
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import Records
 from castiron.emitter.kernels.weights.x_bytes import GROUP
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, vector_type
-from castiron.emitter.kernels.writing.dot import Dot, Total
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, batches, vector_type
+from castiron.emitter.kernels.writing.dot import dot_of
 from castiron.emitter.kernels.writing.isa import Isa
 
 MOST_TOKENS = 132
-MOST_ROWS = 6  # of a tile: more sums than that spill
+# Rows of a tile by lanes: more sums than that, f32 and s32, spill. NEON's are of llvm-mca's Neoverse V1 and N2.
+MOST_ROWS = {4: 2, 8: 6, 16: 6}
 MOST_DEPTH = 512
 
 
@@ -83,7 +84,7 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmBytesTile
     even = shared == 2 or row_blocks % 2 == 0
     wide = 2 if isa.lanes == LANES and even else 1
     together = max(wide, shared)
-    rows = -(-T // -(-T // MOST_ROWS))
+    rows = -(-T // -(-T // MOST_ROWS[isa.lanes]))
     budget = STACK_BYTES // (LANES * together)
     token_blocks = -(-T // min(MOST_TOKENS, budget // 4 * 3 // 5))
     tokens = -(-T // (token_blocks * rows)) * rows
@@ -120,11 +121,13 @@ class _Panel:
             b.vstore(scale, self.scales, g.index, column)
             if base is not None and self.codec.minimum:
                 b.vstore(base, self.bases, g.index, column)
-            for q in range(group // 4):
-                b.vstore(codes.quad(q, v), self.codes, b.add(b.mul(g.index, group // 4), q), column)
+            for q in range(0, group // 4, codes.dot.quads):
+                for each, arranged in enumerate(codes.quads(q, v), q):
+                    b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
-    def quad(self, q: Index, column: Index) -> Ssa:
-        return self.b.vload(self.codes, self.isa.lanes, q, column)
+    def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
+        """Of one vector of columns so many quads, as they were arranged."""
+        return [self.b.vload(self.codes, self.isa.lanes, self.b.add(q, i), column) for i in range(count)]
 
     def side(self, group: Index, column: Index) -> tuple[Ssa, Ssa | None]:
         """Scale and base of one vector of columns."""
@@ -147,7 +150,8 @@ class _GemmBytes(Gemm):
             at = [(b.add(row, r), c) for r in range(rows) for c in columns]
             with b.loop(0, depth // GROUP, carry=[b.vload(self.sums, self.lanes, *each) for each in at]) as loop:
                 parts = self.step.parts
-                quads = lambda q: [panel.quad(b.add(b.mul(loop.index, GROUP // 4), q), c) for c in columns]
+                at_once, first = self.step.dot.quads, b.mul(loop.index, GROUP // 4)
+                quads = lambda q: [panel.quads(b.add(first, q), c, at_once) for c in columns]
                 groups = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
                 sides = [[panel.side(group, c) for c in columns] for group in groups]
                 tokens = [b.add(token, r) for r in range(rows)]
@@ -165,31 +169,22 @@ class Step:
 
     def __init__(self, b: Body, product: Product, isa: Isa, buffers: Buffers):
         self.b, self.codec, self.lanes, self.buffers = b, product.format, isa.lanes, buffers
-        self.dot, self.parts = Dot(b, isa, self.codec.code_bits), GROUP // product.format.group
-        self.bias = 0 if self.codec.minimum else self.codec.offset + Dot.bias(isa, self.codec.code_bits)
+        self.dot, self.parts = dot_of(isa)(b, isa, self.codec.code_bits), GROUP // product.format.group
+        self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
     def add(
         self,
         sums: Sequence[Ssa],
         rows: Sequence[Index],
         unit: Index,
-        quads: Callable[[int], Sequence[Ssa]],
+        quads: Callable[[int], Sequence[Sequence[Ssa]]],
         sides: Sequence[Sequence[tuple[Ssa, Ssa | None]]],
     ) -> list[Ssa]:
-        """sums [rows * vectors] with unit number `unit` of GROUP k. quads(q): four codes a lane of each vector; sides: by
-        group of the codec scale and base of each vector.
+        """sums [rows * vectors] with unit number `unit` of GROUP k. quads(q): of each vector codes from quad q on, as
+        `Dot.code` takes them; sides: by group of the codec scale and base of each vector.
         """
-        b, vectors, quads_a_group = self.b, len(sides[0]), self.codec.group // 4
-        groups: list[list[Ssa]] = []
-        for part in range(self.parts):
-            dots = [start for row in rows for start in [self._start(row, unit, part)] for _ in range(vectors)]
-            for q in range(part * quads_a_group, (part + 1) * quads_a_group):
-                codes, word = [self.dot.code(quad) for quad in quads(q)], b.add(b.mul(unit, GROUP // 4), q)
-                for r, row in enumerate(rows):
-                    x = self.dot.x(b.load(self.buffers["x"], row, word))
-                    for i, code in enumerate(codes, r * vectors):
-                        dots[i] = self.dot.add(dots[i], code, x)
-            groups.append([self._float(self.dot.words(dot)) for dot in dots])
+        b, vectors = self.b, len(sides[0])
+        groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
         totals = []
         for i, so_far in enumerate(sums):
             row, v = rows[i // vectors], i % vectors
@@ -204,11 +199,27 @@ class Step:
             totals.append(total)
         return totals
 
-    def _start(self, row: Index, unit: Index, part: int) -> Total:
+    def _dots(
+        self, rows: Sequence[Index], unit: Index, part: int, quads: Callable[[int], Sequence[Sequence[Ssa]]], vectors: int
+    ) -> list[Ssa]:
+        """sum(c n) of a group of the codec, without what is to be taken off: [rows * vectors], f32."""
+        b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
+        together = batches(rows, dot.rows)
+        totals = [[dot.start([self._start(row, unit, part) for row in each])] * vectors for each in together]
+        for q in range(part * quads_a_group, (part + 1) * quads_a_group, dot.quads):
+            codes, word = [dot.code(arranged) for arranged in quads(q)], b.add(b.mul(unit, GROUP // 4), q)
+            for i, each in enumerate(together):
+                x = dot.x(self.buffers["x"], each, word)
+                totals[i] = [dot.add(total, code, x) for total, code in zip(totals[i], codes, strict=True)]
+        # Of each row the vectors; a last row alone leaves half of what was multiplied at once unused.
+        by_row = [row for of_rows in totals for row in zip(*map(dot.words, of_rows), strict=True)]
+        return [self._float(words) for row in by_row[: len(rows)] for words in row]
+
+    def _start(self, row: Index, unit: Index, part: int) -> Ssa:
+        """What a group's sum begins with: the codes' offset and bias times the sum of x, taken off."""
         if not self.bias:
-            return Total()
-        start = self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), "i32"))
-        return Total(self.b.broadcast(start, self.lanes))
+            return self.b.constant("0", "i32")
+        return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), "i32"))
 
     def _sum(self, row: Index, unit: Index, part: int) -> Ssa:
         return self.b.load(self.buffers["x_sums"], row, self.b.add(self.b.mul(unit, self.parts), part))

@@ -10,7 +10,7 @@ from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES
 from castiron.emitter.kernels.weights.records import Records
 from castiron.emitter.kernels.weights.x_bytes import EVEN_ODD
 from castiron.emitter.kernels.writing.body import Index, Ssa
-from castiron.emitter.kernels.writing.dot import Dot
+from castiron.emitter.kernels.writing.dot import dot_of
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.kernels.writing.table import byte_entries
 
@@ -20,12 +20,18 @@ class CodeBytes:
 
     def __init__(self, records: Records, isa: Isa, block: Index, record: Index, group: Index):
         self.records, self.block, self.record = records, block, record
-        self.bias, self.isa = Dot.bias(isa, records.codec.code_bits), isa
+        self.dot, self.isa = dot_of(isa)(records.b, isa, records.codec.code_bits), isa
         self.offset = records.codes_at(group)
         self._words: dict[tuple[int, Index], Ssa] = {}
 
-    def quad(self, q: int, v: Index) -> Ssa:
-        """Codes EVEN_ODD of 4 q to 4 q + 3, lowest first, of the rows of vector v: i32, with the bias added."""
+    def quads(self, q: int, v: Index) -> list[Ssa]:
+        """Quads q and on of the rows of vector v, as many as are multiplied at once, with the bias added, as `Dot.code` takes
+        them.
+        """
+        return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
+
+    def _quad(self, q: int, v: Index) -> Ssa:
+        """Codes EVEN_ODD of 4 q to 4 q + 3, lowest first: i32."""
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]
         if r.codec.bits == 8:
@@ -42,8 +48,8 @@ class CodeBytes:
         for part in parts[1:]:
             quad = r.b.binary("ori", quad, part)
         if r.codec.table:
-            return byte_entries(r.b, self.isa, [code + self.bias for code in r.codec.table], quad)
-        return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.bias else quad
+            return byte_entries(r.b, self.isa, [code + self.dot.bias for code in r.codec.table], quad)
+        return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.dot.bias else quad
 
     def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
         """Words, and by how much to shift them to the right and what of that to keep, that or-ed are stored code k."""

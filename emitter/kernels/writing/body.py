@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 STACK_BYTES = 30 << 10  # what buffers on the stack may take of the 32 KB that IREE allows a kernel
 
@@ -31,6 +32,7 @@ class Ssa(str):
 
 
 Index = int | Ssa
+Value = TypeVar("Value")
 
 
 def vector_type(width: int, element: str = "f32") -> str:
@@ -64,7 +66,7 @@ def largest_width(limit: int, *extents: int) -> int:
     return width
 
 
-def batches(values: Sequence[Ssa], size: int) -> list[Sequence[Ssa]]:
+def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
     """Consecutive parts of `size` values."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 

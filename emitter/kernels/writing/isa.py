@@ -22,7 +22,8 @@ class Isa:
     @property
     def plain(self) -> Isa:
         """The same without instructions that are asked for by name: kernels of the same shape, for any CPU."""
-        return replace(self, dot="plain", pairs=self.pairs and "plain", matrix=self.matrix and "plain")
+        dot = "plain blocks" if self.dot == "smmla" else "plain"
+        return replace(self, dot=dot, pairs=self.pairs and "plain", matrix=self.matrix and "plain")
 
 
 AVX2 = Isa("avx2", 8, 16, "madd")
@@ -32,5 +33,6 @@ AVX512VNNI = Isa("avx512vnni", 16, 32, "vnni")
 AVX512BF16 = Isa("avx512bf16", 16, 32, "vnni", "dpbf16")
 AMX = Isa("amx", 16, 32, "vnni", "dpbf16", "amx")
 NEON = Isa("neon", 4, 32, "sdot")
+NEONI8MM = Isa("neoni8mm", 4, 32, "smmla")
 
-ISAS: dict[str, Isa] = {isa.name: isa for isa in (AVX2, AVXVNNI, AVX512, AVX512VNNI, AVX512BF16, AMX, NEON)}
+ISAS: dict[str, Isa] = {isa.name: isa for isa in (AVX2, AVXVNNI, AVX512, AVX512VNNI, AVX512BF16, AMX, NEON, NEONI8MM)}

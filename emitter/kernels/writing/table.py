@@ -49,7 +49,7 @@ def byte_entries(b: Body, isa: Isa, table: Sequence[int], places: Ssa) -> Ssa:
 
 
 def _plain(isa: Isa) -> bool:
-    return isa.dot == "plain"
+    return isa.dot.startswith("plain")
 
 
 def _signed(n: int) -> int:

@@ -1,13 +1,13 @@
 // castiron emit --kernel split_x --shape 64 --codec q4_1 --tokens 2 --isa amx --threads 2
-// 92 lines, sha256 2d13aa471b678e171278d3fee80dae4f51bccf5a963ef64cd5b3d49014c27a4a
-stream.executable private @split_x_2x64_3_sums_amx {
-  stream.executable.export public @split_x_2x64_3_sums_amx_fn workgroups() -> (index, index, index) {
+// 92 lines, sha256 536c58b0546f700bed3a79d36ef102bb6830b5f31cc0c8e9221c06c559b24a4b
+stream.executable private @split_x_2x64_3_by32_amx {
+  stream.executable.export public @split_x_2x64_3_by32_amx_fn workgroups() -> (index, index, index) {
     %n = arith.constant 1 : index
     %one = arith.constant 1 : index
     stream.return %n, %one, %one : index, index, index
   }
   builtin.module {
-    func.func @split_x_2x64_3_sums_amx_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
+    func.func @split_x_2x64_3_by32_amx_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
       %c0 = arith.constant 0 : index
       %c1 = arith.constant 2 : index
       %c2 = arith.constant 1 : index
