@@ -60,8 +60,9 @@ def test_host_matches_the_definition(directory, threads):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_instruction_matches_the_definition(directory, target):
-    # All codecs are taken apart by the 4 lanes of `aarch64`.
-    check(run_all([case for case in EACH if target != "aarch64-i8mm" or case.product.codec in KINDS], target, 2, directory))
+    # What takes codes apart is that of `aarch64`: one of every kind of sums, and one of a table, are enough.
+    codecs = (*KINDS, "iq4_nl") if target == "aarch64-i8mm" else BLOCKED
+    check(run_all([case for case in EACH if case.product.codec in codecs], target, 2, directory))
 
 
 @pytest.mark.parametrize("isa", ISAS.values(), ids=str)

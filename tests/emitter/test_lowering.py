@@ -156,6 +156,10 @@ def test_fast_numerics_round_x_once_for_all_products_that_take_it():
         }
         assert {p.numerics for p in products_of(fast, function) if p.codec == "q4_1" and p.tokens > 1} == {"bytes"}
         assert {p.numerics for p in products_of(fast, function) if p.codec == "f16" or p.tokens == 1} == {"exact"}
+    eight_bits = build(CONFIG, lambda name: "q8_0", CONTEXT, [8])
+    for isa, numerics in (("avx2", "exact"), ("avxvnni", "bytes"), ("avx512", "bytes"), ("neoni8mm", "bytes")):
+        products = products_of(lower(eight_bits, isa=isa, numerics="fast"), "prefill_8")
+        assert {p.numerics for p in products if p.tokens > 1} == {numerics}
     with pytest.raises(EmitError, match="fast need the lowering kernels, not portable"):
         lower(model, "portable", numerics="fast")
 
@@ -205,7 +209,7 @@ def test_fast_logits_are_near_the_exact_ones_and_caches_too(codec):
     model = build(CONFIG, lambda name: codec, CONTEXT, [WIDTH])
     found = {}
     for numerics in ("exact", "fast"):
-        module = lower(model, numerics=numerics)
+        module = lower(model, isa="avxvnni", numerics=numerics)
         k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
         tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
         _, logits, k, v = interpreter.run(

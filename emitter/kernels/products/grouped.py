@@ -296,8 +296,8 @@ def _columns(product: Product, isa: Isa) -> tuple[int, int]:
 
 def _small(isa: Isa, rows: int, direct: int) -> dict[str, int]:
     """The tiles where pairs are few, or few are left."""
-    few = 8 if isa.lanes == LANES else 4
-    return {"rest": rows // 3, "few": few, "direct": direct // few * few}
+    few = min(8 if isa.lanes == LANES else 4, direct)
+    return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
 
 
 def _block(product: Product, rows: int, most: int) -> int:

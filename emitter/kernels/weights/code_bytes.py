@@ -20,8 +20,7 @@ class CodeBytes:
 
     def __init__(self, records: Records, isa: Isa, block: Index, record: Index, group: Index):
         self.records, self.block, self.record = records, block, record
-        self.dot = dot_of(isa)(records.b, isa, records.codec.code_bits)
-        self.isa = isa
+        self.dot, self.isa = dot_of(isa)(records.b, isa, records.codec.code_bits), isa
         self.offset = records.codes_at(group)
         self._words: dict[tuple[int, Index], Ssa] = {}
 
