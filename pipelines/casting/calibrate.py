@@ -12,13 +12,14 @@ import io
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from castiron.emitter import ops
-from castiron.emitter.ir import Function, Value, building
+from castiron.emitter.ir import Function, Param, Value, building
 from castiron.emitter.lowering import lower
 from castiron.emitter.printer import print_module
 from castiron.emitter.step import ModelModule
@@ -43,6 +44,15 @@ LEAST = 1e-3
 Importance = Mapping[str, np.ndarray]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What it takes to run a checkpoint: build(context, width) gives a module with embed functions of that width, pack(param)
+    the array of a parameter."""
+
+    build: Callable[[int, int], ModelModule]
+    pack: Callable[[Param], np.ndarray]
+
+
 def text_sha256(text: str | Path) -> str:
     """Of a text file, in hex; PipelineError if it cannot be read."""
     try:
@@ -52,12 +62,13 @@ def text_sha256(text: str | Path) -> str:
 
 
 def importance_of(
-    checkpoint: Checkpoint, identity: str, text: str | Path, progress: Callable[[str, float], None]
+    checkpoint: Checkpoint, identity: str, text: str | Path, run: Run, progress: Callable[[str, float], None]
 ) -> dict[str, np.ndarray]:
     """By tensor: the mean square of what each column is multiplied by on the text, as a share of the mean over columns, [in]
     f32; of matrices that are no product's there is none.
 
-    identity: what the checkpoint's weights are known by; what was found of them is kept in the cache. PipelineError for a text
+    identity: what the checkpoint's weights are known by; what was found of them is kept in the cache. run: how the model is
+    built and its weights are packed. PipelineError for a text
     that is too short, or a checkpoint without a tokenizer.
     """
     key = hashlib.sha256(json.dumps([identity, text_sha256(text), WIDTH, CHUNK, MOST_CHUNKS]).encode()).hexdigest()
@@ -67,7 +78,7 @@ def importance_of(
             return dict(found)
     chunks = chunks_of(checkpoint, text)
     say(f"calibrating on {len(chunks)} x {CHUNK} tokens of {text}")
-    found = _measured(checkpoint, chunks, progress)
+    found = measured(run, chunks, progress)
     data = io.BytesIO()
     np.savez(data, **found)
     keep(cache_folder(KIND) / f"{key}.npz", data.getvalue())
@@ -89,12 +100,9 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
     return [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)][:MOST_CHUNKS]
 
 
-def _measured(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Callable[[str, float], None]) -> dict:
-    from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
-
-    length = len(chunks[0])
-    options = Options(context=length, batch=(), speculate=(), embed=(WIDTH,))
-    model = build_model(checkpoint, options, ())
+def measured(run: Run, chunks: Sequence[list[int]], progress: Callable[[str, float], None]) -> dict[str, np.ndarray]:
+    """What `importance_of` gives, of chunks of one length."""
+    model = run.build(len(chunks[0]), WIDTH)
     function = model.functions.pop(f"embed_{WIDTH}")
     model.functions.clear()
     names = watched(model, function)
@@ -106,10 +114,7 @@ def _measured(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Cal
         vmfb, weights = Path(place) / "model.vmfb", Path(place) / "weights.irpa"
         progress("compile for calibration", 0.0)
         compile_mlir(text, target, vmfb)
-        entries = [
-            (p.name, lambda p=p: packed_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
-            for p in module.params.values()
-        ]
+        entries = [(p.name, lambda p=p: run.pack(p), (p.type.shape, p.type.dtype.numpy)) for p in module.params.values()]
         write_irpa(weights, entries, lambda done, total: progress("pack for calibration", done / total))
         loaded = Loaded(Part.of(weights).map(), Part.of(vmfb).map(), threads)
         sums = _run(loaded, function, names, chunks, progress)

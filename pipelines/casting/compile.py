@@ -136,10 +136,16 @@ def open_source(model: str | Path, options: Options, progress: Progress | None =
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
 
-def identity_of(checkpoint: Checkpoint, options: Options) -> list[str]:
-    """What the weights are known by before they are converted: the hashes of the checkpoint and of its adapter."""
-    adapter = [adapter_sha256(Path(options.adapter))] if options.adapter else []
-    return [checkpoint_sha256(checkpoint.path), *adapter]
+def importance_of(checkpoint: Checkpoint, options: Options, progress: Progress) -> Mapping[str, np.ndarray]:
+    """How much the columns of each weight count by the options' text (`calibrate.importance_of`); nothing without one."""
+    if not options.calibrate:
+        return _EVEN
+    identity = [checkpoint_sha256(checkpoint.path)] + ([adapter_sha256(Path(options.adapter))] if options.adapter else [])
+    told = lambda context, width: Options(context=context, batch=(), speculate=(), embed=(width,))
+    run = calibrate.Run(
+        lambda context, width: build_model(checkpoint, told(context, width), ()), lambda p: packed_parameter(checkpoint, p)
+    )
+    return calibrate.importance_of(checkpoint, json.dumps(identity), options.calibrate, run, progress)
 
 
 def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...] = PREFILL_WIDTHS) -> ModelModule:
@@ -247,8 +253,7 @@ def compile_model(
     importance = _EVEN
     if options.calibrate and not up_to_date:
         with stage("calibrate"):
-            identity = json.dumps(identity_of(checkpoint, options))
-            importance = calibrate.importance_of(checkpoint, identity, options.calibrate, told)
+            importance = importance_of(checkpoint, options, told)
     if keep is not None:
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.quantise import convert
-from castiron.pipelines.casting.calibrate import Importance, importance_of
-from castiron.pipelines.casting.compile import Options, Progress, build_model, identity_of, open_source, stored
+from castiron.pipelines.casting.calibrate import Importance
+from castiron.pipelines.casting.compile import Options, Progress, build_model, importance_of, open_source, stored
 from castiron.pipelines.casting.weights import codecs_of
 from castiron.pipelines.checkpoints import gguf_writer, hf_as_gguf
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
@@ -57,11 +56,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
     if checkpoint.format == "gguf" and options.adapter:
         raise PipelineError("an adapter is merged into an HF directory, not into a GGUF file: give the directory")
     of = _of_gguf if checkpoint.format == "gguf" else _of_hf
-    importance: Importance = {}
-    if options.calibrate:
-        identity = json.dumps(identity_of(checkpoint, options))
-        importance = importance_of(checkpoint, identity, options.calibrate, progress)
-    entries, tensors = of(checkpoint, options.weights, importance)
+    entries, tensors = of(checkpoint, options.weights, importance_of(checkpoint, options, progress))
     entries += [gguf_writer.entry(key, value) for key, value in zip(_OWN, (_FILE_TYPE[options.weights], _QUANTISATION_VERSION))]
     try:
         with replacing(out) as file:

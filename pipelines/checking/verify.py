@@ -207,8 +207,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
     """
     # Before transformers is imported: its bar for reading GGUF would break into ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from castiron.pipelines.casting.calibrate import importance_of
-    from castiron.pipelines.casting.compile import Options, identity_of
+    from castiron.pipelines.casting.compile import Options, importance_of
     from castiron.pipelines.checkpoints import open_checkpoint
     from castiron.pipelines.checkpoints.adapter import merge, open_adapter
     from castiron.reference import hf
@@ -221,12 +220,8 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
     if weights != "native" or adapter:
         checkpoint = open_checkpoint(path)
         checkpoint = merge(checkpoint, open_adapter(adapter)) if adapter else checkpoint
-        importance: Mapping[str, np.ndarray] = {}
-        if calibrated:
-            options = Options(weights=weights, adapter=adapter and str(adapter))
-            identity = json.dumps(identity_of(checkpoint, options))
-            importance = importance_of(checkpoint, identity, calibrated, lambda stage, done: None)
-        _store_as(model, checkpoint, weights, importance)
+        options = Options(weights=weights, adapter=adapter and str(adapter), calibrate=calibrated and str(calibrated))
+        _store_as(model, checkpoint, weights, importance_of(checkpoint, options, lambda stage, done: None))
     return model
 
 

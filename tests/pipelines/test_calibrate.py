@@ -16,7 +16,7 @@ from castiron.pipelines.casting import calibrate
 from castiron.pipelines.casting.calibrate import CHUNK, LEAST, WIDTH, chunks_of, importance_of
 from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
 from castiron.pipelines.casting.quantise import quantise
-from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.checkpoints import Checkpoint, open_checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import hf, tiny
 
@@ -33,6 +33,13 @@ def directory(smollm2, tmp_path_factory) -> Path:
 
 def quiet(stage: str, done: float) -> None:
     assert 0 <= done <= 1
+
+
+def run_of(checkpoint: Checkpoint) -> calibrate.Run:
+    options = lambda context, width: Options(context=context, batch=(), speculate=(), embed=(width,))
+    return calibrate.Run(
+        lambda context, width: build_model(checkpoint, options(context, width), ()), lambda p: packed_parameter(checkpoint, p)
+    )
 
 
 def means_of_hf(path: Path, chunks: list[list[int]]) -> dict[str, np.ndarray]:
@@ -55,7 +62,7 @@ def test_the_squares_are_those_of_hf_s_inputs(directory):
     """Two texts apart, of several calls each; the tied head's are the embedding's."""
     tokens = np.random.default_rng(0).integers(3, 49152, 2 * 2 * WIDTH).tolist()
     chunks = [tokens[: 2 * WIDTH], tokens[2 * WIDTH :]]
-    found = calibrate._measured(open_checkpoint(directory), chunks, quiet)
+    found = calibrate.measured(run_of(open_checkpoint(directory)), chunks, quiet)
     expected = means_of_hf(directory, chunks)
     assert set(found) == {*expected, "model.embed_tokens.weight"}
     for name, means in expected.items():
@@ -83,11 +90,12 @@ def told(monkeypatch, tmp_path):
     monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
     runs = []
 
-    def measured(checkpoint, chunks, progress):
+    def measured(run, chunks, progress):
         runs.append(chunks)
-        return {n: np.arange(1, t.shape[1] + 1, dtype=np.float32) for n, t in checkpoint.tensors.items() if len(t.shape) == 2}
+        weights = run.build(16, 8).weights
+        return {n: np.arange(1, w.shape[1] + 1, dtype=np.float32) for n, w in weights.items() if len(w.shape) == 2}
 
-    monkeypatch.setattr(calibrate, "_measured", measured)
+    monkeypatch.setattr(calibrate, "measured", measured)
     return runs
 
 
@@ -122,12 +130,13 @@ def test_weights_are_quantised_by_what_was_found(directory, tmp_path, told):
 
 def test_what_was_found_is_kept_by_weights_and_text(directory, tmp_path, told):
     checkpoint, one, other = open_checkpoint(directory), text(tmp_path / "one"), text(tmp_path / "other", 800)
-    first = importance_of(checkpoint, "a", one, quiet)
-    second = importance_of(checkpoint, "a", one, quiet)
+    run = run_of(checkpoint)
+    first = importance_of(checkpoint, "a", one, run, quiet)
+    second = importance_of(checkpoint, "a", one, run, quiet)
     assert len(told) == 1 and first.keys() == second.keys()
     assert all(np.array_equal(first[name], second[name]) for name in first)
-    importance_of(checkpoint, "b", one, quiet)
-    importance_of(checkpoint, "a", other, quiet)
+    importance_of(checkpoint, "b", one, run, quiet)
+    importance_of(checkpoint, "a", other, run, quiet)
     assert len(told) == 3
 
 
@@ -147,7 +156,7 @@ def test_texts_that_calibrate_nothing_are_refused(directory, tmp_path):
     with pytest.raises(PipelineError, match="not a text in UTF-8"):
         chunks_of(checkpoint, tmp_path / "binary")
     with pytest.raises(PipelineError, match="none cannot be read: No such file"):
-        importance_of(checkpoint, "a", tmp_path / "none", quiet)
+        importance_of(checkpoint, "a", tmp_path / "none", run_of(checkpoint), quiet)
     bare = open_checkpoint(tiny.tiny_model("llama", tmp_path / "bare"))
     with pytest.raises(PipelineError, match="has no tokenizer"):
         chunks_of(bare, text(tmp_path / "text"))

@@ -13,6 +13,7 @@ import pytest
 
 from castiron.pipelines import cli
 from castiron.pipelines.commands.completion import SHELLS, commands
+from castiron.pipelines.commands.options import WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_options_are_all_that_the_parser_has(complete):
 
 
 def test_values_are_the_choices(complete):
-    assert complete("castiron compile x --weights ") == ["native", "f32", "bf16", "f16"]
+    assert complete("castiron compile x --weights ") == list(WEIGHTS)
     assert complete("castiron compile x --cache ") == ["f32", "f16", "q8_0"]
     assert complete("castiron compile x --target x86-64-v4") == ["x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16"]
     assert complete("castiron completion ") == list(SHELLS)
@@ -99,7 +100,7 @@ source ./script; words=("$@"); CURRENT=$#; PREFIX=${@[-1]}; _castiron
     [
         ("castiron ", {*cli.COMMANDS, "help"}),
         ("castiron help ", set(cli.COMMANDS)),
-        ("castiron compile x --weights ", {"native", "f32", "bf16", "f16"}),
+        ("castiron compile x --weights ", set(WEIGHTS)),
         ("castiron run build/x --templ", {"--template-arg"}),
         ("castiron compile m", {"model.gguf"}),
         ("castiron compile smol", {"smollm2-135m-instruct"}),
