@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from castiron.emitter.caches import CACHES
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
+from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
 from castiron.vmfb.targets import resolve
@@ -207,6 +210,15 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
         check_decode(runner, case, decode, 100)
         check_prefill(runner, case, prefill, 47, case.tokens - 3)
         check_append(runner, case, append, 3, case.tokens)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_take_workgroups_of_a_chunk_one_by_one(threads):
+    """From 8 a thread on IREE hands out 8 at a time, and the longest tiles would all fall to one thread."""
+    for tokens in (8, 32, 128, 512):
+        kernel = attention_prefill(1, 512, tokens, HeadLayout(9, 3, 64, 64), Scores(0.125), isa=AVX512, threads=threads)
+        (workgroups,) = re.findall(r"workgroups\(\).*?constant (\d+) : index", kernel.text, re.DOTALL)
+        assert 0 < int(workgroups) < 8 * threads, kernel.name
 
 
 def test_work_follows_the_position():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.kernels.products.gemm import GemmTiles, default_tiles, gemm
 from castiron.emitter.kernels.products.product import Product
-from castiron.emitter.kernels.writing.body import STACK_BYTES
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
 from tests.emitter.linear_cases import Case, cases, check, draw, run_all
 
@@ -38,6 +38,14 @@ def test_host_matches_the_definition(directory, threads):
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
 def test_other_targets_compile_and_their_kernels_match_the_definition(directory, target):
     check(run_all(EACH, target, 2, directory))
+
+
+@pytest.mark.parametrize("count, workgroups", [(18, 12), (30, 12), (96, 12), (5, 5), (7, 3), (1, 1)])
+def test_shares_are_whole_and_the_larger_ones_come_first(count, workgroups):
+    shares = [Body().share(count, n, workgroups) for n in range(workgroups)]
+    assert [low for low, _ in shares] == [0, *(high for _, high in shares[:-1])] and shares[-1][1] == count
+    sizes = [high - low for low, high in shares]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
 @pytest.mark.parametrize("isa", ISAS.values(), ids=str)
