@@ -27,6 +27,8 @@ from castiron.pipelines.measuring.random_rows import raw_rows
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
+# One of every way that weights are stored: floats, widths of codes, offsets and minima, sizes of groups, tables, exponents.
+EVERY_WAY = ("f32", "bf16", "q4_1", "q5_0", "q6_k", "q8_0", "q2_k", "iq4_xs", "mxfp4")
 UNIT = 2.0**-24  # half a last place of f32 at 1
 
 

@@ -10,7 +10,7 @@ from castiron.emitter.kernels.products.gemm import GemmTiles, default_tiles, gem
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
-from tests.emitter.linear_cases import Case, cases, check, draw, run_all
+from tests.emitter.linear_cases import EVERY_WAY, Case, cases, check, draw, run_all
 
 DRAWN = [
     case for codec in CODECS for case in draw(cases(codec, st.integers(9, 40), 70, "bias", "residual", "length", "glu"), 2)
@@ -22,7 +22,7 @@ LARGE = [
     Case(Product("q8_0", 50, 96, 320), GemmTiles(4, 1, row_blocks=2, depth=96, tokens=20, unroll=3, workgroups=5)),
     Case(Product("q6_k", 13, 64, 512), GemmTiles(rows=3, wide=2, row_blocks=2, depth=48, tokens=6, unroll=8)),
 ]
-EACH = [Case(Product(codec, 19, 40, 512, bias=True, residual=True, glu="silu", length=True)) for codec in CODECS]
+EACH = [Case(Product(codec, 19, 40, 512, bias=True, residual=True, glu="silu", length=True)) for codec in EVERY_WAY]
 
 
 @pytest.fixture(scope="module")

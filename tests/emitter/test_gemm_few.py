@@ -9,7 +9,7 @@ from castiron.emitter.codecs import CODECS
 from castiron.emitter.kernels.products.gemm_few import FewTiles, default_tiles, gemm_few
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
-from tests.emitter.linear_cases import Case, cases, check, draw, run_all
+from tests.emitter.linear_cases import EVERY_WAY, Case, cases, check, draw, run_all
 
 DRAWN = [
     case for codec in CODECS for case in draw(cases(codec, st.integers(2, 8), 100, "bias", "residual", "length", "glu"), 3)
@@ -23,7 +23,7 @@ LARGE = [
     Case(Product("q8_0", 6, 112, 320), FewTiles(3, 3, workgroups=3)),
     Case(Product("bf16", 5, 80, 77, residual=True), FewTiles(2, 3, workgroups=2, unroll=3)),
 ]
-EACH = [Case(Product(codec, 7, 40, 512, bias=True, residual=True, glu="silu", length=True)) for codec in CODECS]
+EACH = [Case(Product(codec, 7, 40, 512, bias=True, residual=True, glu="silu", length=True)) for codec in EVERY_WAY]
 
 
 @pytest.fixture(scope="module")

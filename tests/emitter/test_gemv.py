@@ -12,7 +12,7 @@ from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.products.gemv import GemvTiles, gemv
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, NEON
-from tests.emitter.linear_cases import Case, cases, check, draw, run_all
+from tests.emitter.linear_cases import EVERY_WAY, Case, cases, check, draw, run_all
 
 DRAWN = [case for codec in CODECS for case in draw(cases(codec, st.just(1), 90, "rms_eps", "bias", "residual", "glu"), 3)]
 EVERYTHING = Product("q8_0", 1, 1000, 256, rms_eps=1e-5, bias=True, residual=True, glu="silu")
@@ -29,7 +29,7 @@ WIDE = [
 ]
 # activations away from zero, where their terms tell
 WIDE += [Case(Product("f32", 1, 48, 3000, glu=activation)) for activation in ACTIVATIONS]
-EACH = [Case(replace(EVERYTHING, codec=codec, out_features=33, in_features=512)) for codec in CODECS]
+EACH = [Case(replace(EVERYTHING, codec=codec, out_features=33, in_features=512)) for codec in EVERY_WAY]
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,14 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import AVX2, ISAS
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, compile_kernels
-from tests.emitter.linear_cases import Experts, check_pairs, draw, expert_cases, run_all
+from tests.emitter.linear_cases import EVERY_WAY, Experts, check_pairs, draw, expert_cases, run_all
 
 CASES = [case for codec in CODECS for case in draw(expert_cases(codec, st.integers(3, 5), [6]), 2)] + [
     # x on the stack in parts, and shares of unequal size
     Experts(Product("q4_1", 4, 40, 8192, experts=3, per_row=2)),
     Experts(Product("q8_0", 3, 300, 96, experts=2, glu="silu"), GemvTiles(workgroups=3)),
 ]
-EACH = [Experts(Product(codec, 4, 33, 512, experts=3, per_row=2, glu="silu", length=True)) for codec in CODECS]
+EACH = [Experts(Product(codec, 4, 33, 512, experts=3, per_row=2, glu="silu", length=True)) for codec in EVERY_WAY]
 
 
 @pytest.fixture(scope="module")
