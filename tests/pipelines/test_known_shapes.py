@@ -52,7 +52,8 @@ def test_shapes_have_as_many_weights_as_their_publishers_say():
 def test_every_shape_can_be_had_in_every_codec(name):
     for codec in CODECS:
         head, sizes = random_checkpoint._head(SHAPES[name], codec)
-        assert len(head) % 32 == 0 and sum(sizes) > SHAPES[name].parameters / 2
+        least = row_bytes(codec, 256) / 256 * SHAPES[name].parameters
+        assert len(head) % 32 == 0 and sum(sizes) >= least
 
 
 def test_q4_k_is_mixed_as_llama_cpp_mixes_it():
@@ -156,7 +157,7 @@ def test_bench_makes_compiles_and_measures_a_shape(tiny, monkeypatch, tmp_path, 
     [
         ([], "give a bundle DIR, --shape NAME, or --kernel"),
         (["--shape", "llama-9"], "it takes llama-3.2-1b, llama-3.1-8b"),
-        (["--shape", "tiny", "--codec", "q3_k"], "--codec q3_k is not known: it takes f32"),
+        (["--shape", "tiny", "--codec", "q1_k"], "--codec q1_k is not known: it takes f32"),
         (["--shape", "tiny", "--tokens", "4"], "--tokens are those of a --kernel"),
         (["--shape", "tiny", "--speculation"], "leave --speculation out"),
         (["--shape", "tiny", "--checkpoint", "x"], "leave --checkpoint out"),
