@@ -19,11 +19,15 @@ MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 QUANTISED = (*ENCODERS, *MIXES)
 WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# A router chooses experts by small differences, and costs nothing.
-_ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)\.weight")
-_VALUES, _DOWN = re.compile(r".*\.(v_proj|qkv_proj)\.weight"), re.compile(r".*\.(down_proj|w2|c_proj)(\.weight)?")
+_HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "transformer.wte.weight")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+# A router chooses experts by small differences, positions and what mixes embeddings into layers are added as they are; all are
+# small, and llama.cpp leaves them alone.
+_KEPT = re.compile(r".*\.(gate|router|router\.layer|shared_expert_gate|wpe|per_layer_model_projection)\.weight")
+_VALUES, _DOWN = (
+    re.compile(r".*\.(v_proj|qkv_proj)\.weight"),
+    re.compile(r".*\.(down_proj|w2|mlp\.c_proj|output_linear)(\.weight)?"),
+)
 _KEYS, _OUT = re.compile(r".*\.k_proj\.weight"), re.compile(r".*\.o_proj\.weight")
 # What takes the place of a type whose blocks do not fill a row, by the elements of its blocks.
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
@@ -32,7 +36,7 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """The codec of every tensor by name. CheckpointError for a checkpoint that is quantised already, where `weights` quantises.
 
-    Vectors keep their own, and so do what the types have no blocks for and the routers of experts.
+    Vectors keep their own, and so do what the types have no blocks for and small matrices that choose or add.
     """
     tensors = checkpoint.tensors
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
@@ -65,7 +69,7 @@ def use_more_bits(layer: int, layers: int) -> bool:
 def _quantisable(tensor: Tensor) -> bool:
     """A matrix, or one for each expert, that a product or an embedding reads."""
     experts = len(tensor.shape) == 3 and ".experts." in tensor.name
-    return (len(tensor.shape) == 2 or experts) and not _ROUTER.fullmatch(tensor.name)
+    return (len(tensor.shape) == 2 or experts) and not _KEPT.fullmatch(tensor.name)
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
@@ -80,13 +84,14 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> Iterator
     most = MIXES[mix]
     config = checkpoint.config
     eight = (config.get("num_local_experts") or config.get("num_experts")) == 8
-    head = _HEAD if _HEAD in checkpoint.tensors and not config.get("tie_word_embeddings") else _EMBEDDING
+    tied = config.get("tie_word_embeddings") or _HEAD not in checkpoint.tensors
+    heads = _EMBEDDINGS if tied else (_HEAD,)
     # Layers are counted among those that have such a tensor: a hybrid model has values in some alone.
     with_values, with_down = _layers_with(matrices, _VALUES), _layers_with(matrices, _DOWN)
     for tensor in matrices:
         name, layer = tensor.name, _layer_of(tensor)
         codec = most
-        if name == head:
+        if name in heads:
             codec = "q6_k"
         elif _VALUES.fullmatch(name):
             more = use_more_bits(with_values.index(layer), len(with_values))

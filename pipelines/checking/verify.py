@@ -228,12 +228,14 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
     """The model's matrices, in place, as a bundle of the checkpoint stores them."""
     import torch
+    from transformers.pytorch_utils import Conv1D
 
     from castiron.emitter.codecs import dequantise
     from castiron.emitter.quantise import convert
     from castiron.pipelines.casting.weights import FLOATS, QUANTISED, codecs_of
 
     codecs = codecs_of(checkpoint, weights)
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             continue
@@ -246,8 +248,10 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
                 "castiron evaluate --against hf measures how far the bundle is from the unquantised model"
             )
         with torch.no_grad():
-            raw = parameter.numpy().view(np.uint8)
-            parameter.copy_(torch.from_numpy(dequantise(codec, convert("f32", raw, codec, importance.get(name)))))
+            values = parameter.numpy().T if name in transposed else parameter.numpy()
+            raw = np.ascontiguousarray(values).view(np.uint8)
+            stored = torch.from_numpy(dequantise(codec, convert("f32", raw, codec, importance.get(name))))
+            parameter.copy_(stored.T if name in transposed else stored)
 
 
 def expect(model, prompt: list[int], ours: list[int]):

@@ -83,6 +83,14 @@ def test_the_merge_is_that_of_peft(base, tmp_path, case):
     assert len(open_adapter(adapter).pairs) <= changed <= len(names)
 
 
+def test_layers_whose_weights_are_held_transposed(tmp_path):
+    base = tiny.tiny_model("gpt2", tmp_path / "gpt2")
+    adapter = train(base, tmp_path / "lora", target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True, r=3)
+    found, expected = open_source(base, Options(adapter=str(adapter))), merged_by_peft(base, adapter)
+    for name in open_adapter(adapter).pairs:
+        np.testing.assert_allclose(found.tensors[name].dequantise(), expected[name].numpy().T, rtol=0, atol=2e-6, err_msg=name)
+
+
 def test_a_bf16_checkpoint_stays_one(tmp_path):
     """As peft merges into a model of that type: computed in f32, rounded once."""
     base = tiny.tiny_model("llama", tmp_path / "llama", dtype=torch.bfloat16)

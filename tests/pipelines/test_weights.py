@@ -100,6 +100,7 @@ def test_a_mix_of_fused_projections_and_of_eight_experts():
 def test_what_is_no_matrix_keeps_its_codec(weights):
     kept = {
         "0.input_layernorm.weight": (256,), "0.self_attn.q_proj.bias": (256,), "0.mlp.gate.weight": (4, 256),
+        "0.block_sparse_moe.router.layer.weight": (4, 256), "model.wpe.weight": (64, 256),
         "0.mlp.shared_expert_gate.weight": (1, 256), "0.conv.conv.weight": (256, 1, 4), "0.mlp.odd.weight": (64, 50),
     }  # fmt: skip
     quantised = {"0.mlp.gate_proj.weight": (64, 256), "0.mlp.experts.gate_up_proj": (4, 64, 256)}
@@ -164,6 +165,15 @@ def test_the_reference_is_quantised_matrix_by_matrix(small):
         a, b = a.detach().numpy(), b.detach().numpy()
         wanted = dequantise(codecs[name], convert("f32", a.view(np.uint8), codecs[name])) if a.ndim > 1 else a
         assert np.array_equal(b, wanted), name
+
+
+def test_matrices_that_transformers_holds_transposed_are_quantised_as_they_are_read(tmp_path):
+    path = tiny.tiny_model("gpt2", tmp_path / "gpt2")
+    checkpoint, rounded = open_checkpoint(path), load_reference(path, "q4_0", 1)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    tensor = checkpoint.tensors[name]
+    wanted = dequantise("q4_0", convert(tensor.codec, tensor.data, codecs_of(checkpoint, "q4_0")[name]))
+    assert np.array_equal(rounded.get_parameter(name).detach().numpy(), wanted.T) and wanted.shape[0] != wanted.shape[1]
 
 
 def test_experts_that_transformers_fuses_are_refused_in_a_sentence(tmp_path):
