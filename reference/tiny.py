@@ -208,6 +208,8 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 # HF's rates forget within a token or two, and what is left then is rounding.
                 weight.copy_(noise - 2.0)
             elif weight.ndim == 1:
+                if name.endswith(_UNSET):
+                    weight.zero_()
                 weight += 0.3 * noise
                 if normed_writers and "post_" in name:
                     weight += 8.0
@@ -216,7 +218,11 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                     weight *= 0.2
             elif id(weight) in embeddings:
                 # Gemma multiplies embeddings by the root of the hidden size.
-                weight.copy_((0.1 if normed_writers else 0.5) * noise)
+                small = normed_writers or model.config.model_type == "gemma"
+                weight.copy_((0.1 if small else 0.5) * noise)
+            elif name.endswith("wpe.weight"):
+                # A position outweighs the token, which a tied head would repeat.
+                weight.copy_(2.0 * noise)
             else:
                 gain = 4.0 if any(part in name for part in _WRITERS) else 1.5
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
@@ -226,4 +232,6 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
             buffer.copy_(0.4 * buffer + 0.1 * torch.randn(buffer.shape, generator=generator))
 
 
+# What HF leaves as memory was.
+_UNSET = ("sinks", "router.bias")
 _WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "down_proj", "c_proj", "w2", "output_linear")
