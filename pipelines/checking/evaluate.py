@@ -21,6 +21,11 @@ from castiron.vmfb.session import Session
 EVERY = 4
 
 
+def arithmetic(numerics: str, cache: str) -> str:
+    """How a bundle computes: `exact`, or `fast, cache of f16`."""
+    return numerics + f", cache of {cache}" * (cache != "f32")
+
+
 class Base(Rows):
     """What a bundle is compared with: rows of logits, and greedy texts."""
 
@@ -36,7 +41,7 @@ class BundleBase(BundleRows, Base):
 
     def __init__(self, bundle: Bundle, threads: int | None):
         super().__init__(Session(bundle, threads))
-        self.name = f"{bundle.path} ({bundle.manifest.numerics})"
+        self.name = f"{bundle.path} ({arithmetic(bundle.manifest.numerics, bundle.manifest.cache)})"
 
     def first_difference(self, prompt: list[int], ours: list[int]) -> int | None:
         return first_difference(greedy(self.session, prompt, len(ours)), ours)

@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default: exact)")  # fmt: skip
     parser.add_argument("--context", type=int, metavar="N", help="positions of --shape's and a --kernel's cache (default: "
                         "4096)")  # fmt: skip
+    parser.add_argument("--cache", metavar="TYPE", help="f32, f16 or q8_0, of the same (default: f32)")
     parser.add_argument("--tokens", type=int, metavar="N", help="how many tokens a --kernel takes at once")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine (default: one per physical core)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens to prefill (default: 512)")
@@ -148,7 +149,8 @@ def check_subject(args: argparse.Namespace) -> None:
         raise PipelineError("there is nothing to measure: give a bundle DIR, --shape NAME, or --kernel with its --shape")
     if args.bundle is not None and args.shape:
         raise PipelineError("--shape and --kernel stand in the place of a bundle: leave DIR out, or them")
-    made = (("--codec", args.codec), ("--context", args.context), ("--numerics", args.numerics != "exact"))
+    made = (("--codec", args.codec), ("--context", args.context), ("--cache", args.cache),
+            ("--numerics", args.numerics != "exact"))  # fmt: skip
     of_model = (("--against", args.against), ("--speculation", args.speculation), ("--chart", args.chart),
                 ("--checkpoint", args.checkpoint))  # fmt: skip
     for subject, options in (
@@ -173,7 +175,7 @@ def shaped(settings, args: argparse.Namespace):
 
     # What is not measured would be compiled for nothing.
     context = args.context or max(CONTEXT, settings.context)
-    options = Options(context, numerics=args.numerics, batch=(), speculate=(), threads=args.threads)
+    options = Options(context, numerics=args.numerics, cache=args.cache or "f32", batch=(), speculate=(), threads=args.threads)
     with Progress() as progress:
         checkpoint = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
     return cast(checkpoint, options, tells=True)
@@ -185,7 +187,9 @@ def kernel(settings, baseline: dict | None, args: argparse.Namespace) -> int:
     from castiron.pipelines.measuring.machine import Machine
 
     codec, context = args.codec or "f32", args.context or CONTEXT
-    asked = bench_kernel.ask(args.kernel, args.shape, args.tokens, codec, args.numerics, settings.threads, context)
+    asked = bench_kernel.ask(
+        args.kernel, args.shape, args.tokens, codec, args.numerics, settings.threads, context, args.cache or "f32"
+    )
     with Progress() as progress:
         progress("compiling the probes of the machine", 0.0)
         result = bench_kernel.measure(asked, settings.rounds, Machine(settings.threads), progress)

@@ -24,10 +24,11 @@ Kullback-Leibler divergence of the base's next-token distribution from the bundl
 the text's next token is to the bundle, and same top p how often both hold the same token most probable. ± is one standard
 error. On the same text with the same -c the numbers can be laid beside llama.cpp's.
 
---json prints one object: model, numerics, text, context, chunks, tokens (that count), ppl (mean, error), and base, which is
-null without --against, or an object: name, ppl, correlation, ln_ppl_ratio, ppl_ratio, ppl_difference, kld and delta_p (each
-with mean, error, maximum, percentiles, median, minimum; delta_p with rms and rms_error), same_top_p, and greedy: tokens (for
-each prompt), equal (prompts), prompts (name, first_difference: the position among the generated tokens, or null).
+--json prints one object: model, numerics, cache, text, context, chunks, tokens (that count), ppl (mean, error), and base,
+which is null without --against, or an object: name, ppl, correlation, ln_ppl_ratio, ppl_ratio, ppl_difference, kld and
+delta_p (each with mean, error, maximum, percentiles, median, minimum; delta_p with rms and rms_error), same_top_p, and
+greedy: tokens (for each prompt), equal (prompts), prompts (name, first_difference: the position among the generated tokens,
+or null).
 Probabilities are shares of 1.
 """
 STAGES = ("evaluating", "comparing greedy texts")
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
             base = {"name": other.name, "ppl": found.pop("ppl_base"), **found}
             base["greedy"] = greedy_texts(session, other, prompts, args.max_tokens, writing)
     facts = {
-        "model": manifest.name, "numerics": manifest.numerics,
+        "model": manifest.name, "numerics": manifest.numerics, "cache": manifest.cache,
         "text": text_name(bundle, args.text), "context": args.context,
         "chunks": len(chunks), "tokens": sum(len(chunk.wanted) for chunk in chunks), "ppl": ppl, "base": base,
     }  # fmt: skip
@@ -89,10 +90,12 @@ def main(args: argparse.Namespace) -> int:
 
 def report(facts: dict) -> list[str]:
     """The result for a person, in the layout of llama.cpp's perplexity tool."""
+    from castiron.pipelines.checking.evaluate import arithmetic
+
     base = facts["base"]
     head = (
-        f"{facts['model']} ({facts['numerics']}), {facts['text']}: {facts['chunks']} chunks of {facts['context']} tokens, "
-        f"{facts['tokens']} count"
+        f"{facts['model']} ({arithmetic(facts['numerics'], facts['cache'])}), {facts['text']}: {facts['chunks']} chunks of "
+        f"{facts['context']} tokens, {facts['tokens']} count"
     )
     if base is None:
         return [head, f"Final estimate: PPL = {facts['ppl']['mean']:.4f} +/- {facts['ppl']['error']:.5f}"]

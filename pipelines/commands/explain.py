@@ -12,15 +12,16 @@ examples:
   castiron explain build/smollm2-135m-instruct --position 4096 --threads 1
   castiron explain build/smollm2-135m-instruct --function prefill_128 --html prefill.html --json
 
-The limit of a kernel is the longer of its bytes over the read bandwidth and its FLOP over the f32 peak, both measured in
-turn with the call and as long, as castiron bench does; "of limit" is how near the kernel comes to it, and "in cache" where
-it reads faster than memory does, because what it reads stays in the CPU's caches. Times are those of IREE's profiler, which
-slows short kernels down a little; the whole call is timed without it, and what the kernels do not account for is the row
-"no kernel".
+The limit of a kernel is the longer of its bytes over the read bandwidth and its FLOP over the peak of what multiplies them
+(f32, or for rounded x bytes, bf16 or matrix tiles; exact products on tiles are of three pieces or more and reach a third of
+it), measured in turn with the call and as long, as castiron bench does; "of limit" is how near the kernel comes to it, and
+"in cache" where it reads faster than memory does, because what it reads stays in the CPU's caches. Times are those of IREE's
+profiler, which slows short kernels down a little; the whole call is timed without it, and what the kernels do not account
+for is the row "no kernel".
 
---json prints one object: function, position, threads, machine (read_gb_s, peak_gflop_s), call_ms, peak_share (of the f32
-peak, that all of the call's arithmetic takes), python_us, rest_ms and dispatches (kernel, paths, calls, ms, bytes, flops,
-bound: memory, compute or cache, and limit_share, null in cache).
+--json prints one object: function, position, threads, machine (read_gb_s, peak_gflop_s and the other peaks that kernels
+have), call_ms, peak_share (of the f32 peak, that all of the call's arithmetic takes), python_us, rest_ms and dispatches
+(kernel, paths, calls, ms, bytes, flops, bound: memory, compute or cache, and limit_share, null in cache).
 """
 # Turns of the call and of the machine's limits.
 ROUNDS = 3

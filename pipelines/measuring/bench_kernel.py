@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter import ops
+from castiron.emitter.caches import CACHES
 from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.weights.packing import LANES, pack
@@ -19,7 +20,7 @@ from castiron.emitter.printer import print_module
 from castiron.emitter.types import TensorType
 from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
 from castiron.pipelines.measuring.bench import spread
-from castiron.pipelines.measuring.kernel_times import bound_of, of_limit, peak_of
+from castiron.pipelines.measuring.kernel_times import PEAKS, bound_of, of_limit, peak_of
 from castiron.pipelines.measuring.machine import LOAD_SECONDS, mean_seconds
 from castiron.pipelines.measuring.random_rows import tiled_rows
 from castiron.pipelines.sizes import megabytes
@@ -115,6 +116,9 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
             value = np.full(type_.shape, whole[name])
         elif name in ("chosen", "ids"):
             value = np.arange(type_.shape[0]) % sizes[0]
+        elif kind == "i8" and name in ("k_cache", "v_cache"):
+            rows = np.resize(rng.standard_normal(1 << 20) * 0.5, (*type_.shape[:3], sizes[-1]))
+            value = CACHES["q8_0"].stored(rows)
         elif kind in ("i8", "i32"):
             bits = 8 if kind == "i8" else 32
             value = rng.integers(-(1 << bits - 1), 1 << bits - 1, type_.shape)
@@ -135,17 +139,22 @@ class Asked:
     position: int
 
 
-def ask(kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int) -> Asked:
+def ask(
+    kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
+) -> Asked:
     """The kernel as `named_kernel` has it for this machine's instructions; PipelineError for what does not fit."""
     from castiron.vmfb.targets import resolve
 
     isa = resolve("host").isa
-    kernel = named_kernel(kind, shape, tokens=tokens, codec=codec, isa=isa, threads=threads, context=context, numerics=numerics)
+    of_machine = {"isa": isa, "threads": threads}
+    kernel = named_kernel(
+        kind, shape, tokens=tokens, codec=codec, context=context, numerics=numerics, cache=cache, **of_machine
+    )
     tokens = KINDS[kind].tokens[0] if tokens is None else tokens
     context = max(context, tokens)
     settings = {
-        "kernel": kind, "shape": shape, "tokens": tokens, "codec": codec, "numerics": numerics, "isa": isa,
-        "threads": threads, "context": context,
+        "kernel": kind, "shape": shape, "tokens": tokens, "codec": codec, "numerics": numerics, **of_machine,
+        "context": context, "cache": cache,
     }  # fmt: skip
     return Asked(kernel, settings, context - (1 if kind == "attention_decode" else tokens))
 
@@ -205,7 +214,7 @@ def table(result: Mapping[str, Any]) -> str:
     settings, machine, runs = result["settings"], result["machine"], result["runs"]["us"]
     threads = settings["threads"]
     bound = {"memory": "memory bound", "compute": "compute bound", "cache": "in cache"}[result["bound"]]
-    peak, of = (machine["peak_gflop_s"], "f32") if "peak_gflop_s" in machine else (machine["peak_bytes_gop_s"], "bytes")
+    peak, of = next((machine[name], of) for name, of in PEAKS.items() if name in machine)
     share = "" if result["bound"] == "cache" else f", {of_limit(result)} of the limit"
     return "\n".join(
         [

@@ -11,6 +11,14 @@ from castiron.vmfb.profile import Dispatch, Profile
 # Columns of a line, and of them what a bar has.
 WIDTH, BAR = 100, 8
 REST = "no kernel"
+# The machine's limit of arithmetic, in its words, by a part of a kernel's name; f32 for others.
+PEAKS = {"peak_gflop_s": "f32", "peak_bytes_gop_s": "bytes", "peak_pairs_gflop_s": "bf16", "peak_matrix_gflop_s": "tiles"}
+_OF_NAME = {
+    "_bytes_": "peak_bytes_gop_s",
+    "_pairs_": "peak_pairs_gflop_s",
+    "_matrix_": "peak_matrix_gflop_s",
+    "_pieces_": "peak_matrix_gflop_s",
+}
 
 
 def kernel_row(
@@ -43,8 +51,9 @@ def kernel_row(
 
 
 def peak_of(kernel: str) -> str:
-    """By which of the machine's limits a kernel computes: that of bytes or that of f32."""
-    return "peak_bytes_gop_s" if "_bytes_" in kernel else "peak_gflop_s"
+    """By which of the machine's limits a kernel computes. Exact products on tiles are of three pieces of x, or more: their
+    share of a limit is a third at most."""
+    return next((peak for part, peak in _OF_NAME.items() if part in kernel), "peak_gflop_s")
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
@@ -78,7 +87,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
         f"{result['function']} at position {result['position']} on {threads} thread{'s' * (threads != 1)}: "
         f"{result['call_ms']:.2f} ms" + (f", of which Python {python:.0f} us" if python is not None else ""),
         f"this machine reads {machine['read_gb_s']:.1f} GB/s and computes {machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
-        + (f", {machine['peak_bytes_gop_s']:.0f} (bytes)" if "peak_bytes_gop_s" in machine else "")
+        + "".join(f", {machine[name]:.0f} ({of})" for name, of in list(PEAKS.items())[1:] if name in machine)
         + f"; the call takes {peak_share(result):.0%}",
         "",
         f"{'ms':>8} {'share':>6} {'':{BAR}} {'calls':>5} {'us/call':>8} {'MB':>7} {'MFLOP':>8} {'of limit':>8}  where",

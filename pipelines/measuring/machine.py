@@ -1,4 +1,4 @@
-"""What this machine can do at most, read and compute (f32 and bytes), measured through IREE as kernels would do it."""
+"""What this machine can do at most, read and compute (f32, bytes, bf16), measured through IREE as kernels would do it."""
 
 import os
 import tempfile
@@ -13,6 +13,8 @@ from castiron.emitter.kernels.kernel import write_kernel
 from castiron.emitter.kernels.writing.body import Body, Ssa, batches, vector_type
 from castiron.emitter.kernels.writing.dot import Total, dot_of
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
+from castiron.emitter.kernels.writing.matrix import COLUMNS, DEPTH, Matrix
+from castiron.emitter.kernels.writing.pairs import Pairs
 from castiron.emitter.types import F32, I32, TensorType
 
 # 256 MB, several times any cache.
@@ -23,6 +25,11 @@ FMA_ITERATIONS = 400_000
 # Sums of codes of so many bits times bytes, four a lane at a time, as often as they fit s16.
 DOT_BITS, DOTS = 4, 8
 DOT_ITERATIONS = FMA_ITERATIONS // DOTS
+# Blocks of sums on a matrix unit, side by side of x: four of the eight registers, as in a kernel.
+HIGH = WIDE = 2
+MATRIX_ITERATIONS = FMA_ITERATIONS // 16
+# bf16 ones, two in a word.
+ONES = 0x3F803F80
 # How long a limit is measured: as long as the work that it is set against, whose clocks and neighbours it then has.
 LOAD_SECONDS = 0.3
 
@@ -33,8 +40,25 @@ def chains_of(isa: Isa) -> int:
 
 
 def probe_text(isa: Isa) -> str:
-    """MLIR with three functions: `read` sums READ_FLOATS floats, `fma` and `dot` add to `chains_of` vectors of sums."""
-    return f"module @probe {{\n{_read()}{_fma(isa.lanes, chains_of(isa))}{_dot(isa)}}}\n"
+    """MLIR with a function for each of `probes_of`: `read` sums READ_FLOATS floats, the others add to sums in registers."""
+    write = {"read": lambda: _read(), "fma": lambda: _fma(isa), "dot": lambda: _dot(isa), "pairs": lambda: _pairs(isa)}
+    write["matrix"] = lambda: _matrix(isa)
+    return f"module @probe {{\n{''.join(write[name]() for name in probes_of(isa))}}}\n"
+
+
+def probes_of(isa: Isa) -> dict[str, TensorType]:
+    """The probes that say something of a CPU, and what each is given."""
+    chains, lanes = chains_of(isa), isa.lanes
+    found = {
+        "read": TensorType((READ_FLOATS,), F32),
+        "fma": TensorType((chains + 2, lanes), F32),
+        "dot": TensorType((chains + 2 * dot_of(isa).quads + chains // 2, lanes), I32),
+    }
+    if isa.pairs:
+        found["pairs"] = TensorType((2, lanes), I32)
+    if isa.matrix:
+        found["matrix"] = TensorType((HIGH + WIDE, COLUMNS, COLUMNS), I32)
+    return found
 
 
 def _read() -> str:
@@ -51,7 +75,9 @@ def _read() -> str:
     return _probe("read", TensorType((READ_FLOATS,), F32), (READ_GROUPS, 16), write)
 
 
-def _fma(lanes: int, chains: int) -> str:
+def _fma(isa: Isa) -> str:
+    lanes, chains = isa.lanes, chains_of(isa)
+
     def write(body: Body, x: Ssa, y: Ssa) -> None:
         # The operands come from memory: constants would be folded, and equal chains would become one.
         *starts, factor, addend = (body.vload(x, lanes, i, 0) for i in range(chains + 2))
@@ -59,17 +85,12 @@ def _fma(lanes: int, chains: int) -> str:
             loop.give(*(body.fma(value, factor, addend) for value in loop.values))
         body.vstore(reduce(body.addf, loop.results), y, body.workgroup(), 0)
 
-    return _probe("fma", TensorType((chains + 2, lanes), F32), (FMA_GROUPS, lanes), write)
-
-
-def _dot_operands(isa: Isa) -> TensorType:
-    """Of `dot`: a vector for each chain to begin with, two of codes for each quad, and half as many rows of x as chains."""
-    chains = chains_of(isa)
-    return TensorType((chains + 2 * dot_of(isa).quads + chains // 2, isa.lanes), I32)
+    return _probe("fma", probes_of(isa)["fma"], (FMA_GROUPS, lanes), write)
 
 
 def _dot(isa: Isa) -> str:
-    operands, chains = _dot_operands(isa), chains_of(isa)
+    # A vector for each chain to begin with, two of codes for each quad, and half as many rows of x as chains.
+    operands, chains = probes_of(isa)["dot"], chains_of(isa)
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
         dot = dot_of(isa)(body, isa, DOT_BITS)
@@ -91,6 +112,37 @@ def _dot(isa: Isa) -> str:
         body.vstore(body.let(f"arith.sitofp {total} : {total.type} to {floats}", floats), y, body.workgroup(), 0)
 
     return _probe("dot", operands, (FMA_GROUPS, isa.lanes), write)
+
+
+def _pairs(isa: Isa) -> str:
+    def write(body: Body, x: Ssa, y: Ssa) -> None:
+        pairs = Pairs(body, isa)
+        a, c = (body.vload(x, isa.lanes, i, 0) for i in range(2))
+        starts = [body.splat(float(i), isa.lanes) for i in range(chains_of(isa))]
+        with body.loop(0, FMA_ITERATIONS, carry=starts) as loop:
+            loop.give(*(pairs.add(value, a, c) for value in loop.values))
+        body.vstore(reduce(body.addf, loop.results), y, body.workgroup(), 0)
+
+    return _probe("pairs", probes_of(isa)["pairs"], (FMA_GROUPS, isa.lanes), write)
+
+
+def _matrix(isa: Isa) -> str:
+    size = COLUMNS * COLUMNS * 4
+
+    def write(body: Body, x: Ssa, y: Ssa) -> None:
+        results = body.stack(HIGH * WIDE, COLUMNS, COLUMNS)
+        matrix, at = Matrix(body, isa, COLUMNS, results), body.address(x)
+        with body.loop(0, MATRIX_ITERATIONS, carry=[matrix.zero(i) for i in range(HIGH * WIDE)]) as loop:
+            rows = [matrix.x(at, i * size) for i in range(HIGH)]
+            weights = [matrix.weights(at, (HIGH + i) * size) for i in range(WIDE)]
+            places = [(row, weight) for row in rows for weight in weights]
+            loop.give(*(matrix.add(sums, *each) for sums, each in zip(loop.values, places, strict=True)))
+        for i, sums in enumerate(loop.results):
+            matrix.store(sums, i)
+        rows = [body.vload(results, COLUMNS, i, 0, 0) for i in range(HIGH * WIDE)]
+        body.vstore(reduce(body.addf, rows), y, body.workgroup(), 0)
+
+    return _probe("matrix", probes_of(isa)["matrix"], (FMA_GROUPS, COLUMNS), write)
 
 
 def _probe(name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None]) -> str:
@@ -122,7 +174,6 @@ class Machine:
         self.threads = threads
         self.device = device(threads)
         self.isa = ISAS[target.isa]
-        chains, lanes = chains_of(self.isa), self.isa.lanes
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "probe.vmfb"
             compile_mlir(probe_text(self.isa), target, path)
@@ -130,13 +181,13 @@ class Machine:
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])
         self._calls = {}
-        words = _dot_operands(self.isa)
-        for name, shape in (("read", (READ_FLOATS,)), ("fma", (chains + 2, lanes)), ("dot", words.shape)):
-            operand = Buffer(self, shape, "i32" if name == "dot" else "f32")
+        fill = {"read": 1.0, "fma": 1.0, "dot": 0x01020304, "pairs": ONES, "matrix": ONES}
+        for name, type_ in probes_of(self.isa).items():
+            operand = Buffer(self, type_.shape, type_.dtype.name)
             # Pages that nobody wrote are all the same page of zeros, in cache.
-            operand.array[...] = 0x01020304 if name == "dot" else 1.0
+            operand.array[...] = fill[name]
             if name == "fma":
-                operand.array[:-2] += np.arange(chains, dtype=np.float32)[:, None]
+                operand.array[:-2] += np.arange(chains_of(self.isa), dtype=np.float32)[:, None]
                 operand.array[-2:] = [[0.999], [1e-6]]
             arguments = rt.VmVariantList(1)
             arguments.push_ref(operand.view)
@@ -156,6 +207,16 @@ class Machine:
         """10^9 operations on bytes a second, counted alike, the mean of so many seconds."""
         work = FMA_GROUPS * DOT_ITERATIONS * DOTS * chains_of(self.isa) * self.isa.lanes * 4 * 2
         return work / self._mean("dot", seconds) / 1e9
+
+    def peak_pairs_gflop_s(self, seconds: float = LOAD_SECONDS) -> float:
+        """10^9 operations on bf16 in vectors a second, counted alike, the mean of so many seconds; 0 where there are none."""
+        work = FMA_GROUPS * FMA_ITERATIONS * chains_of(self.isa) * self.isa.lanes * 4
+        return work / self._mean("pairs", seconds) / 1e9 if "pairs" in self._calls else 0.0
+
+    def peak_matrix_gflop_s(self, seconds: float = LOAD_SECONDS) -> float:
+        """10^9 operations on bf16 in matrix tiles a second, counted alike, the mean of so many seconds; 0 without tiles."""
+        work = FMA_GROUPS * MATRIX_ITERATIONS * HIGH * WIDE * COLUMNS * COLUMNS * DEPTH * 2
+        return work / self._mean("matrix", seconds) / 1e9 if "matrix" in self._calls else 0.0
 
     def _mean(self, name: str, least: float) -> float:
         function, arguments, _ = self._calls[name]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.emitter.kernels.writing.matrix import DEPTH
 from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring import bench
@@ -18,7 +19,10 @@ from castiron.pipelines.measuring.machine import (
     DOT_ITERATIONS,
     DOTS,
     FMA_ITERATIONS,
+    HIGH,
+    MATRIX_ITERATIONS,
     READ_FLOATS,
+    WIDE,
     Machine,
     chains_of,
     mean_seconds,
@@ -288,7 +292,9 @@ def test_the_probes_do_the_work_that_they_are_counted_for():
     machine = Machine(1)
     assert 0.5 < machine.read_gb_s(0.01) < 2000 and 1 < machine.peak_gflop_s(0.01) < 20000
     assert 1 < machine.peak_bytes_gop_s(0.01) < 80000
-    for name in ("read", "fma", "dot"):
+    for name, peak in (("pairs", machine.peak_pairs_gflop_s), ("matrix", machine.peak_matrix_gflop_s)):
+        assert peak(0.01) > 1 if name in machine._calls else peak() == 0
+    for name in machine._calls:
         function, arguments, operand = machine._calls[name]
         machine._context.invoke(function, arguments, machine._results)
         import iree.runtime as rt
@@ -302,6 +308,11 @@ def test_the_probes_do_the_work_that_they_are_counted_for():
             # Every sum begins with the words that it adds the products of bytes 4, 3, 2 and 1 with themselves to.
             one = (0x01020304 + DOT_ITERATIONS * DOTS * (16 + 9 + 4 + 1)) * chains_of(machine.isa)
             assert np.allclose(found, (one + 2**31) % 2**32 - 2**31, rtol=1e-6)
+        elif name == "pairs":
+            chains = chains_of(machine.isa)
+            assert np.allclose(found, chains * (2 * FMA_ITERATIONS + (chains - 1) / 2))
+        elif name == "matrix":
+            assert np.allclose(found, HIGH * WIDE * DEPTH * MATRIX_ITERATIONS)
         else:
             values = operand.array[:-2].astype(np.float64)
             a, b = operand.array[-2:].astype(np.float64)

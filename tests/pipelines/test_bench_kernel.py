@@ -40,9 +40,9 @@ def shape_of(kind: str) -> str:
     return SHAPES.get(kind, product)
 
 
-def timed(kind: str, codec: str, numerics: str = "exact", context: int = 160):
+def timed(kind: str, codec: str, numerics: str = "exact", context: int = 160, cache: str = "f32"):
     """What is timed, the values that it runs on, and its results after a round."""
-    asked = bench_kernel.ask(kind, shape_of(kind), None, codec, numerics, 1, context)
+    asked = bench_kernel.ask(kind, shape_of(kind), None, codec, numerics, 1, context, cache)
     sizes = [int(word) for word in shape_of(kind).split("x")]
     given = bench_kernel.operands(asked.kernel, codec, sizes, asked.settings["tokens"], asked.position)
     runs = bench_kernel.Timed(asked.kernel, given, 1)
@@ -52,9 +52,9 @@ def timed(kind: str, codec: str, numerics: str = "exact", context: int = 160):
     return asked, given, dict(zip(names, (place.array for place in runs._kept[0]), strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_timed_is_the_kernel_on_operands_that_are_whole(kind):
-    asked, given, found = timed(kind, CODECS.get(kind, "f32"))
+@pytest.mark.parametrize(("kind", "cache"), [(kind, "f32") for kind in KINDS] + [("attention_decode", "q8_0")])
+def test_what_is_timed_is_the_kernel_on_operands_that_are_whole(kind, cache):
+    asked, given, found = timed(kind, CODECS.get(kind, "f32"), cache=cache)
     indices = dict.fromkeys(asked.kernel.indices, 0)
     want = asked.kernel.reference(**{name: value.copy() for name, value in given.items()}, **indices)
     for name, array in found.items():
@@ -105,7 +105,7 @@ def test_the_object_and_the_table_state_limits_as_explain_does(tmp_path, capsys)
     assert result["flops"] == 2 * 64 * 256 and len(result["runs"]["us"]["values"]) == 2
     assert result["settings"] | {"isa": ""} == {
         "kernel": "gemv", "shape": "64x256", "tokens": 1, "codec": "q4_k", "numerics": "exact", "isa": "", "threads": 1,
-        "context": 4096, "rounds": 2,
+        "context": 4096, "cache": "f32", "rounds": 2,
     }  # fmt: skip
     assert result["machine"]["read_gb_s"] == 10 and result["machine"]["peak_gflop_s"] == 100
     assert cli.main([*argv, "--baseline", str(saved)]) == 0

@@ -192,7 +192,8 @@ def test_perplexity_is_torchs(bundle, model, capsys):
     loss = torch.nn.functional.cross_entropy(torch.tensor(logits).double(), torch.tensor(wanted))
     assert found["ppl"]["mean"] == pytest.approx(float(loss.exp()), rel=1e-5)
     assert found["tokens"] == len(wanted) == CHUNKS * 23 and found["chunks"] == CHUNKS and found["context"] == CHUNK
-    assert found["base"] is None and found["numerics"] == "exact" and found["text"] == "evaluate_text.txt"
+    assert found["base"] is None and found["text"] == "evaluate_text.txt"
+    assert (found["numerics"], found["cache"]) == ("exact", "f32")
     assert cli.main(evaluate(bundle)) == 0
     assert f"PPL = {found['ppl']['mean']:.4f} +/- {found['ppl']['error']:.5f}" in capsys.readouterr().out
 

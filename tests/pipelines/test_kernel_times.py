@@ -12,7 +12,13 @@ from castiron.pipelines.measuring.kernel_page import flame, page
 from castiron.pipelines.measuring.kernel_times import BAR, REST, WIDTH, bar, kernel_row, of_limit, peak_share, rest_ms, table
 from castiron.vmfb.profile import Dispatch, Profile
 
-LIMITS = {"read_gb_s": 10.0, "peak_gflop_s": 100.0, "peak_bytes_gop_s": 400.0}
+LIMITS = {
+    "read_gb_s": 10.0,
+    "peak_gflop_s": 100.0,
+    "peak_bytes_gop_s": 400.0,
+    "peak_pairs_gflop_s": 200.0,
+    "peak_matrix_gflop_s": 1600.0,
+}
 LONG = "gemv_q4_1_1536x576_rms9p99999975em06_silu_avx512_w2b2c4a16u4_and_much_more_that_makes_it_longer_than_a_line_is"
 
 
@@ -54,10 +60,18 @@ def test_a_share_is_of_what_holds_the_kernel_back_and_never_above_one(seconds, n
     assert of_limit(found) == words
 
 
-def test_a_kernel_of_bytes_has_the_limit_of_bytes():
-    name = "gemm_q4_1_128x960x576_bytes_avx512vnni_r6w2"
-    assert row(1e-3, 1_000, 200_000_000, name)["limit_share"] == pytest.approx(0.5)
-    assert "100 GFLOP/s (f32), 400 (bytes)" in "\n".join(table(CALL))
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("gemm_q4_1_128x960x576_bytes_avx512vnni_r6w2", 0.5),
+        ("gemm_bf16_128x960x576_pairs_avx512bf16_r8w2", 1.0),
+        ("gemm_bf16_128x960x576_matrix_silu_amx_r16h2", 0.125),
+        ("gemm_q4_1_128x960x576_pieces_amx_r16h2", 0.125),
+    ],
+)
+def test_a_kernel_of_rounded_x_has_the_limit_of_its_unit(name, share):
+    assert row(1e-3, 1_000, 200_000_000, name)["limit_share"] == pytest.approx(share)
+    assert "100 GFLOP/s (f32), 400 (bytes), 200 (bf16), 1600 (tiles)" in "\n".join(table(CALL))
 
 
 def test_the_calls_share_of_the_peak_is_that_of_all_its_arithmetic():

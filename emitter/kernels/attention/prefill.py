@@ -81,11 +81,12 @@ def attention_prefill(
         chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
         with b.loop(0, -(-items // workgroups)) as turn:
-            # Every second turn the other way round: the long ones of one turn get the short ones of the next.
-            back = b.sub(workgroups - 1, workgroup)
+            # Every second turn from its other end: who had a long tile gets a short one. Who has one more comes first.
+            low = b.mul(turn.index, workgroups)
+            count = b.min(b.sub(items, low), workgroups)
             odd = b.equal(b.rem(turn.index, 2), 1)
-            item = b.add(b.mul(turn.index, workgroups), b.choose(odd, back, workgroup))
-            with b.when(b.less(item, items)):
+            item = b.add(low, b.choose(odd, b.sub(b.sub(count, 1), workgroup), workgroup))
+            with b.when(b.less(workgroup, count)):
                 attend_item(work, item, *chunk, q, out, sinks)
 
     def attend_item(work: _Tile, item: Index, first: Index, real: Index, q: Ssa, out: Ssa, sinks: Ssa | None) -> None:
