@@ -178,12 +178,15 @@ def attention(
     softcap: float | None = None,
     cache: tuple[str, str] = ("k", "v"),
     sinks: Value | None = None,
+    bidirectional: bool = False,
 ) -> Value:
     """Append k, v [T, kv_heads, head_dim] to layer `layer` of the states `cache`, then causal grouped-query attention.
 
     q is [T, heads, head_dim]; a query at position p sees positions j with j <= p and, under a window, p - j < window.
     Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2, arXiv:2408.00118).
     sinks [heads] are scores of nothing: each is one more in the softmax of its head (gpt-oss, arXiv:2508.10925).
+    bidirectional: a query sees later tokens too, |p - j| < window; in functions that take a whole text (role encode), whose
+    states are rows of one layer that every layer writes anew.
     The states are positional, or rings of at least `window` positions. What is appended is rounded as the states
     store it (`emitter.caches`, of positional ones) before any query sees it; all else is f32. Returns [T, heads * head_dim].
     """
@@ -194,7 +197,9 @@ def attention(
     held = cache_of(k_cache.dtype)
     ok = q.type.rank == 3 and k.type == v.type and k.shape[:2] == (q.shape[0], kv_heads)
     ok = ok and held is not None and held.row(k.shape[2]) == tuple(row)
+    layer = 0 if bidirectional else layer
     ok = ok and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0 and 0 <= layer < layers // step.sequences
+    ok = ok and not (bidirectional and (step.role != "encode" or kind != "positional"))
     if not ok or kind not in ("positional", "window") or kind == "window" and (window or 0) > rows:
         raise fail("attention", f"operands do not fit the {kind} cache {k_cache.type} at layer {layer}", (q, k, v))
     operands = (q, k, v, k_cache, v_cache, step.start) + ((step.length,) if step.length is not None else ())
@@ -202,7 +207,7 @@ def attention(
         operands = (*operands, sinks)
     out = TensorType((q.shape[0], q.shape[1] * q.shape[2]), F32)
     attrs = {"layer": layer, "scale": scale, "window": window, "softcap": softcap, "mode": step.mode, "cache": kind}
-    attrs["sinks"] = sinks is not None
+    attrs |= {"sinks": sinks is not None, "bidirectional": bidirectional}
     result, *carried = append("attention", operands, (out, k_cache.type, v_cache.type), attrs)
     step.states.update(zip(cache, carried, strict=True))
     return result
@@ -224,7 +229,7 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (step.tokens.shape[0], *state.shape[1:]):
         raise fail("carry", f"needs the state {name!r} after each token, [T, ...]", (after, state))
-    last = state_rows.where_run(step.start, after, before) if step.mode == "batch" else _row(after, last_real(step))
+    last = state_rows.where_run(step.start, after, before) if step.mode == "batch" else last_row(step, after)
     step.states[name] = state_rows.with_layer(state, layer, last)
 
 
@@ -315,11 +320,16 @@ def _row(x: Value, row: Value) -> Value:
     return ops.dynamic_slice(x, (row, *rest), (1, *x.shape[1:]))
 
 
+def last_row(step: Step, x: Value) -> Value:
+    """The row of x [T, ...] of the step's last real token: [1, ...]."""
+    return _row(x, last_real(step))
+
+
 def wanted_rows(step: Step, x: Value) -> Value:
-    """The rows of x [T, hidden] whose results are wanted: every token's in verify, batch and embed, else the last real
-    one's."""
+    """The rows of x [T, hidden] whose results are wanted: every token's in verify, batch, embed and encode, else the last
+    real one's."""
     every = ROLES[step.role][1] or x.shape[0] == 1
-    return x if every else _row(x, last_real(step))
+    return x if every else last_row(step, x)
 
 
 def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:

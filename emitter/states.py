@@ -18,14 +18,15 @@ from castiron.emitter.types import F32, I32, DType, EmitError, TensorType
 #   recurrent   [layers, ...]: replaced at every token, zero before the first
 KINDS = ("positional", "window", "recurrent")
 
-# Of each role: the function's name, and whether it has one row of results or one a token. Embed gives hidden states, the
-# others logits.
+# Of each role: the function's name, and whether it has one row of results or one a token. Embed gives hidden states, encode
+# makes one vector of a text of them, the others give logits.
 ROLES: dict[str, tuple[str, bool]] = {
     "decode": ("decode_step", False),
     "prefill": ("prefill_{}", False),
     "verify": ("verify_{}", True),
     "batch": ("decode_batch_{}", True),
     "embed": ("embed_{}", True),
+    "encode": ("encode_{}", True),
 }
 
 
@@ -69,7 +70,7 @@ def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
 
 
 def function_name(role: str, width: int) -> str:
-    """`decode_step`, `prefill_T`, `verify_T`, `decode_batch_B` and `embed_T`."""
+    """`decode_step`, `prefill_T`, `verify_T`, `decode_batch_B`, `embed_T` and `encode_T`."""
     return ROLES[role][0].format(width)
 
 
@@ -78,7 +79,7 @@ def token_inputs(role: str, width: int) -> dict[str, TensorType]:
     scalar, several = TensorType((), I32), TensorType((width,), I32)
     return {
         "decode": {"token": scalar, "position": scalar},
-        **dict.fromkeys(("prefill", "embed"), {"tokens": several, "start": scalar, "length": scalar}),
+        **dict.fromkeys(("prefill", "embed", "encode"), {"tokens": several, "start": scalar, "length": scalar}),
         "verify": {"tokens": several, "start": scalar},
         "batch": {"tokens": several, "positions": several},
     }[role]

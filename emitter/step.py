@@ -136,8 +136,8 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """How its tokens stand in the states: that of its role, where embed is a prefill."""
-        return "prefill" if self.role == "embed" else self.role
+        """How its tokens stand in the states: that of its role, where embed and encode are prefills."""
+        return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property
     def sequences(self) -> int:

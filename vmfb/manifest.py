@@ -19,6 +19,7 @@ ROLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "verify": ("verify_{T}", ("{T}xi32", "i32"), ("{T}xi32", "{T}x{V}xf32")),
     "batch": ("decode_batch_{T}", ("{T}xi32", "{T}xi32"), ("{T}xi32", "{T}x{V}xf32")),
     "embed": ("embed_{T}", ("{T}xi32", "i32", "i32"), ("{T}x{H}xf32",)),
+    "encode": ("encode_{T}", ("{T}xi32", "i32", "i32"), ("{H}xf32",)),
 }
 MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",
@@ -35,7 +36,7 @@ class BundleError(Exception):
 @dataclass(frozen=True)
 class EntryPoint:
     """An exported function: its role, how many tokens one call takes, and its signature as MLIR spells the types: tokens and
-    positions, then the states; argmax and logits, or hidden states, then the states."""
+    positions, then the states; argmax and logits, hidden states or a text's vector, then the states."""
 
     role: str
     name: str
@@ -100,6 +101,26 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """What makes a bundle one that encodes texts: a vector of `Manifest.hidden` numbers for each.
+
+    pooling: mean, last or cls. dense: how many features each linear layer after it has. normalised: whether vectors have the
+    length 1. whole: a text is one call, because tokens see those after them, else it comes in several. prompts: what is put
+    before a text, by name; default_prompt: the one that is where none is named. max_tokens: of a text and its prompt,
+    special tokens among them; what is longer is cut. lower_case: texts are.
+    """
+
+    pooling: str
+    normalised: bool
+    whole: bool
+    max_tokens: int
+    dense: tuple[int, ...] = ()
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    lower_case: bool = False
+
+
+@dataclass(frozen=True)
 class File:
     """Size in bytes and sha256 in hex of one file."""
 
@@ -111,7 +132,7 @@ class File:
 class Manifest:
     """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, as it
     does `accuracy`, which is there where `numerics` are not exact and were compared. `hidden` is the length of a hidden state
-    where a function gives them, else 0. `codecs` counts the weights' tensors by codec. `files` is filled in by BundleWriter.
+    where a function gives them, of a vector where `encoder` says that texts become vectors, else 0. `codecs` counts the weights' tensors by codec. `files` is filled in by BundleWriter.
     """
 
     name: str
@@ -134,6 +155,7 @@ class Manifest:
     speed: Json | None = None
     files: dict[str, File] = field(default_factory=dict)
     hidden: int = 0
+    encoder: Encoder | None = None
     schema: int = SCHEMA
 
     @property
@@ -186,26 +208,40 @@ def parse(data: bytes, place: str) -> Manifest:
 
 def check(manifest: Manifest) -> None:
     """RecordError unless the manifest's parts agree with each other."""
-    least = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed")))}
+    least = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed") or manifest.encoder))}
     for name, smallest in least.items():
         if (value := getattr(manifest, name)) < smallest:
             raise RecordError(f"{name} is {value}, not a positive number")
     _check_states(manifest)
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
-    if bad := [w for w in widths["prefill"] + widths["verify"] + widths["embed"] if not 2 <= w <= manifest.context]:
-        raise RecordError(f"a prefill, verify or embed function takes {bad[0]} tokens where the context is {manifest.context}")
+    several = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
+    if bad := [w for w in several if not 2 <= w <= manifest.context]:
+        raise RecordError(f"a prefill, verify, embed or encode function takes {bad[0]} tokens where the context is {manifest.context}")
     known = entry_points(manifest.states, manifest.vocab, widths, manifest.hidden)
     twice = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
-    if manifest.functions != known or twice or widths["decode"] != [1]:
+    kinds = {"encode"} if manifest.encoder else set(ROLES) - {"encode"}
+    needed = bool(widths["encode"]) if manifest.encoder else widths["decode"] == [1]
+    alien = any(found and role not in kinds for role, found in widths.items())
+    if manifest.functions != known or twice or alien or not needed:
         raise RecordError("functions are not those of a castiron module with this vocabulary and these states")
     for name, file in manifest.files.items():
         if name not in FILES:
             raise RecordError(f"files.{name} is not a file that this version knows")
         if file.size < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
             raise RecordError(f"files.{name} has no proper size and sha256")
+    if manifest.encoder:
+        _check_encoder(manifest, manifest.encoder)
     tokens = (manifest.tokens.bos, *manifest.tokens.eos)
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
         raise RecordError(f"tokens names {bad[0]}, outside the vocabulary of {manifest.vocab}")
+
+
+def _check_encoder(manifest: Manifest, encoder: Encoder) -> None:
+    if encoder.default_prompt is not None and encoder.default_prompt not in encoder.prompts:
+        raise RecordError(f"encoder.default_prompt is {encoder.default_prompt!r}, which encoder.prompts has not")
+    most = max(manifest.widths("encode")) if encoder.whole else manifest.context
+    if not 1 <= encoder.max_tokens <= most:
+        raise RecordError(f"encoder.max_tokens is {encoder.max_tokens}, and its functions take {most}")
 
 
 def _check_states(manifest: Manifest) -> None:

@@ -90,7 +90,7 @@ def dispatches(
 
 def _command(model: Path, weights: Path, function: EntryPoint, position: int, threads: int, repeats: int) -> list[str]:
     # Tokens, positions, and a chunk's length; the states are zeros.
-    values = ["0", str(position), *[str(function.width)] * (function.role in ("prefill", "embed"))]
+    values = ["0", str(position), *[str(function.width)] * (function.role in ("prefill", "embed", "encode"))]
     values += ["0"] * (len(function.inputs) - len(values))
     inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, values, strict=True)]
     devices = ("--device=local-sync",) if threads == 1 else ("--device=local-task", *task_flags(threads))

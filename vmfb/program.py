@@ -211,6 +211,10 @@ class Call:
         """Result `index`, f32; a copy."""
         return self._result(index, _F32).copy()
 
+    def vector(self) -> np.ndarray:
+        """Result 0, f32 `[features]`; a copy."""
+        return self._result(0, _F32).copy()
+
     def rows(self, count: int) -> np.ndarray:
         """The first `count` rows of result 0, f32 `[rows, hidden]`; a copy."""
         return self._result(0, _F32)[:count].copy()

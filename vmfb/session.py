@@ -33,10 +33,12 @@ class Session:
         already.
 
         `states`: buffers of one sequence to use, zero so far, instead of buffers of its own. SessionError for threads less
-        than one.
+        than one, and for a bundle that encodes texts.
         """
         self.program = program = source if isinstance(source, Program) else Program(source, threads)
         self.manifest = manifest = program.manifest
+        if manifest.encoder:
+            raise SessionError(f"{manifest.name} encodes texts and generates none: castiron embed gives their vectors")
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
         self._position = 0
         states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))

@@ -105,7 +105,8 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
     (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], cache_of(k_cache.dtype)
     assert cache is not None, "the verifier knows every cache"
-    scores = Scores(op.attrs["scale"], op.attrs["window"], op.attrs["softcap"], op.attrs["sinks"])
+    attrs = op.attrs
+    scores = Scores(attrs["scale"], attrs["window"], attrs["softcap"], attrs["sinks"], attrs["bidirectional"])
     sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}

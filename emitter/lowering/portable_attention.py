@@ -70,7 +70,10 @@ def _over_positions(
         k, v = (_kept(new, cache, layer, start, length) for new, cache in ((k, k_cache), (v, v_cache)))
     k_cache, v_cache = _with_layer(k_cache, layer, k, start), _with_layer(v_cache, layer, v, start)
     shape = (tokens, context)
-    seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
+    if op.attrs["bidirectional"] and length is not None:
+        seen = _seen_both_ways(start, length, shape, op.attrs["window"])
+    else:
+        seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
     held_k, held_v = (_widened(_of_layer(cache, layer)) for cache in (k_cache, v_cache))
     return _attend(op, sinks, q, held_k, held_v, seen), k_cache, v_cache
 
@@ -171,6 +174,19 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
         return seen
     near = ops.compare("LT", ops.subtract(position, other), ops.constant(window, I32, other.shape))
     return ops.and_(seen, near)
+
+
+def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
+    """[T, n] i1: is position n of a text and less than `window` from each token; padding sees what the last token does."""
+    last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
+    position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)
+    seen = ops.compare("LE", other, ops.broadcast_in_dim(last, shape, ()))
+    if window is None:
+        return seen
+    reach = ops.constant(window, I32, shape)
+    for one, two in ((position, other), (other, position)):
+        seen = ops.and_(seen, ops.compare("LT", ops.subtract(one, two), reach))
+    return seen
 
 
 def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:

@@ -14,7 +14,9 @@ from castiron.emitter import ops
 from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import Noted
-from castiron.emitter.states import ROLES, kv_cache, stored_as
+from castiron.emitter.models.decoder import DecoderConfig
+from castiron.emitter.pooling import Pooling
+from castiron.emitter.states import ROLES, State, kv_cache, stored_as
 from castiron.emitter.step import ModelModule, Step
 from castiron.emitter.types import EmitError
 
@@ -80,6 +82,7 @@ def build(
     batches: Sequence[int] = (),
     embeds: Sequence[int] = (),
     cache: str = "f32",
+    pooling: Pooling | None = None,
 ) -> ModelModule:
     """The layer-operation module of a model, over states that are the family's `states(config, context)`, or where it has
     none a KV cache.
@@ -91,9 +94,13 @@ def build(
     alone, and its results mean nothing. embed_T(tokens, start, length, *states) for each T of `embeds`: a chunk's hidden
     states after the last norm, [T, hidden], and no logits.
 
+    With `pooling` the model encodes texts and has nothing but encode_T(tokens, start, length, *states) for each T of `embeds`:
+    the vector [features] of the text up to here, or of the whole text, from position 0 on, of a model that attends both ways.
+
     config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are. cache: how
     positional states are stored, a key of `caches.CACHES`.
-    Raises EmitError for a config or a cache that is not understood and for a context past the model's limit.
+    Raises EmitError for a config or a cache that is not understood, for a context past the model's limit, and for a model that
+    attends both ways without `pooling`.
     """
     model = family(config)
     c = model.Config.read(config)
@@ -102,21 +109,51 @@ def build(
         why = ", past which its rotary scaling would change the frequencies of every token" if cut else ""
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
-    states = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
+    if c.bidirectional and pooling is None:
+        raise EmitError(
+            "this model attends to later tokens too, so it encodes texts and generates none, and nothing says how its states "
+            "become a vector: give the directory with its modules.json"
+        )
     # Of a kind that no layer is of there is no state.
-    states = stored_as([state for state in states if state.shape[0]], cache)
+    states = stored_as([state for state in _states(model, c, context, pooling) if state.shape[0]], cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
+    if pooling is not None:
+        widths_of = {"encode": embeds}
     for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
         with module.step(role, width, states, context) as step:
-            _finish(step, model.forward(step, c))
+            logits = model.forward(step, c)
+            if pooling is not None:
+                _carry_on({"embedding": pooling.pool(step, _hidden(step), not c.bidirectional)}, step)
+            else:
+                _finish(step, logits)
+    if pooling is not None:
+        _forget_head(module)
     return module
+
+
+def _forget_head(module: ModelModule) -> None:
+    """Leaves out the weights that no function reads: encoders have no head, and many have none in their files."""
+    read = [op.attrs["weight"] for f in module.functions.values() for op in f.ops if op.kind == "weight"]
+    names = {weight.name for weight in read} | {name for weight in read for name, _ in weight.tensors}
+    module.weights = {name: weight for name, weight in module.weights.items() if name in names}
+
+
+def _states(model: ModuleType, c: DecoderConfig, context: int, pooling: Pooling | None) -> list[State]:
+    """Those of the family; a text that comes at once needs the rows of one layer alone, which the next writes over."""
+    if c.bidirectional:
+        return [*kv_cache(1, context, c.kv_heads, c.head_dim)]
+    own = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
+    return [*own, *(pooling.states(c.hidden) if pooling else ())]
 
 
 def _finish(step: Step, logits: Value) -> None:
     """Return argmax and logits, of one row or of each, or hidden states, and the states, which live on in the buffers they
     came in."""
+    _carry_on({"hidden": _hidden(step)} if step.role == "embed" else _chosen(step, logits), step)
+
+
+def _carry_on(results: dict[str, Value], step: Step) -> None:
     function = current_function()
-    results = {"hidden": _hidden(step)} if step.role == "embed" else _chosen(step, logits)
     inputs = {v.name: v for v in function.inputs}
     storage = {i: inputs[name] for i, name in enumerate(step.states, len(results))}
     function.returns(storage, **results, **step.states)

@@ -17,6 +17,7 @@ class DecoderConfig:
     """What every family has; its `Config` adds what is its own. `ConfigReader.decoder` reads these fields.
 
     eps: of the norms. hidden_act: one of `layers.ACTIVATIONS`. tied: whether the head is the embedding's weight.
+    bidirectional: whether attention sees later tokens too, so that the model encodes whole texts and generates none.
     """
 
     vocab: int
@@ -30,6 +31,7 @@ class DecoderConfig:
     hidden_act: str
     tied: bool
     rotary: Rotary
+    bidirectional: bool = False
 
     @property
     def max_positions(self) -> int:

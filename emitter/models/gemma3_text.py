@@ -1,4 +1,7 @@
-"""Gemma 3 text (arXiv:2503.19786) as in HF `Gemma3ForCausalLM`: two rotary bases, norms on q and k, most layers slide."""
+"""Gemma 3 text (arXiv:2503.19786) as in HF `Gemma3ForCausalLM`: two rotary bases, norms on q and k, most layers slide.
+
+EmbeddingGemma (arXiv:2509.20354) is the same with attention both ways.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,15 @@ class Config(DecoderConfig):
     def read(cls, config: dict) -> Config:
         """From a `config.json`; raises EmitError for anything that is not understood."""
         c = ConfigReader(config)
-        c.require("use_bidirectional_attention", False)
         layers, head_dim = c.take("num_hidden_layers"), c.take("head_dim", 256)
         # HF reads it and leaves it out of its attention.
         c.require("attn_logit_softcapping")
         pattern = c.take("sliding_window_pattern", c.take("_sliding_window_pattern", 6))
         thetas = c.number("rope_theta", 1000000.0), c.number("rope_local_base_freq", 10000.0)
+        bidirectional, window = c.flag("use_bidirectional_attention", False), c.nullable("sliding_window", 4096)
+        if bidirectional and window is not None:
+            # HF's config counts both sides, its mask one.
+            window = window // 2 + 1
         full, sliding = c.rotaries(head_dim, c.take("max_position_embeddings", 131072), *thetas)
         read = cls(
             **c.decoder(
@@ -49,9 +55,10 @@ class Config(DecoderConfig):
             ),
             attention_bias=c.flag("attention_bias", False),
             query_pre_attn_scalar=c.number("query_pre_attn_scalar", 256),
-            windows=c.windows(layers, c.nullable("sliding_window", 4096), lambda layer: (layer + 1) % pattern != 0),
+            windows=c.windows(layers, window, lambda layer: (layer + 1) % pattern != 0),
             final_logit_softcapping=c.nullable("final_logit_softcapping", None, (int, float)),
             sliding_rotary=sliding,
+            bidirectional=bidirectional,
         )
         c.finish()
         return read
@@ -72,7 +79,8 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
     q, k = norm(step, q, "q_norm", c.eps), norm(step, k, "k_norm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, c.query_pre_attn_scalar**-0.5, c.windows[layer])
+    scale, window = c.query_pre_attn_scalar**-0.5, c.windows[layer]
+    out = attention(step, layer, q, k, v, scale, window, bidirectional=c.bidirectional)
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 

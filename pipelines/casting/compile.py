@@ -32,6 +32,7 @@ from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints.checkpoint import Encoding
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.places import model_name
@@ -40,13 +41,15 @@ from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.manifest import Accuracy, BundleError, EntryPoint, Manifest, Tokens, Versions
+from castiron.vmfb.manifest import Accuracy, BundleError, Encoder, EntryPoint, Manifest, Tokens, Versions
 from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, missing_features, resolve
 from castiron.vmfb.weights import write_irpa
 
 # Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
 PREFILL_WIDTHS = (8, 32, 128)
+# And a call that encodes a part of a text; of a model that takes a text whole, a call of less than the longest.
+ENCODE_WIDTHS, WHOLE_WIDTHS = (32, 128), (32, 128, 512, 2048)
 _EVEN: Mapping[str, np.ndarray] = MappingProxyType({})
 DEFAULT_CONTEXT = 8192
 # For a machine other than this one.
@@ -67,7 +70,7 @@ class Options:
     counts when it is quantised. cache: how states that have a row for every position are stored, "f32", "f16" or "q8_0";
     other states are f32. lowering: "kernels" or "portable". batch: numbers of sequences that are decoded at once. speculate:
     numbers of proposed tokens that are checked at once. embed: widths of the functions that give hidden states, for
-    embeddings of texts. threads: how many will run the bundle, by which kernels share out their work; None takes one a
+    embeddings of texts; of a model that is there for those, which has no others, widths of the functions that encode. threads: how many will run the bundle, by which kernels share out their work; None takes one a
     physical core. tuned: what `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of
     the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for iree-compile after castiron's
     own, each one word.
@@ -130,6 +133,33 @@ def context_of(config: dict, asked: int | None) -> int:
     return asked if asked is not None else min(family(config).Config.read(config).max_positions, DEFAULT_CONTEXT)
 
 
+@dataclass(frozen=True)
+class EncoderSizes:
+    """context: positions of the states. widths: of the encode functions. most: tokens of a text. whole: in one call."""
+
+    context: int
+    widths: tuple[int, ...]
+    most: int
+    whole: bool
+
+
+def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
+    """What an encoder is compiled for, None for a model that generates; EmitError for widths of which none is usable."""
+    if checkpoint.encoding is None:
+        return None
+    c, context = family(checkpoint.config).Config.read(checkpoint.config), context_of(checkpoint.config, options.context)
+    most = min(context, checkpoint.encoding.max_tokens or context)
+    if c.bidirectional:
+        widths = tuple(sorted({most, *(w for w in options.embed or WHOLE_WIDTHS if w < most)}))
+        return EncoderSizes(context, widths, most, True)
+    widths = tuple(width for width in options.embed or ENCODE_WIDTHS if width <= context) or (context,)
+    # Padding of the last call takes rows too.
+    whole = -(-most // max(widths)) * max(widths)
+    if whole > c.max_positions:
+        whole = c.max_positions // max(widths) * max(widths)
+    return EncoderSizes(whole, widths, min(most, whole), False)
+
+
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
     """The checkpoint of `model` as these options change it: without the keys that they ignore, with their adapter merged."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
@@ -140,6 +170,8 @@ def importance_of(checkpoint: Checkpoint, options: Options, progress: Progress) 
     """How much the columns of each weight count by the options' text (`calibrate.importance_of`); nothing without one."""
     if not options.calibrate:
         return _EVEN
+    if checkpoint.encoding:
+        raise CheckpointError(f"{checkpoint.path} encodes texts, and castiron calibrates models that generate: leave --calibrate out")
     identity = [checkpoint_sha256(checkpoint.path)] + ([adapter_sha256(Path(options.adapter))] if options.adapter else [])
     told = lambda context, width: Options(context=context, batch=(), speculate=(), embed=(width,))
     run = calibrate.Run(
@@ -163,7 +195,12 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     verify = [width for width in options.speculate if width <= context]
     embed = [width for width in options.embed if width <= context]
     codec = lambda name: codecs.get(name, "f32")
-    module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed, options.cache)
+    if sizes := encoder_sizes(checkpoint, options):
+        pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
+        config = checkpoint.config
+        module = build(config, codec, sizes.context, (), embeds=sizes.widths, cache=options.cache, pooling=pooling)
+    else:
+        module = build(checkpoint.config, codec, context, widths, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:
@@ -272,7 +309,8 @@ def compile_model(
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
         facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
-        context = context_of(checkpoint.config, options.context)
+        sizes = encoder_sizes(checkpoint, options)
+        context = sizes.context if sizes else context_of(checkpoint.config, options.context)
         facts["work"] = {name: work_of(function, context) for name, function in module.functions.items()}
         products = products_of(module)
         facts["threads"], facts["products"] = options.threads_or_cores, [product.name for product in products]
@@ -280,7 +318,7 @@ def compile_model(
         facts["arithmetic"] = arithmetic_of(products, target)
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         manifest, hashes = _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights}
-        if evaluate and options.numerics != "exact" and not missing_features(target):
+        if evaluate and options.numerics != "exact" and not manifest.encoder and not missing_features(target):
             with stage("evaluate"):
                 accuracy = evaluate(writer.staged(manifest, hashes), lambda done, total: told("evaluate", done / total))
             manifest = replace(manifest, accuracy=accuracy)
@@ -348,8 +386,7 @@ def entry_point(function: Function) -> EntryPoint:
 
 
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
-    decode = module.functions["decode_step"]
-    vocab = decode.outputs[1].type.shape[0]
+    first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     source = {
         "model": str(model), "path": os.path.abspath(checkpoint.path), "format": checkpoint.format,
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
@@ -363,12 +400,13 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         source["calibrated"] = {"path": os.path.abspath(text), "sha256": calibrate.text_sha256(text)}
     return Manifest(
         name=model_name(checkpoint.path),
-        config=checkpoint.config,
-        vocab=vocab,
-        context=context_of(checkpoint.config, options.context),
-        states=tuple(State(s.name, s.shape, s.dtype.name, s.kind) for s in decode.states),
+        config=config,
+        vocab=family(config).Config.read(config).vocab,
+        context=sizes.context if sizes else context_of(config, options.context),
+        states=tuple(State(s.name, s.shape, s.dtype.name, s.kind) for s in first.states),
         functions=tuple(entry_point(function) for function in module.functions.values()),
-        hidden=next((f.outputs[0].type.shape[1] for f in module.functions.values() if f.role == "embed"), 0),
+        hidden=next((f.outputs[0].type.shape[-1] for f in module.functions.values() if f.role in ("embed", "encode")), 0),
+        encoder=_encoder(checkpoint.encoding, sizes) if checkpoint.encoding and sizes else None,
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,
@@ -380,6 +418,14 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         source=source,
         compile=facts,
     )
+
+
+def _encoder(encoding: Encoding, sizes: EncoderSizes) -> Encoder:
+    pooling = encoding.pooling
+    return Encoder(
+        pooling.mode, pooling.normalised, sizes.whole, sizes.most, tuple(dense.features for dense in pooling.dense),
+        dict(encoding.prompts), encoding.default_prompt, encoding.lower_case,
+    )  # fmt: skip
 
 
 def existing(out: Path) -> Bundle | None:
@@ -407,8 +453,10 @@ def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
     """What a bundle depends on besides its tiles: the checkpoint's files, the options, the target, the compiler and
     castiron itself."""
     path = checkpoint.path.resolve()
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-    stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    # What an encoder has after pooling lies in folders of its own.
+    own = [*path.iterdir(), *(path.glob("*/*") if checkpoint.encoding else ())] if path.is_dir() else [path]
+    files = sorted(p for p in own if p.is_file())
+    stamps = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     told = asdict(options) | {"threads": options.threads_or_cores}
     # Whether there were tuned tiles to use is seen from those that were.
     del told["tuned"]

@@ -22,7 +22,7 @@ _EXTENTS = (
     "num_key_value_heads", "head_dim", "n_embd", "n_head", "n_inner", "n_positions",
 )  # fmt: skip
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def refuse_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -63,9 +63,9 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
     for name in tensors:
         if name in required or any(pattern.fullmatch(name) for pattern in IGNORABLE):
             continue
-        if name == _HEAD and _EMBEDDING in required and _EMBEDDING in tensors:
-            if not _equal(tensors[_HEAD], tensors[_EMBEDDING]):
-                violations.append(f"{_HEAD} differs from {_EMBEDDING}, to which the config ties it")
+        if name == HEAD and _EMBEDDING in required and _EMBEDDING in tensors:
+            if not _equal(tensors[HEAD], tensors[_EMBEDDING]):
+                violations.append(f"{HEAD} differs from {_EMBEDDING}, to which the config ties it")
             continue
         violations.append(f"{name} {_shape(tensors[name].shape)} is left over")
     return violations

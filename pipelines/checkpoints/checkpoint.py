@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.codecs import dequantise
+from castiron.emitter.pooling import Pooling
 from castiron.pipelines.errors import CheckpointError as CheckpointError
 
 
@@ -38,6 +39,20 @@ class Tensor:
         return dequantise(self.codec, self.data)
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How texts become vectors. prompts: what is put before a text, by name; default_prompt: the one that is where none is
+    named. max_tokens: of a text, None for as many as the model takes. lower_case: texts are. tensors: of the layers after
+    pooling, by name."""
+
+    pooling: Pooling
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    max_tokens: int | None = None
+    lower_case: bool = False
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 @dataclass
 class Checkpoint:
     """A model as its makers gave it out.
@@ -45,7 +60,7 @@ class Checkpoint:
     format is "gguf" or "hf"; config has config.json's form with HF's key names, `model_type` among them; tensors
     are under HF's names; tokenizer is the content of tokenizer.json, or None. That its post-processor adds the
     BOS token is the only trace of a tokenizer's `add_bos_token`. left_out counts the tensors of parts that are no text's, by
-    what their names begin with.
+    what their names begin with. encoding: how its texts become vectors, of a model that is there for that.
     """
 
     path: Path
@@ -58,6 +73,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)
+    encoding: Encoding | None = None
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:

@@ -1,13 +1,14 @@
 """A directory as `save_pretrained` writes it: config.json, safetensors, and what there is of a tokenizer."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from castiron.pipelines.checkpoints.audit import IGNORABLE, refuse_impossible_sizes
+from castiron.pipelines.checkpoints.audit import HEAD, IGNORABLE, refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.hf_layouts import BYTES, laid_out
+from castiron.pipelines.checkpoints.json_files import json_object
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
+from castiron.pipelines.checkpoints.sentence_files import base_names, read_encoding
 from castiron.pipelines.checkpoints.text_part import text_config, text_tensors
 
 CONFIG = "config.json"
@@ -28,12 +29,17 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
     generation = json_object(path / "generation_config.json") or {}
-    tensors, left_out = text_tensors(config["model_type"], _tensors(path))
+    tensors, left_out = text_tensors(config["model_type"], base_names(_tensors(path)))
+    encoding = read_encoding(path)
+    if encoding and tensors.pop(HEAD, None):
+        left_out |= {"lm_head": 1}
     refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     tensors = laid_out(config["model_type"], tensors)
     for tensor in tensors.values():
         if tensor.codec == BYTES:
             raise _unknown_dtype(path, tensor.name, BYTES)
+    if encoding:
+        tensors |= encoding.tensors
     return Checkpoint(
         path=path,
         format="hf",
@@ -45,22 +51,8 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
         eos_token_ids=_eos_ids(path, generation, whole, config),
         generation_config=generation,
         left_out=left_out,
+        encoding=encoding,
     )
-
-
-def json_object(path: Path) -> dict | None:
-    """The object in a file of JSON, None where there is no such file; CheckpointError for anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise CheckpointError(f"{path} is not JSON: fetch it again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object: fetch it again")
-    return content
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:

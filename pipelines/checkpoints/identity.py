@@ -5,16 +5,18 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, shards_of
+from castiron.pipelines.checkpoints.sentence_files import MODULES
 from castiron.vmfb.archive import Part
 
 
 def checkpoint_sha256(path: Path) -> str:
     """In hex: of a GGUF file that of its bytes; of an HF directory one over the names and hashes of config.json and of the
-    safetensors files, which decide every logit. CheckpointError for one that cannot be read."""
+    safetensors files, which decide every logit, and of an encoder over those of the layers after pooling. CheckpointError for one that cannot be read."""
     try:
         if path.is_file():
             return Part.of(path).sha256()
-        names = sorted([CONFIG, *shards_of(path)])
+        beside = (file.relative_to(path) for file in path.glob("*_Dense/*") if (path / MODULES).exists())
+        names = sorted([CONFIG, *shards_of(path), *map(str, beside)])
         lines = [f"{name} {Part.of(path / name).sha256()}\n" for name in names]
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None

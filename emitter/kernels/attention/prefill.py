@@ -1,4 +1,4 @@
-"""Causal attention of a chunk of tokens over the cache, in tiles whose products run in registers.
+"""Attention of a chunk of tokens over the cache, causal or of a whole text both ways, in tiles whose products run in registers.
 
 Flash attention's recurrence (Dao et al. 2022). A tile is a set of columns, each a (token, query head) pair of one kv head's
 group, against a block of keys. Scores are computed transposed, [key, column], with a column in each lane: the softmax then
@@ -61,7 +61,7 @@ def attention_prefill(
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees
-    positions max(0, start + t - window + 1) .. start + t. Rows are widened from how `cache` stores them; everything else is
+    positions max(0, start + t - window + 1) .. start + t, or both ways all that are real and less than window from it. Rows are widened from how `cache` stores them; everything else is
     f32. `threads` are expected to run it.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
@@ -95,7 +95,8 @@ def attention_prefill(
         tile = b.sub(items // kv_heads - 1, b.div(item, kv_heads))
         work.begin(b.mul(tile, shape.columns), b.rem(item, kv_heads), q, out, first, real, sinks)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
-        end = b.add(first, b.min(b.add(last_token, 1), real))
+        ahead = 1 if not scores.bidirectional else T if window is None else window
+        end = b.add(first, b.min(b.add(last_token, ahead), real))
         low: Index = 0
         if window is not None:
             low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
@@ -116,7 +117,8 @@ def attention_prefill(
         return {"out": out}
 
     def pairs(start: int) -> int:
-        return sum(min(start + t + 1, window or context) for t in range(T))
+        ahead = lambda t: min(T - 1 - t, (window or T) - 1) if scores.bidirectional else 0
+        return sum(min(start + t + 1, window or context) + ahead(t) for t in range(T))
 
     return write_kernel(
         name + f"_g{workgroups}" + f"_{cache.name}" * (cache is not EXACT),
@@ -261,7 +263,13 @@ class _Tile:
             limit = b.vload(self.limits, shape.width, c)
             for i in range(shape.rows):
                 position = b.broadcast(b.to_i32(b.add(first, i)), shape.width)
-                seen = b.compare("sle", position, limit)
+                if self.how.bidirectional:
+                    seen = b.compare("sle", position, b.broadcast(b.to_i32(last), shape.width))
+                    if self.how.window is not None:
+                        reach = b.binary("addi", limit, b.isplat(self.how.window, shape.width))
+                        seen = b.both(seen, b.compare("slt", position, reach))
+                else:
+                    seen = b.compare("sle", position, limit)
                 if self.how.window is not None:
                     near = b.binary("addi", position, b.isplat(self.how.window, shape.width))
                     seen = b.both(seen, b.compare("sgt", near, limit))

@@ -17,6 +17,8 @@ NEVER = -1.0e30  # stands for no score: no real one falls below it, and differen
 class Scores:
     """(q . k) * scale, then softcap * tanh(score / softcap) (Gemma 2), of keys less than `window` positions back.
 
+    bidirectional: and of keys less than `window` positions ahead, or of all of the text.
+
     sinks: each head has one score more, of nothing (gpt-oss): an operand `sinks` f32 [heads] of the kernels.
     """
 
@@ -24,14 +26,14 @@ class Scores:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    bidirectional: bool = False
 
     @property
     def suffix(self) -> str:
         """The part of a kernel's name that these make."""
         parts = {"s": self.scale, "w": self.window, "cap": self.softcap}
-        return (
-            "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None) + "_sinks" * self.sinks
-        )
+        flags = "_sinks" * self.sinks + "_both" * self.bidirectional
+        return "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None) + flags
 
     def operands(self, heads: int) -> dict[str, TensorType]:
         """What the scores take besides queries and keys."""
@@ -53,14 +55,17 @@ def attend(
     how: Scores,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Causal attention in float64: q [T, heads, head_dim] at `positions` over k and v [context, kv_heads, head_dim], and
-    over sinks [heads]."""
+    """Attention in float64: q [T, heads, head_dim] at `positions` over k and v [context, kv_heads, head_dim], and over sinks
+    [heads]; causal, or both ways where the last position is a text's end."""
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]
     out = np.zeros(q.shape)
     for t, position in enumerate(positions):
         low = 0 if how.window is None else max(0, position - how.window + 1)
-        rows = slice(low, position + 1)
+        high = position + 1
+        if how.bidirectional:
+            high = positions[-1] + 1 if how.window is None else min(positions[-1] + 1, position + how.window)
+        rows = slice(low, high)
         queries = q[t].reshape(k.shape[1], group, -1)
         scores = np.einsum("hgd,shd->hgs", queries, k[rows].astype(np.float64)) * how.scale
         if how.softcap:

@@ -1,0 +1,84 @@
+"""Small random encoders of texts, as sentence-transformers saves them, and what torch says of a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModel
+
+from castiron.reference import tiny
+from tests.pipelines import served
+
+PROMPTS = {"query": "Instruct: find it\nQuery: ", "document": ""}
+_KEYS = {"lasttoken": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
+
+
+def write(
+    family: str, directory: Path, *, pooling: str, dense: tuple[int, ...] = (), longest: int | None = None, bare: bool = True,
+    **config,
+) -> Path:  # fmt: skip
+    """Writes an encoder; `dense` layers after pooling, texts of at most `longest` tokens. bare: without the head and without
+    the names that stand around it."""
+    place = tiny.tiny_model(family, directory, **config)
+    if bare:
+        AutoModel.from_pretrained(place).save_pretrained(place)
+        assert not any(name.startswith("model.") for name in load_file(place / "model.safetensors"))
+    words = served.tokenizer()
+    # The first and the last token of every text, as in EmbeddingGemma.
+    words.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    words.save(str(place / "tokenizer.json"))
+    hidden = json.loads((place / "config.json").read_text())["hidden_size"]
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *((f"{i + 2}_Dense", "Dense") for i in range(len(dense)))]
+    modules = [*kinds, (f"{len(kinds)}_Normalize", "Normalize")]
+    _save(place / "modules.json", [_module(i, *module) for i, module in enumerate(modules)])
+    _save(place / "1_Pooling/config.json", {"word_embedding_dimension": hidden, _KEYS[pooling]: True, "include_prompt": True})
+    _save(place / "config_sentence_transformers.json", {"prompts": PROMPTS, "default_prompt_name": None})
+    if longest:
+        _save(place / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
+    generator = torch.Generator().manual_seed(1)
+    for i, (inner, outer) in enumerate(zip((hidden, *dense), dense)):
+        biased = bool(i % 2)
+        described = {"in_features": inner, "out_features": outer, "bias": biased}
+        activation = "torch.nn.modules.activation.Tanh" if biased else "torch.nn.modules.linear.Identity"
+        _save(place / f"{i + 2}_Dense/config.json", {**described, "activation_function": activation})
+        tensors = {"linear.weight": torch.randn(outer, inner, generator=generator) / inner**0.5}
+        if biased:
+            tensors["linear.bias"] = torch.randn(outer, generator=generator)
+        save_file(tensors, place / f"{i + 2}_Dense/model.safetensors")
+    return place
+
+
+def _module(index: int, path: str, kind: str) -> dict:
+    return {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+
+
+def _save(path: Path, value: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+class Oracle:
+    """The vectors of the encoder in a directory, by transformers and torch."""
+
+    def __init__(self, place: Path):
+        self.model = AutoModel.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
+        config = json.loads((place / "1_Pooling/config.json").read_text())
+        self.pooling = next(name for name, key in _KEYS.items() if config.get(key))
+        self.dense = []
+        for folder in sorted(place.glob("*_Dense")):
+            activation = json.loads((folder / "config.json").read_text())["activation_function"]
+            self.dense.append((load_file(folder / "model.safetensors"), activation.endswith("Tanh")))
+
+    def vector(self, tokens: list[int]) -> np.ndarray:
+        with torch.inference_mode():
+            states = self.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+            found = {"lasttoken": states[-1], "cls": states[0], "mean": states.mean(0)}[self.pooling]
+            for tensors, tanh in self.dense:
+                found = torch.nn.functional.linear(found, tensors["linear.weight"], tensors.get("linear.bias"))
+                found = found.tanh() if tanh else found
+            return torch.nn.functional.normalize(found, dim=0).numpy()
