@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import activation, carry, last_row, linear, recurrent
 from castiron.emitter.states import State
 from castiron.emitter.step import Step
-from castiron.emitter.types import F32, I32, EmitError
+from castiron.emitter.types import F32, EmitError
 
 # The sum of the states so far, of a text that is taken in several calls.
 SUM = "sum"
@@ -20,7 +21,7 @@ LEAST_LENGTH = 1e-12
 _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "identity": lambda x: x,
     "tanh": ops.tanh,
-    **{name: lambda x, name=name: activation(x, name) for name in ("relu", "gelu", "silu")},
+    **{name: partial(activation, kind=name) for name in ("relu", "gelu", "silu")},
 }
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
@@ -37,12 +38,13 @@ class Dense:
 
 
 def _mean(step: Step, x: Value, chunks: bool) -> Value:
-    real = ops.compare("LT", ops.iota(x.shape[:1], 0), ops.broadcast_in_dim(step.length, x.shape[:1], ()))
+    count = step.length
+    assert count is not None, "a text has a length"
+    real = ops.compare("LT", ops.iota(x.shape[:1], 0), ops.broadcast_in_dim(count, x.shape[:1], ()))
     total = ops.reduce("add", ops.select(ops.broadcast_in_dim(real, x.shape, (0,)), x, ops.constant(0.0, F32, x.shape)), (0,))
     total = ops.reshape(total, (1, x.shape[1]))
-    count = step.length
     if chunks:
-        total, count = ops.add(total, recurrent(step, SUM, 0)), ops.add(step.start, step.length)
+        total, count = ops.add(total, recurrent(step, SUM, 0)), ops.add(step.start, count)
         carry(step, SUM, 0, ops.broadcast_in_dim(total, x.shape, (0, 1)))
     return ops.divide(total, ops.broadcast_in_dim(ops.convert(count, F32), total.shape, ()))
 

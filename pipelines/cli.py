@@ -21,6 +21,7 @@ COMMANDS = {
     "tune": "find better tiles for a model's kernels on this machine",
     "run": "generate text from a bundle or a model",
     "chat": "talk with a bundle or a model",
+    "embed": "give the vectors of texts, from a model that encodes them",
     "serve": "serve a bundle or a model over HTTP with OpenAI's API",
     "pack": "write a bundle as one file",
     "quantise": "write a checkpoint with quantised weights as a GGUF file",
@@ -38,7 +39,7 @@ COMMANDS = {
 }
 EPILOG = """\
 MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a file.
-run, chat and serve take either: a MODEL is cast when it is first named, and kept in the cache.
+run, chat, embed and serve take either: a MODEL is cast when it is first named, and kept in the cache.
 
 examples:
   castiron compile smollm2-135m-instruct -o build/smollm2-135m-instruct

@@ -14,6 +14,7 @@ import numpy as np
 
 from castiron.pipelines.casting.cast import cast as bundle_of
 from castiron.pipelines.casting.cast import is_bundle, options_of
+from castiron.pipelines.embedding import Embedder, cut_to
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.many import Result, results
 from castiron.pipelines.generation.positions import USUAL_TOKENS, stand
@@ -104,10 +105,18 @@ class Model:
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
         """`threads` default to the physical cores."""
         self.bundle = open_bundle(bundle)
-        self.text: Text | None = load_text(self.bundle) if self.bundle.tokenizer else None
-        scheduler = Scheduler(self.bundle, threads)
-        self.threads: int = scheduler.batch.program.threads
-        self._shared = SharedScheduler(scheduler)
+        # One of the two: a model encodes texts or generates them.
+        self._embedder: Embedder | None = None
+        self._shared: SharedScheduler | None = None
+        if self.bundle.manifest.encoder:
+            self._embedder = Embedder(self.bundle, threads)
+            self.text: Text | None = self._embedder.text
+            self.threads: int = self._embedder.encoder.threads
+        else:
+            self.text = load_text(self.bundle) if self.bundle.tokenizer else None
+            scheduler = Scheduler(self.bundle, threads)
+            self.threads = scheduler.batch.program.threads
+            self._shared = SharedScheduler(scheduler)
         # For embeddings, which leave the conversations' states as they are; made when first asked for.
         self._reader: Session | None = None
 
@@ -130,7 +139,8 @@ class Model:
         return tuple(function.name for function in self.bundle.manifest.functions)
 
     def __repr__(self) -> str:
-        threads = "closed" if self._shared.closed else f"{self.threads} thread{'s' * (self.threads > 1)}"
+        closed = self._shared.closed if self._shared else self._embedder is None
+        threads = "closed" if closed else f"{self.threads} thread{'s' * (self.threads > 1)}"
         functions = ", ".join(self.functions)
         return f"<castiron.Model {self.name}: {self.family}, context {self.context}, {threads}, functions {functions}>"
 
@@ -174,28 +184,52 @@ class Model:
         return Stream(_pieces(client, sequence), sequence)
 
     def embed(
-        self, texts: str | Sequence[int] | Iterable[str | Sequence[int]], *, pooling: Pooling = "mean", normalise: bool = True
-    ) -> np.ndarray:
-        """The embedding of a text or of token ids, f32 `[hidden]`; of several, `[texts, hidden]` in their order.
+        self, texts: str | Sequence[int] | Iterable[str | Sequence[int]], *, prompt_name: str | None = None,
+        prompt: str | None = None, dimensions: int | None = None, pooling: Pooling | None = None, normalise: bool | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """The embedding of a text or of token ids, f32 `[dimensions]`; of several, `[texts, dimensions]` in their order.
 
-        It is the mean of the tokens' hidden states after the last norm, or that of the last token, divided by its length
-        unless `normalise` is False. PipelineError for a bundle that was compiled without `embed`, and for a text that has no
-        tokens or does not fit in the context.
+        Of a model that was made for it, what sentence-transformers gives: the model's prompt `prompt_name`, or `prompt`, comes
+        before each text, and a text that is longer than the model takes is cut. Of another one, whose bundle was compiled with
+        `embed`, the mean of the tokens' hidden states after the last norm, or with `pooling="last"` that of the last token,
+        divided by its length unless `normalise` is False. `dimensions` takes the first of the numbers. PipelineError for what
+        the model does not have, and for a text without tokens or, by a model not made for it, longer than the context.
         """
+        if self.bundle.manifest.encoder:
+            return self._encoded(texts, prompt_name, prompt, dimensions, pooling, normalise)
+        if prompt_name is not None:
+            raise PipelineError(f"{self.name} has no prompts for embeddings; put words of your own before the texts")
+        pooling, normalise = pooling or "mean", normalise is not False
         if not (known := self.bundle.manifest.widths("embed")):
             raise PipelineError(f"{self.name} gives no hidden states: compile it with --embed 128, or load it with embed=128")
         if pooling not in POOLINGS:
             raise PipelineError(f"pooling is {pooling!r}, and can be {' or '.join(POOLINGS)}")
-        if is_prompt(texts):
-            return self._embedding(cast(Prompt, texts), max(known), pooling, normalise)
-        rows = [self._embedding(cast(Prompt, text), max(known), pooling, normalise) for text in texts]
-        return np.stack(rows) if rows else np.empty((0, self.bundle.manifest.hidden), np.float32)
+        hidden = self.bundle.manifest.hidden
+        if dimensions is not None and not 1 <= dimensions <= hidden:
+            raise PipelineError(f"dimensions are {dimensions}, and the vectors of {self.name} have 1 to {hidden}")
+        several = [cast(Prompt, texts)] if (one := is_prompt(texts)) else [cast(Prompt, text) for text in texts]
+        words = [prompt + text if prompt and isinstance(text, str) else text for text in several]
+        rows = [cut_to(self._embedding(text, max(known), pooling, normalise), dimensions, normalise) for text in words]
+        return rows[0] if one else np.stack(rows) if rows else np.empty((0, dimensions or hidden), np.float32)
+
+    def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
+        embedder = self._embedder
+        if embedder is None:
+            raise PipelineError("this model is closed; load it again")
+        facts = embedder.facts
+        if pooling not in (None, facts.pooling) or normalise not in (None, facts.normalised):
+            length = "of length 1" if facts.normalised else "not of length 1"
+            raise PipelineError(f"{self.name} was made to pool by {facts.pooling}, with vectors {length}: leave both out")
+        one = is_prompt(texts)
+        found = embedder.embed([texts] if one else texts, prompt_name, prompt, dimensions)
+        return found[0] if one else found
 
     def _embedding(self, text: Prompt, width: int, pooling: Pooling, normalise: bool) -> np.ndarray:
         ids = list(self._client({})[1].encode(text))
         most = self.context // width * width
         if not 1 <= len(ids) <= most:
             raise PipelineError(f"a text of {len(ids)} tokens cannot be embedded; it needs 1 to {most} of them")
+        assert self._shared is not None
         with self._shared.between_turns() as scheduler:
             self._reader = self._reader or Session(scheduler.batch.program)
             stand(self._reader, 0)
@@ -205,8 +239,9 @@ class Model:
 
     def close(self) -> None:
         """Lets go of the weights and the caches; what still runs ends with an error."""
-        self._shared.close()
-        self._reader = None
+        if self._shared:
+            self._shared.close()
+        self._reader = self._embedder = None
 
     def __enter__(self) -> Model:
         return self
@@ -215,6 +250,8 @@ class Model:
         self.close()
 
     def _client(self, asking: Asking) -> tuple[Client, Request]:
+        if self._shared is None:
+            raise PipelineError(f"{self.name} encodes texts and generates none: embed gives their vectors")
         client, known = Client(self._shared), dict[str, Any](asking)
         limits = {"max_tokens": USUAL_TOKENS} | {name: known.pop(name) for name in LIMITS & known.keys()}
         sampling = replace(known.pop("sampling", Sampling()), **known)

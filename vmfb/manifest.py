@@ -132,7 +132,8 @@ class File:
 class Manifest:
     """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, as it
     does `accuracy`, which is there where `numerics` are not exact and were compared. `hidden` is the length of a hidden state
-    where a function gives them, of a vector where `encoder` says that texts become vectors, else 0. `codecs` counts the weights' tensors by codec. `files` is filled in by BundleWriter.
+    where a function gives them, that of a text's vector with an `encoder`, else 0. `codecs` counts the weights' tensors by
+    codec. `files` is filled in by BundleWriter.
     """
 
     name: str
@@ -216,7 +217,9 @@ def check(manifest: Manifest) -> None:
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     several = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in several if not 2 <= w <= manifest.context]:
-        raise RecordError(f"a prefill, verify, embed or encode function takes {bad[0]} tokens where the context is {manifest.context}")
+        raise RecordError(
+            f"a prefill, verify, embed or encode function takes {bad[0]} tokens where the context is {manifest.context}"
+        )
     known = entry_points(manifest.states, manifest.vocab, widths, manifest.hidden)
     twice = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
     kinds = {"encode"} if manifest.encoder else set(ROLES) - {"encode"}

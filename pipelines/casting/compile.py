@@ -32,8 +32,8 @@ from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
-from castiron.pipelines.checkpoints.checkpoint import Encoding
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
+from castiron.pipelines.checkpoints.checkpoint import Encoding
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.places import model_name
 from castiron.pipelines.progress import clock
@@ -70,10 +70,10 @@ class Options:
     counts when it is quantised. cache: how states that have a row for every position are stored, "f32", "f16" or "q8_0";
     other states are f32. lowering: "kernels" or "portable". batch: numbers of sequences that are decoded at once. speculate:
     numbers of proposed tokens that are checked at once. embed: widths of the functions that give hidden states, for
-    embeddings of texts; of a model that is there for those, which has no others, widths of the functions that encode. threads: how many will run the bundle, by which kernels share out their work; None takes one a
-    physical core. tuned: what `castiron tune` found on this machine is used, for the target "host". ignore_keys: keys of
-    the checkpoint's config, or of its GGUF metadata, that are left out. iree_flags: flags for iree-compile after castiron's
-    own, each one word.
+    embeddings of texts; of a model that encodes texts, which has no others, of the functions that do. threads: how many will
+    run the bundle, by which kernels share out their work; None takes one a physical core. tuned: what `castiron tune` found
+    on this machine is used, for the target "host". ignore_keys: keys of the checkpoint's config, or of its GGUF metadata,
+    that are left out. iree_flags: flags for iree-compile after castiron's own, each one word.
     """
 
     context: int | None = None
@@ -151,7 +151,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
     most = min(context, checkpoint.encoding.max_tokens or context)
     if c.bidirectional:
         widths = tuple(sorted({most, *(w for w in options.embed or WHOLE_WIDTHS if w < most)}))
-        return EncoderSizes(context, widths, most, True)
+        return EncoderSizes(most, widths, most, True)
     widths = tuple(width for width in options.embed or ENCODE_WIDTHS if width <= context) or (context,)
     # Padding of the last call takes rows too.
     whole = -(-most // max(widths)) * max(widths)
@@ -171,7 +171,9 @@ def importance_of(checkpoint: Checkpoint, options: Options, progress: Progress) 
     if not options.calibrate:
         return _EVEN
     if checkpoint.encoding:
-        raise CheckpointError(f"{checkpoint.path} encodes texts, and castiron calibrates models that generate: leave --calibrate out")
+        raise CheckpointError(
+            f"{checkpoint.path} encodes texts, and castiron calibrates models that generate: leave --calibrate out"
+        )
     identity = [checkpoint_sha256(checkpoint.path)] + ([adapter_sha256(Path(options.adapter))] if options.adapter else [])
     told = lambda context, width: Options(context=context, batch=(), speculate=(), embed=(width,))
     run = calibrate.Run(

@@ -29,6 +29,13 @@ def bundle_of(place: str) -> Bundle:
     )
 
 
+def generating(bundle: Bundle) -> Bundle:
+    """The bundle itself; PipelineError for one that encodes texts and generates none."""
+    if bundle.manifest.encoder:
+        raise PipelineError(f"{bundle.path} encodes texts and generates none: castiron embed gives their vectors")
+    return bundle
+
+
 def is_checkpoint(path: Path) -> bool:
     """By the first bytes of a file, by what a directory holds."""
     if path.is_dir():

@@ -11,7 +11,8 @@ from castiron.vmfb.archive import Part
 
 def checkpoint_sha256(path: Path) -> str:
     """In hex: of a GGUF file that of its bytes; of an HF directory one over the names and hashes of config.json and of the
-    safetensors files, which decide every logit, and of an encoder over those of the layers after pooling. CheckpointError for one that cannot be read."""
+    safetensors files, which decide every logit, those of an encoder's layers after pooling among them. CheckpointError for
+    one that cannot be read."""
     try:
         if path.is_file():
             return Part.of(path).sha256()

@@ -33,7 +33,7 @@ def read_encoding(path: Path) -> Encoding | None:
     kinds = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     if [kind for kind, _ in kinds[:2]] != ["Transformer", "Pooling"] or kinds[0][1]:
         raise CheckpointError(
-            f"{path / MODULES} does not begin with a Transformer of this directory and a Pooling: castiron encodes texts by such"
+            f"{path / MODULES} does not begin with a Transformer of this folder and a Pooling: castiron encodes by such alone"
         )
     pooling, tensors = Pooling(_mode(path / kinds[1][1]), normalised=False), {}
     for kind, folder in kinds[2:]:
@@ -91,7 +91,7 @@ def _dense(folder: Path, name: str) -> Dense:
     if activation not in _ACTIVATIONS or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
         raise CheckpointError(f"{folder} is no linear layer of a text's vector with one of {', '.join(_ACTIVATIONS)} after it")
     if not isinstance(features, int) or features < 1 or not isinstance(bias, bool):
-        raise CheckpointError(f"{folder / 'config.json'} does not say how many features come out of it, and whether it has a bias")
+        raise CheckpointError(f"{folder / 'config.json'} lacks out_features, a number, or bias, true or false")
     return Dense(name, features, bias, _ACTIVATIONS[activation])
 
 

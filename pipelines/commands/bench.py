@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from castiron.pipelines.casting.named import generating
 from castiron.pipelines.casting.named_kernel import KINDS
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring.known_shapes import SHAPES
@@ -106,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     baseline = read_baseline(args.baseline) if args.baseline else None
     if args.kernel:
         return kernel(settings, baseline, args)
-    bundle = shaped(settings, args) if args.shape else open_bundle(args.bundle)
+    bundle = shaped(settings, args) if args.shape else generating(open_bundle(args.bundle))
     check_context(settings, bundle)
     if args.speculation:
         return speculation(bundle, settings, args)

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.casting.named import bundle_of
+    from castiron.pipelines.casting.named import bundle_of, generating
     from castiron.pipelines.commands.console import Console
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.generation.chat import Chat
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.vmfb.session import Session
 
     asked, usual = length_of(args)
-    bundle = bundle_of(args.bundle)
+    bundle = generating(bundle_of(args.bundle))
     warn_of_shortage(bundle.manifest)
     sampling = sampling_of(args, bundle.manifest.generation)
     text = load_text(bundle, template_args(args))

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from castiron.pipelines.casting.named import generating
     from castiron.pipelines.checking.distances import perplexity, statistics
     from castiron.pipelines.checking.evaluate import base_of, greedy_texts, prompts_of
     from castiron.pipelines.checking.likelihood import BundleRows, chunks_of, compare, likelihoods, text_name, tokens_of
@@ -57,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.max_tokens < 0:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 0")
-    bundle = open_bundle(args.bundle)
+    bundle = generating(open_bundle(args.bundle))
     manifest = bundle.manifest
     if args.context > manifest.context:
         raise PipelineError(

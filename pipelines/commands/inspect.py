@@ -1,15 +1,21 @@
 """Describes a bundle, or a checkpoint before it is compiled; without an argument, lists the catalogue."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from castiron.pipelines.commands.options import megabytes
 from castiron.pipelines.places import is_bundle
 from castiron.pipelines.progress import Progress
+
+if TYPE_CHECKING:
+    from castiron.vmfb.manifest import Manifest
 
 EXAMPLES = """\
 examples:
@@ -20,7 +26,7 @@ examples:
 --json prints one object: for a bundle its manifest; for a checkpoint path, format, config, ignored_keys (what trainers leave
 in a config and no model reads), left_out (how many tensors are no part of a text's model, by what their names begin with),
 refused (why compile would not take the config, or null), parameters, tensors, tokenizer, chat_template, bos_token_id,
-eos_token_ids.
+eos_token_ids, encodes (whether it is a model for embeddings).
 """
 # Of config.json, what tells one model from another.
 SHOWN_CONFIG = (
@@ -75,6 +81,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("numerics", manifest.numerics + arithmetic(manifest.compile)),
         ("made with", f"{manifest.lowering} lowering, {manifest.weights} weights, {manifest.cache} cache"),
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
+        *encoder(manifest),
         ("context", f"{manifest.context} positions"),
         ("states", states),
         ("memory", f"{needed(manifest)}, in castiron serve {needed(manifest, slots)}" if slots > 1 else str(needed(manifest))),
@@ -89,6 +96,17 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
     ]
     return json.loads(dump(manifest)), table(rows)
+
+
+def encoder(manifest: Manifest) -> list[tuple[str, str]]:
+    """Rows that say how a bundle encodes texts, if it does."""
+    if (facts := manifest.encoder) is None:
+        return []
+    dense = "".join(f", a layer of {features}" for features in facts.dense)
+    vector = f"{manifest.hidden} numbers{' of length 1' * facts.normalised}"
+    rows = [("encodes", f"texts of at most {facts.max_tokens} tokens: {facts.pooling} pooling{dense}, vectors of {vector}")]
+    usual = f"; {facts.default_prompt} unless another is named" if facts.default_prompt is not None else ""
+    return [*rows, ("prompts", ", ".join(facts.prompts) + usual)] if facts.prompts else rows
 
 
 def arithmetic(facts: dict) -> str:
@@ -141,6 +159,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         ("parameters", f"{elements:,} in {len(found.tensors)} tensors, {megabytes(sum(sizes.values()))}"),
         ("tensors", ", ".join(f"{count} {codec}" for codec, count in counts.most_common())),
         *left_out(found.left_out),
+        *[("encodes", f"texts, by {how.pooling.mode} pooling") for how in [found.encoding] if how],
         ("tokenizer", "yes" if found.tokenizer else "none: a bundle of it takes token ids only"),
         ("chat template", "yes" if found.chat_template else "none"),
         *[("ignored keys", f"{', '.join(ignored)} (no part of the mathematics)")] * bool(ignored),
@@ -165,6 +184,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         "chat_template": found.chat_template,
         "bos_token_id": found.bos_token_id,
         "eos_token_ids": list(found.eos_token_ids),
+        "encodes": found.encoding is not None,
     }
     return facts, lines
 

@@ -83,7 +83,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.casting.named import bundle_of
+    from castiron.pipelines.casting.named import bundle_of, generating
     from castiron.vmfb.session import Session
 
     start = time.perf_counter()
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
     if args.template_arg and (args.tokens or args.raw):
         raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
-    bundle = bundle_of(args.bundle)
+    bundle = generating(bundle_of(args.bundle))
     warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)
     session = Session(bundle, threads=args.threads)

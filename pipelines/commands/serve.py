@@ -1,5 +1,8 @@
 """Serves a bundle over HTTP with OpenAI's API, several requests at once, and a chat page at /.
 
+A model that encodes texts has /v1/embeddings (input of strings or token ids, encoding_format, dimensions; besides
+prompt_name, one of the model's prompts, and truncate, for texts longer than it takes). Of other models:
+
 Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logprobs, n, stop, seed, penalties,
 logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty, ignore_eos, repetition_stop, which ends a text that goes
 round in a circle, and chat_template_kwargs), /tokenize, /detokenize, /health, and /metrics for Prometheus. A field that
@@ -67,9 +70,10 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.casting.named import bundle_of
     from castiron.pipelines.generation.model_sampling import in_words
     from castiron.pipelines.measuring.memory import say_memory, slots_of
-    from castiron.pipelines.serve.api import Limits
+    from castiron.pipelines.serve.api import Api
     from castiron.pipelines.serve.app import open_app
     from castiron.pipelines.serve.server import listen, serve, url
+    from castiron.pipelines.serve.text_api import Limits
 
     check(args)
     keys, pages = api_keys(args), origins(args)
@@ -82,11 +86,14 @@ def main(args: argparse.Namespace) -> int:
             quiet=args.quiet, cors=pages, template_args=template_args(args),
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
-        if slots == 1:
+        if isinstance(api, Api) and slots == 1:
             say("requests run one after another, because this bundle has no batch functions; compile with --batch 4,8 for "
                 "up to 8 at once")  # fmt: skip
-        say(f"{api.names[0]} at {url(listening)} ({slots} sequence{'s' * (slots > 1)} at once, context {api.context}; requests "
-            f"that name nothing else: {in_words(api.sampling)})")  # fmt: skip
+        how = "it encodes texts: /v1/embeddings"
+        if isinstance(api, Api):
+            how = f"{slots} sequence{'s' * (slots > 1)} at once, context {api.context}; "
+            how += f"requests that name nothing else: {in_words(api.sampling)}"
+        say(f"{api.names[0]} at {url(listening)} ({how})")
         serve(app, api.engine, listening, args.grace)
     return 0
 

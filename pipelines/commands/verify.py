@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from castiron.pipelines.casting.named import generating
     from castiron.pipelines.checking.verify import (
         Prompt,
         adapter_of,
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.max_tokens < 1:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
-    bundle = open_bundle(args.bundle)
+    bundle = generating(open_bundle(args.bundle))
     given = [Prompt("--tokens", tokens=tuple(args.tokens))] if args.tokens else None
     gathered = encoded_prompts(bundle, args.prompts, given)
     prompts, skipped = fitting(gathered, bundle.manifest.context, args.max_tokens)

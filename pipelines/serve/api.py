@@ -1,38 +1,27 @@
 """Requests for completions into sequences, and what the sequences tell into answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat_template import check_variables, variables_of
 from castiron.pipelines.generation.engine import Engine
-from castiron.pipelines.generation.model_sampling import model_sampling
+from castiron.pipelines.generation.model_sampling import model_sampling, settings
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finished, Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.messages import check_noticed
 from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
-from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, TokenizeRequest
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating
+from castiron.pipelines.serve.text_api import Limits, TextApi
 from castiron.vmfb.manifest import Manifest
 
 # OpenAI's defaults.
 TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
-
-
-@dataclass(frozen=True)
-class Limits:
-    """seconds: of one request, from its arrival to its end. body_bytes: of what it sends. temperature: of requests that
-    name none, None for the model's own."""
-
-    seconds: float = 600.0
-    body_bytes: int = 4_000_000
-    temperature: float | None = None
 
 
 @dataclass
@@ -62,24 +51,21 @@ class Job:
         )
 
 
-class Api:
-    """What the endpoints do, apart from HTTP."""
+class Api(TextApi):
+    """The endpoints of a model that generates."""
 
     def __init__(self, engine: Engine, text: Text, names: list[str], manifest: Manifest, limits: Limits):
-        """`names[0]` is the model's name; the others are taken for it too. PipelineError for a generation_config that
-        cannot be used."""
-        self.engine, self.text, self.names, self.limits = engine, text, tuple(names), limits
-        self.context, self.vocab = manifest.context, manifest.vocab
+        """As of a TextApi. PipelineError for a generation_config that cannot be used."""
+        super().__init__(engine, text, names, manifest, limits)
+        self.engine: Engine = engine
         self.sampling = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
         if limits.temperature is not None:
             self.sampling = replace(self.sampling, temperature=limits.temperature)
         self.token_bytes = TokenBytes(text)
 
-    def check_model(self, name: str | None) -> None:
-        """ApiError 404 for a name that is not this model's; none at all is this model."""
-        if name is not None and name not in self.names:
-            message = f"the model {name!r} does not exist; this server has {self.names[0]!r}"
-            raise ApiError(404, message, "model", "model_not_found")
+    @property
+    def described(self) -> dict[str, Any]:
+        return super().described | {"sampling": settings(self.sampling)}
 
     async def chat(self, body: ChatRequest) -> Job:
         """Starts a chat completion."""
@@ -96,7 +82,7 @@ class Api:
         given = body.prompt
         several = isinstance(given, list) and not all(isinstance(part, int) for part in given)
         parts = given if several else [given]
-        prompts = [await self._ids(part) for part in parts]
+        prompts = [await self.ids(part) for part in parts]
         if body.best_of not in (None, body.n or 1):
             raise ApiError(400, "best_of other than n is not supported by this server", "best_of", "unsupported_parameter")
         if body.echo and body.logprobs is not None:
@@ -107,38 +93,6 @@ class Api:
         echoes = [text for text in texts for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs is not None, echoes)
         return self._start(body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS)
-
-    async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        given = [body.content, body.prompt, body.messages]
-        if sum(part is not None for part in given) != 1:
-            raise ApiError(400, "give one of content, prompt and messages", "content", "invalid_value")
-        if body.messages is not None:
-            if body.add_special is not None or body.add_special_tokens is not None:
-                message = "the chat template of messages says itself where special tokens are; leave add_special out"
-                raise ApiError(400, message, "add_special", "invalid_value")
-            return await self.render(body.messages)
-        text = body.content if body.content is not None else body.prompt
-        if body.add_special or body.add_special_tokens:
-            return await _on_the_side(self.text.encode, text)
-        found = await _on_the_side(self.text.tokenizer.encode, text, None, False, False)
-        return found.ids
-
-    async def detokenize(self, tokens: list[int]) -> str:
-        """The text of the ids, special tokens included."""
-        self._check_ids(tokens, "tokens")
-        return await _on_the_side(self.text.tokenizer.decode, tokens, False)
-
-    async def render(self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
-        """The ids of messages in the chat template; ApiError for what the template would ignore."""
-        if self.text.chat_template is None:
-            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
-        plain = [message.plain() for message in messages]
-
-        def encode() -> list[int]:
-            check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
-            return self.text.encode_chat(plain, **template_args)
-
-        return await _on_the_side(encode)
 
     def _template_args(self, body: ChatRequest) -> dict[str, Any]:
         """Variables of the chat template, from chat_template_kwargs and reasoning_effort; ApiError for one that it does not
@@ -159,17 +113,6 @@ class Api:
             raise ApiError(400, message, name, "unsupported_parameter")
         # A model that cannot think makes no effort as it is.
         return ({"enable_thinking": False} if "enable_thinking" in known else {}) | given
-
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return await _on_the_side(self.text.encode, prompt)
-        self._check_ids(prompt, "prompt")
-        return prompt
-
-    def _check_ids(self, tokens: list[int], param: str) -> None:
-        if tokens and max(tokens) >= self.vocab:
-            message = f"token {max(tokens)} is outside the vocabulary of {self.vocab} tokens"
-            raise ApiError(400, message, param, "invalid_value")
 
     def _start(
         self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply,
@@ -270,8 +213,3 @@ class Api:
     def close(self, job: Job) -> None:
         """Stops what has not finished; for the end of a request, however it ended."""
         self.engine.cancel([sequence for sequence in job.sequences if sequence not in job.ended])
-
-
-async def _on_the_side(function: Callable, *arguments):
-    """Runs what may take long for a long text without holding up the other requests."""
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)

@@ -19,16 +19,25 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from castiron.pipelines.embedding import Embedder
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import Engine
-from castiron.pipelines.generation.model_sampling import settings
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
-from castiron.pipelines.serve.api import Api, Job, Limits
+from castiron.pipelines.serve.api import Api, Job
+from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
-from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from castiron.pipelines.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
+    read,
+)
+from castiron.pipelines.serve.text_api import Limits, TextApi
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 # For the log alone: the client is no longer there to read it. nginx's number.
@@ -72,15 +81,19 @@ def open_app(
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
-    text, manifest, metrics = load_text(bundle, template_args), bundle.manifest, Metrics()
-    scheduler = Scheduler(bundle, threads, metrics)
-    metrics.watch(scheduler)
+    manifest, metrics = bundle.manifest, Metrics()
     names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
-    api = Api(Engine(scheduler, queue), text, names, manifest, limits)
+    api: TextApi
+    if manifest.encoder:
+        api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics), names, limits)
+    else:
+        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics)
+        metrics.watch(scheduler)
+        api = Api(Engine(scheduler, queue), text, names, manifest, limits)
     return create_app(api, metrics, api_keys=api_keys, quiet=quiet, cors=cors)
 
 
-def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool, cors: Sequence[str] = ()) -> Front:
+def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool, cors: Sequence[str] = ()) -> Front:
     """The routes of `api`, behind what happens to every request."""
     started = int(time.time())
     page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
@@ -95,6 +108,12 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bo
         api.check_model(body.model)
         return await _answer(request, api, body, await api.complete(body))
 
+    async def embeddings(request: Request) -> Response:
+        body = read(EmbeddingsRequest, await _body(request, api.limits.body_bytes))
+        api.check_model(body.model)
+        request.state.job = job = await api.embeddings(body)
+        return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
+
     async def tokenize(request: Request) -> Response:
         body = read(TokenizeRequest, await _body(request, api.limits.body_bytes))
         api.check_model(body.model)
@@ -107,10 +126,7 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bo
         return JSONResponse({"content": await api.detokenize(body.tokens)})
 
     def described(name: str) -> dict:
-        return {
-            "id": name, "object": "model", "created": started, "owned_by": "castiron", "context_length": api.context,
-            "sampling": settings(api.sampling),
-        }  # fmt: skip
+        return {"id": name, "object": "model", "created": started, "owned_by": "castiron", **api.described}
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [described(api.names[0])]})
@@ -128,6 +144,8 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bo
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def home(_: Request) -> Response:
+        if not api.chats:
+            return PlainTextResponse(f"{api.names[0]} encodes texts: POST them to /v1/embeddings\n")
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(page, headers=headers)
 
@@ -142,6 +160,7 @@ def create_app(api: Api, metrics: Metrics, *, api_keys: Sequence[str], quiet: bo
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -167,7 +186,7 @@ class Front:
     """What happens to every request, whatever its route: the key is asked for, the answer counted and logged."""
 
     def __init__(
-        self, app: ASGIApp, api: Api, metrics: Metrics, paths: set[str], api_keys: Sequence[str], quiet: bool,
+        self, app: ASGIApp, api: TextApi, metrics: Metrics, paths: set[str], api_keys: Sequence[str], quiet: bool,
         cors: Sequence[str] = (),
     ):  # fmt: skip
         self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
@@ -201,7 +220,7 @@ class Front:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.requests_total.add(1, path, str(state["status"]))
             if not self.quiet and path not in ("/health", "/metrics"):
-                job: Job | None = state.get("job")
+                job = state.get("job")
                 words = f"{scope['method']} {scope['path']!a} {state['status']}"
                 say(f"{words}: {job.summary}" if job else words)
 
@@ -303,7 +322,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _in_time(api: Api, work: Coroutine):
+async def _in_time(api: TextApi, work: Coroutine):
     """The result of `work`; ApiError if it takes longer than a request may."""
     try:
         async with asyncio.timeout(api.limits.seconds):

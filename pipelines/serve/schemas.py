@@ -15,6 +15,8 @@ Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0)]
 # A request may ask for several answers; each is a sequence that queues.
 MAX_CHOICES = 128
+# Texts of a request for embeddings, as OpenAI has it.
+MAX_INPUTS = 2048
 Model = TypeVar("Model", bound="Body")
 
 
@@ -133,6 +135,23 @@ class CompletionRequest(Generating):
     suffix: Annotated[str | None, Harmless("")] = None
 
 
+class EmbeddingsRequest(Body):
+    """POST /v1/embeddings; prompt_name and truncate are castiron's: the model's prompt that comes before each text, and
+    whether one that is too long is cut."""
+
+    input: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    prompt_name: str | None = None
+    truncate: bool | None = None
+    user: str | None = None
+
+
 class TokenizeRequest(Body):
     """POST /tokenize: text (`content`, or `prompt` as others call it) or messages."""
 
@@ -162,6 +181,7 @@ SAME = (
 WANTED = {
     "stop": "a string of 1 to 256 characters or a list of at most 16 such strings",
     "prompt": "a string, a list of token ids, or a list of at most 128 of either, none of them without ids",
+    "input": "a string, a list of token ids, or a list of at most 2048 of either, none of them without ids",
     "content": "a string or a list of parts of type text",
 }
 

@@ -8,8 +8,8 @@ import socket
 import uvicorn
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.engine import Engine
 from castiron.pipelines.progress import say
+from castiron.pipelines.serve.text_api import Runs
 
 # After the requests have been told to end, how long their last bytes may take.
 LAST_BYTES_SECONDS = 5
@@ -32,7 +32,7 @@ def url(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app, engine: Engine, listening: socket.socket, grace: float) -> None:
+def serve(app, engine: Runs, listening: socket.socket, grace: float) -> None:
     """Serves until SIGTERM or SIGINT. Then no request is taken any more, those under way have `grace` seconds, and
     what is left is told that the server stops. A second signal ends those at once."""
     config = uvicorn.Config(
@@ -50,7 +50,7 @@ def serve(app, engine: Engine, listening: socket.socket, grace: float) -> None:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
+    def __init__(self, config: uvicorn.Config, engine: Runs, grace: float):
         super().__init__(config)
         self.engine, self.grace = engine, grace
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -61,8 +61,8 @@ def attention_prefill(
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees
-    positions max(0, start + t - window + 1) .. start + t, or both ways all that are real and less than window from it. Rows are widened from how `cache` stores them; everything else is
-    f32. `threads` are expected to run it.
+    positions max(0, start + t - window + 1) .. start + t, and both ways as many of the real ones after it. Rows are widened
+    from how `cache` stores them; everything else is f32. `threads` are expected to run it.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)

@@ -1,0 +1,155 @@
+"""/v1/embeddings: texts in, their vectors out, by a bundle that encodes texts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from castiron.pipelines.embedding import Embedder, Given, Tokens
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.engine import QueueFull, Stopping
+from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.schemas import EmbeddingsRequest
+from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
+
+
+class EmbeddingsEngine:
+    """One thread that runs the model, a text at a time: those of requests at once take turns. At most `queue` requests
+    wait."""
+
+    slots = 1
+
+    def __init__(self, embedder: Embedder, queue: int, metrics: Metrics):
+        self.embedder, self.queue, self.metrics = embedder, queue, metrics
+        self._thread = ThreadPoolExecutor(1, "model")
+        self._under_way = 0
+        self._draining = self._aborted = False
+
+    @property
+    def healthy(self) -> bool:
+        return not self._draining
+
+    @property
+    def unfinished(self) -> int:
+        return self._under_way
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """There is nothing to start: the thread comes with the first text."""
+
+    def drain(self) -> None:
+        """Takes no more requests; those that it has go on."""
+        self._draining = True
+
+    def abort(self) -> None:
+        """Ends every request with an error, after the text that is under way."""
+        self._aborted = True
+
+    def stop(self) -> None:
+        self._draining = self._aborted = True
+        self._thread.shutdown(cancel_futures=True)
+
+    async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
+        """The vector of each text; QueueFull or Stopping."""
+        if self._draining:
+            raise Stopping
+        if self._under_way > self.queue:
+            raise QueueFull(f"the server is busy: {self._under_way} requests for embeddings are under way; try again later")
+        self._under_way += 1
+        try:
+            return [await self._vector(text, dimensions) for text in texts]
+        finally:
+            self._under_way -= 1
+
+    async def _vector(self, text: Tokens, dimensions: int | None) -> np.ndarray:
+        if self._aborted:
+            raise Stopping
+        self.metrics.prompt_tokens_total.add(len(text.ids))
+        self.metrics.request_prompt_tokens.observe(len(text.ids))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
+
+
+class EmbeddingsJob:
+    """A request under way: its texts, and what makes the answer."""
+
+    def __init__(self, texts: Sequence[Tokens], answer: Callable[[], Any]):
+        self.texts, self.answer = texts, answer
+
+    @property
+    def summary(self) -> str:
+        """For the log: what it was."""
+        count = len(self.texts)
+        return f"{count} text{'s' * (count != 1)} of {sum(len(text.ids) for text in self.texts)} tokens"
+
+
+class EmbeddingsApi(TextApi):
+    """The endpoints of a model that encodes texts."""
+
+    chats = False
+
+    def __init__(self, engine: EmbeddingsEngine, names: list[str], limits: Limits):
+        embedder = engine.embedder
+        if embedder.text is None:
+            raise PipelineError(f"{embedder.name} has no tokenizer, because its checkpoint had none: it cannot serve text")
+        super().__init__(engine, embedder.text, names, embedder.bundle.manifest, limits)
+        self.engine: EmbeddingsEngine = engine
+        self.embedder, self.context = embedder, embedder.facts.max_tokens
+
+    @property
+    def described(self) -> dict[str, Any]:
+        prompts = dict(self.embedder.facts.prompts)
+        return super().described | {"dimensions": self.embedder.bundle.manifest.hidden, "prompts": prompts}
+
+    async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
+        """A request whose texts are tokens; ApiError for one that cannot be answered."""
+        given = body.input
+        texts: list[Given] = [given] if isinstance(given, str) or isinstance(given[0], int) else given  # type: ignore
+        try:
+            self.embedder.check_dimensions(body.dimensions)
+        except PipelineError as error:
+            raise ApiError(400, str(error), "dimensions", "invalid_value") from None
+        try:
+            prompt = self.embedder.prompt(body.prompt_name)
+        except PipelineError as error:
+            raise ApiError(400, str(error), "prompt_name", "invalid_value") from None
+        tokens = await on_the_side(lambda: [self._tokens(i, text, prompt, body) for i, text in enumerate(texts)])
+
+        async def answer() -> dict:
+            vectors = await self.engine.vectors(tokens, body.dimensions)
+            return await on_the_side(lambda: self._answer(tokens, vectors, body.encoding_format == "base64"))
+
+        return EmbeddingsJob(tokens, answer)
+
+    def _tokens(self, index: int, text: Given, prompt: str, body: EmbeddingsRequest) -> Tokens:
+        place, most = f"input[{index}]", self.embedder.facts.max_tokens
+        if not isinstance(text, str):
+            self.check_ids(list(text), place)
+            text = text[:most] if body.truncate else text
+        try:
+            found = self.embedder.tokens(text, prompt)
+        except PipelineError as error:
+            raise ApiError(400, f"{place}: {error}", "input", "invalid_value") from None
+        if found.cut and not body.truncate:
+            message = f"{place} has more than {most} tokens, which is all that this model takes: shorten it, or send truncate"
+            raise ApiError(400, message, "input", "context_length_exceeded")
+        return found
+
+    def _answer(self, tokens: Sequence[Tokens], vectors: Sequence[np.ndarray], packed: bool) -> dict:
+        written = [_base64(v) if packed else v.astype(np.float64).tolist() for v in vectors]
+        count = sum(len(text.ids) for text in tokens)
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
+            "model": self.names[0],
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+
+
+def _base64(vector: np.ndarray) -> str:
+    """Its f32 numbers, least byte first."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

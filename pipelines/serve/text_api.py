@@ -1,0 +1,131 @@
+"""What the endpoints of every model share, apart from HTTP: who it is, and what its tokenizer does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol
+
+from castiron.pipelines.generation.text import Text
+from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.messages import check_noticed
+from castiron.pipelines.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    Message,
+    TokenizeRequest,
+)
+from castiron.vmfb.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """seconds: of one request, from its arrival to its end. body_bytes: of what it sends. temperature: of requests that
+    name none, None for the model's own."""
+
+    seconds: float = 600.0
+    body_bytes: int = 4_000_000
+    temperature: float | None = None
+
+
+class Runs(Protocol):
+    """What runs the model while the server does. slots: how much of it at once; unfinished: requests under way."""
+
+    slots: int
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def unfinished(self) -> int: ...
+    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
+    def drain(self) -> None: ...
+    def abort(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class TextApi:
+    """The endpoints that every model has; what a kind of model does not do is refused here."""
+
+    # Whether the model answers at a page.
+    chats = True
+
+    def __init__(self, engine: Runs, text: Text, names: list[str], manifest: Manifest, limits: Limits):
+        """`names[0]` is the model's name; the others are taken for it too."""
+        self.engine, self.text, self.names, self.limits = engine, text, tuple(names), limits
+        self.context, self.vocab = manifest.context, manifest.vocab
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What /v1/models says besides the name."""
+        return {"context_length": self.context}
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 for a name that is not this model's; none at all is this model."""
+        if name is not None and name not in self.names:
+            message = f"the model {name!r} does not exist; this server has {self.names[0]!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def chat(self, body: ChatRequest) -> Any:
+        self._generates_none()
+
+    async def complete(self, body: CompletionRequest) -> Any:
+        self._generates_none()
+
+    def _generates_none(self) -> NoReturn:
+        message = f"{self.names[0]} encodes texts and generates none; use /v1/embeddings"
+        raise ApiError(400, message, "model", "model_not_supported")
+
+    async def embeddings(self, body: EmbeddingsRequest) -> Any:
+        message = f"{self.names[0]} generates text and has no embeddings; serve a model that encodes texts"
+        raise ApiError(400, message, "model", "model_not_supported")
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        given = [body.content, body.prompt, body.messages]
+        if sum(part is not None for part in given) != 1:
+            raise ApiError(400, "give one of content, prompt and messages", "content", "invalid_value")
+        if body.messages is not None:
+            if body.add_special is not None or body.add_special_tokens is not None:
+                message = "the chat template of messages says itself where special tokens are; leave add_special out"
+                raise ApiError(400, message, "add_special", "invalid_value")
+            return await self.render(body.messages)
+        text = body.content if body.content is not None else body.prompt
+        if body.add_special or body.add_special_tokens:
+            return await on_the_side(self.text.encode, text)
+        found = await on_the_side(self.text.tokenizer.encode, text, None, False, False)
+        return found.ids
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The text of the ids, special tokens included."""
+        self.check_ids(tokens, "tokens")
+        return await on_the_side(self.text.tokenizer.decode, tokens, False)
+
+    async def render(self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
+        """The ids of messages in the chat template; ApiError for what the template would ignore."""
+        if self.text.chat_template is None:
+            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
+        plain = [message.plain() for message in messages]
+
+        def encode() -> list[int]:
+            check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
+            return self.text.encode_chat(plain, **template_args)
+
+        return await on_the_side(encode)
+
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return await on_the_side(self.text.encode, prompt)
+        self.check_ids(prompt, "prompt")
+        return prompt
+
+    def check_ids(self, tokens: list[int], param: str) -> None:
+        if tokens and max(tokens) >= self.vocab:
+            message = f"token {max(tokens)} is outside the vocabulary of {self.vocab} tokens"
+            raise ApiError(400, message, param, "invalid_value")
+
+
+async def on_the_side(function: Callable, *arguments):
+    """Runs what may take long for a long text without holding up the other requests."""
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
