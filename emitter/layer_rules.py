@@ -78,8 +78,8 @@ def _attention(op: Op) -> str | None:
     cache = cache_of(k_cache.dtype)
     if k_cache.type != v_cache.type or cache is None or turns and cache is not EXACT or cache.row(head_dim) != tuple(row):
         return "the two caches differ, or hold what no such cache does"
-    if op.attrs["bidirectional"] and (op.attrs["mode"] != "prefill" or turns):
-        return "what sees both ways takes a whole text, over rows of all its positions"
+    if op.attrs["bidirectional"] and (op.attrs["layer"] or turns):
+        return "what sees both ways is over rows of one layer, of all positions"
     ok = 0 <= op.attrs["layer"] < held and (window is None or window > 0)
     return None if ok and not (turns and not 0 < (window or 0) <= rows) else "no such layer, or a window that its ring lacks"
 

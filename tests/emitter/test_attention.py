@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,8 +33,16 @@ from tests.emitter.attention_cases import (
     running,
     stored_as,
 )
+from tests.emitter.kernel_runner import Runner, runnable
 
 CASES = drawn(8) + REAL
+# All of a text, and windows of one tile and of several.
+WHOLE = [
+    Case(4, 2, 20, None),
+    Case(3, 1, 64, None, scores={"window": 5}),
+    Case(8, 1, 32, None, scores={"window": 60, "softcap": 30.0}),
+    Case(2, 2, 48, None, scores={"window": 1}),
+]
 # Around blocks of rows, the tiles of 48, parts of 32, where splitting begins, inside and past windows, and the last.
 POSITIONS = [0, 1, 7, 8, 16, 23, 24, 25, 33, 41, 47, 48, 49, 64, 97, 144, CONTEXT - 1]
 STARTS = [0, 1, 47, 130]
@@ -91,6 +100,19 @@ def test_prefill_matches_the_definition(directory, threads, cases):
         for start in STARTS:
             for length in {1, case.tokens // 2, case.tokens}:
                 check_prefill(runner, case, prefill, start, length)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_whole_text_is_seen_both_ways(directory, threads):
+    """To its end or as far as the window, from the first block of keys on."""
+    found = [replace(case, tokens=112, scores=case.scores | {"bidirectional": True}) for case in WHOLE]
+    kernels = {case: case.prefill(ISAS[resolve("host").isa]) for case in found}
+    place = directory / "whole"
+    place.mkdir(exist_ok=True)
+    runner = Runner(runnable(list(kernels.values()), "host", place), threads)
+    for case, kernel in kernels.items():
+        for length in (1, 16, 49, 111, 112):
+            check_prefill(runner, case, kernel, 0, length)
 
 
 def test_split_parts_are_joined_whichever_thread_comes_last(directory, cases):

@@ -51,6 +51,7 @@ DAMAGE = {
         ("cache", "window", "no such layer, or a window that its ring lacks"),
         ("swap", (0, 1), "the results are not rows and the two caches"),
         ("sinks", True, "the sinks are not one a head"),
+        ("bidirectional", True, "rows of one layer"),
         ("drop", 6, "positions are not those of its mode"),
         ("caches", (BF16, BF16), "the two caches differ, or hold what no such cache does"),
         ("caches", (F16, F32), "the two caches differ, or hold what no such cache does"),
