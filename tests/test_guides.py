@@ -28,7 +28,7 @@ PAGES = {
 }
 MODEL = "smollm2-135m-instruct"
 # What the tests of other files run: README's, kernels.md's, deploy.md's, python.md's, porting.md's and states.md's.
-ELSEWHERE = {"caches", "chat", "kernels", "deploy", "python", "porting", "states"}
+ELSEWHERE = {"caches", "chat", "embeddings", "kernels", "deploy", "python", "porting", "states"}
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -51,7 +51,6 @@ DAMAGE = {
         ("cache", "window", "no such layer, or a window that its ring lacks"),
         ("swap", (0, 1), "the results are not rows and the two caches"),
         ("sinks", True, "the sinks are not one a head"),
-        ("bidirectional", True, "rows of one layer"),
         ("drop", 6, "positions are not those of its mode"),
         ("caches", (BF16, BF16), "the two caches differ, or hold what no such cache does"),
         ("caches", (F16, F32), "the two caches differ, or hold what no such cache does"),
@@ -122,6 +121,14 @@ def test_a_ring_of_f16_is_caught():
     assert LAYERS["attention"].problem(op) is None
     op.attrs = {**op.attrs, "cache": "window", "window": 8}
     assert "hold what no such cache does" in LAYERS["attention"].problem(op)
+
+
+def test_what_sees_both_ways_is_over_rows_of_one_layer():
+    _, _, op = operation("attention")
+    op.attrs = {**op.attrs, "bidirectional": True}
+    assert LAYERS["attention"].problem(op) is None
+    op.attrs["layer"] = 1
+    assert "rows of one layer" in LAYERS["attention"].problem(op)
 
 
 def test_every_operation_of_the_table_is_damaged_here():
