@@ -51,6 +51,11 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
     checkpoint = open_source(model, options, progress)
     if out.exists() and out.samefile(checkpoint.path):
         raise PipelineError(f"{out} is the checkpoint itself: give another name with -o")
+    if checkpoint.encoding and checkpoint.format == "hf":
+        raise PipelineError(
+            f"{checkpoint.path} encodes texts, and what comes after its states has no place in the files written here: castiron "
+            f"compile --weights {options.weights} makes a small bundle of it"
+        )
     # What is missing in a checkpoint, or not understood, is found before anything is written.
     build_model(checkpoint, Options(context=1, batch=(), speculate=(), weights=options.weights), ())
     if checkpoint.format == "gguf" and options.adapter:

@@ -161,6 +161,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         norms_plus_one=True,
         rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
     ),
+    "gemma-embedding": Architecture(
+        "gemma3_text",
+        tensors={**_GEMMA_TENSORS, **_QK_NORMS},
+        top={**TOP_TENSORS, "dense_2": "2_Dense.linear", "dense_3": "3_Dense.linear"},
+        ints={**_SIZES_AND_HEAD, **_WINDOW},
+        floats={**_RMS, "rope.freq_base_swa": "rope_local_base_freq"},
+        constants={**_GEMMA, "attn_logit_softcapping": None, "use_bidirectional_attention": True},
+        norms_plus_one=True,
+        rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
+    ),
     "gemma": Architecture(
         "gemma",
         constants={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False},

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
+from castiron.pipelines.checkpoints.audit import HEAD
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.gguf_architectures import Architecture
-from castiron.pipelines.checkpoints.gguf_config import architecture_of, hf_config
+from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from castiron.pipelines.checkpoints.gguf_rope import RULE_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
@@ -27,18 +28,23 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     _refuse_parts(file)
     config = hf_config(file)
     eos = eos_token_ids(file)
+    tensors, encoding, left_out = _tensors(file, architecture_of(file), config), encoding_of(file), {}
+    if encoding and tensors.pop(HEAD, None):
+        left_out = {"lm_head": 1}
     chat_template = file.metadata.get("tokenizer.chat_template")
     ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": list(eos), "pad_token_id": config["pad_token_id"]}
     return Checkpoint(
         path=path,
         format="gguf",
         config=config,
-        tensors=_tensors(file, architecture_of(file), config),
+        tensors=tensors,
         tokenizer=tokenizer_json(file),
         chat_template=chat_template if isinstance(chat_template, str) else None,
         bos_token_id=config["bos_token_id"],
         eos_token_ids=eos,
         generation_config={key: value for key, value in ids.items() if value not in (None, [])},
+        left_out=left_out,
+        encoding=encoding,
     )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from castiron.emitter.pooling import Dense, Pooling
 from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding
 from castiron.pipelines.checkpoints.gguf_architectures import Architecture, architecture_names, architecture_row
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 from castiron.pipelines.checkpoints.gguf_rope import ROPE_RULES, head_dim
@@ -24,7 +25,9 @@ _SMOLLM3_PATTERN = 4
 _WINDOW_PATTERN = 4
 
 # Keys that say nothing about the mathematics, or repeat what the tensors' shapes say.
-_SILENT_KEYS = {"vocab_size", "tensor_data_layout"}
+_SILENT_KEYS = {"vocab_size", "tensor_data_layout", *(f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out"))}
+# Read by `encoding_of`.
+_SILENT_KEYS |= {"pooling_type"}
 
 _TOKEN_IDS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -101,6 +104,24 @@ def architecture_of(file: GgufFile) -> Architecture:
         known = ", ".join(architecture_names())
         raise CheckpointError(f"{file.path} holds a {name} model; supported are {known}")
     return row
+
+
+# llama.cpp's numbers of how a text's states become its vector; 4 is a reranker's.
+_POOLING = {1: "mean", 2: "cls", 3: "last"}
+
+
+def encoding_of(file: GgufFile) -> Encoding | None:
+    """How the file's model encodes texts, None for one that generates; its vectors are of length 1, as llama.cpp's are."""
+    metadata = Metadata(file)
+    kind = metadata.integer("pooling_type", 0)
+    if not kind:
+        return None
+    if kind not in _POOLING:
+        known = ", ".join(f"{n} ({how})" for n, how in _POOLING.items())
+        raise metadata.fail(f"{metadata.prefix}pooling_type is {kind}, and castiron knows {known}")
+    shapes = {n: file.tensors[name].shape for n in (2, 3) if (name := f"dense_{n}.weight") in file.tensors}
+    dense = tuple(Dense(f"{n}_Dense", shape[0]) for n, shape in shapes.items())
+    return Encoding(Pooling(_POOLING[kind], dense))
 
 
 def hf_config(file: GgufFile) -> dict:

@@ -22,7 +22,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
 _SPACE = "\u2581"
 
 # Gemma's scores do not follow the order of its merges, the ids do.
-_RANKED_BY_ID = {"gemma", "gemma2", "gemma3"}
+_RANKED_BY_ID = {"gemma", "gemma2", "gemma3", "gemma-embedding"}
 
 
 class _Metadata(Metadata):

@@ -9,8 +9,10 @@ import shutil
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
+from transformers import AutoConfig
 
 import castiron
+from castiron.emitter.models import family as family_of
 from castiron.pipelines import cli
 from castiron.pipelines.casting.compile import Options, build_model, compile_model
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
@@ -20,7 +22,8 @@ from castiron.vmfb.encoder import Encoder
 from castiron.vmfb.manifest import BundleError, dump, parse
 from castiron.vmfb.program import SessionError
 from castiron.vmfb.session import Session
-from tests.pipelines import encoders, served
+from tests.pipelines import encoders, hf_to_gguf, served
+from tests.pipelines.tiny_gguf import write_gguf
 from tests.pipelines.toy_text import read_json
 
 # A relative error of some roundings of f32, of vectors whose length is 1.
@@ -149,12 +152,14 @@ def test_the_command_gives_a_line_a_text(qwen, tmp_path, capsys):
 
 
 def test_a_bundle_encodes_or_generates(qwen, tmp_path_factory, capsys):
-    _, bundle = qwen
+    place, bundle = qwen
     for command in (["run", "x"], ["chat"], ["verify"], ["evaluate"], ["bench"]):
         assert cli.main([command[0], str(bundle), *command[1:]]) == 1
         assert "encodes texts and generates none: castiron embed" in capsys.readouterr().err
     with pytest.raises(SessionError, match="castiron embed"):
         Session(bundle, 1)
+    assert cli.main(["quantise", str(place), "-o", str(tmp_path_factory.mktemp("out") / "x.gguf"), "--weights", "q8_0"]) == 1
+    assert "encodes texts" in capsys.readouterr().err
     generating = served.bundle(tmp_path_factory.getbasetemp())
     assert cli.main(["embed", str(generating), "x"]) == 1
     assert "castiron run answers with it" in capsys.readouterr().err
@@ -245,3 +250,35 @@ def test_what_a_directory_says_is_understood_or_refused(qwen, tmp_path):
             parse(json.dumps(manifest | {"encoder": manifest["encoder"] | {field: value}}).encode(), "x")
     with pytest.raises(BundleError, match="functions"):
         parse(json.dumps(manifest | {"encoder": None}).encode(), "x")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+def test_a_gguf_file_with_a_pooling_type_is_the_same_encoder(family, tmp_path):
+    """As llama.cpp's converter writes it, with the layers after pooling."""
+    own, pooling, dense = {"gemma3_text": (GEMMA, "mean", (96, 48)), "qwen3": (QWEN, "lasttoken", ())}[family]
+    layers = {"num_hidden_layers": 6, "layer_types": None} if family == "gemma3_text" else {}
+    made = encoders.write(family, tmp_path / "model", pooling=pooling, dense=dense, bare=False, **own | layers)
+    directory, config = open_checkpoint(made), AutoConfig.from_pretrained(made)
+    keys, tensors = hf_to_gguf.metadata_of(config), hf_to_gguf.tensors_of(made, config)
+    arch = {"gemma3_text": "gemma-embedding", "qwen3": "qwen3"}[family]
+    keys = {f"{arch}.{key.partition('.')[2]}": value for key, value in keys.items()}
+    if family == "gemma3_text":
+        keys |= {f"{arch}.attention.sliding_window": 12, f"{arch}.dense_2_feat_in": 64}
+        for n in (2, 3):
+            name = f"{n}_Dense.linear.weight"
+            tensors[f"dense_{n}.weight"] = directory.tensors[name].dequantise()
+    number = {"mean": 1, "lasttoken": 3}[pooling]
+    found = open_checkpoint(write_gguf(tmp_path / "x.gguf", arch, keys | {f"{arch}.pooling_type": number}, tensors))
+    assert found.encoding and directory.encoding
+    assert found.encoding.pooling.mode == directory.encoding.pooling.mode and found.encoding.pooling.normalised
+    # Of layers with a bias or more than a product there are none in such files.
+    assert [layer.features for layer in found.encoding.pooling.dense] == list(dense)
+    biases = {name for name in directory.tensors if name.endswith("linear.bias")}
+    assert found.tensors.keys() == directory.tensors.keys() - biases
+    for name, tensor in found.tensors.items():
+        np.testing.assert_allclose(tensor.dequantise(), directory.tensors[name].dequantise(), atol=1e-6, err_msg=name)
+    ours, theirs = (family_of(c.config).Config.read(c.config) for c in (found, directory))
+    windows = lambda c: getattr(c, "windows", None)
+    assert (ours.bidirectional, windows(ours)) == (theirs.bidirectional, windows(theirs))
+    with pytest.raises(CheckpointError, match=r"pooling_type is 4, and castiron knows 1 \(mean\)"):
+        open_checkpoint(write_gguf(tmp_path / "y.gguf", arch, keys | {f"{arch}.pooling_type": 4}, tensors))
