@@ -19,7 +19,7 @@ from types import ModuleType
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from castiron.emitter.models import FAMILIES, hf_keys
+from castiron.emitter.models import ENCODERS, FAMILIES, hf_keys
 
 # Modules of transformers that every family's model runs through, and what they read of its config.
 SHARED_MODULES = ("modeling_rope_utils", "masking_utils", "cache_utils")
@@ -52,7 +52,7 @@ def source() -> str:
     shared = {key for name in SHARED_MODULES for key in _reads(importlib.import_module(f"transformers.{name}"))}
     shared = _public(shared | OF_LOADING) - methods
     families = []
-    for model_type in FAMILIES:
+    for model_type in sorted((*FAMILIES, *ENCODERS)):
         keys = _public(_defined(model_type)) - base - shared - methods
         families.append(f'    "{model_type}": frozenset(\n        """\n{_words(keys, 8)}\n        """.split()\n    ),')
     return HEADER.format(version=transformers.__version__, shared=_words(shared, 4), families="\n".join(families))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import Noted
-from castiron.emitter.models.decoder import DecoderConfig
 from castiron.emitter.pooling import Pooling
 from castiron.emitter.states import ROLES, State, kv_cache, stored_as
 from castiron.emitter.step import ModelModule, Step
@@ -58,11 +58,15 @@ FAMILIES = (
 )
 
 
+# And those that encode texts and never generate: their `forward` gives hidden states.
+ENCODERS = ("bert",)
+
+
 def family(config: dict) -> ModuleType:
     """The family module of a config, or EmitError with the list of those there are."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    if model_type not in (*FAMILIES, *ENCODERS):
+        raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join((*FAMILIES, *ENCODERS))}")
     return import_module(f"castiron.emitter.models.{model_type}")
 
 
@@ -109,7 +113,8 @@ def build(
         why = ", past which its rotary scaling would change the frequencies of every token" if cut else ""
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
-    if c.bidirectional and pooling is None:
+    whole = attends_both_ways(c)
+    if whole and pooling is None:
         raise EmitError(
             "this model attends to later tokens too, so it encodes texts and generates none, and nothing says how its states "
             "become a vector: give the directory with its modules.json"
@@ -123,7 +128,7 @@ def build(
         with module.step(role, width, states, context) as step:
             logits = model.forward(step, c)
             if pooling is not None:
-                _carry_on({"embedding": pooling.pool(step, _hidden(step), not c.bidirectional)}, step)
+                _carry_on({"embedding": pooling.pool(step, _hidden(step), not whole)}, step)
             else:
                 _finish(step, logits)
     if pooling is not None:
@@ -138,9 +143,14 @@ def _forget_head(module: ModelModule) -> None:
     module.weights = {name: weight for name, weight in module.weights.items() if name in names}
 
 
-def _states(model: ModuleType, c: DecoderConfig, context: int, pooling: Pooling | None) -> list[State]:
+def attends_both_ways(c: Any) -> bool:
+    """Whether a family's config is of a model that sees later tokens too, which takes a text in one call."""
+    return getattr(c, "bidirectional", False)
+
+
+def _states(model: ModuleType, c: Any, context: int, pooling: Pooling | None) -> list[State]:
     """Those of the family; a text that comes at once needs the rows of one layer alone, which the next writes over."""
-    if c.bidirectional:
+    if attends_both_ways(c):
         return [*kv_cache(1, context, c.kv_heads, c.head_dim)]
     own = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
     return [*own, *(pooling.states(c.hidden) if pooling else ())]

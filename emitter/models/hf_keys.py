@@ -20,6 +20,13 @@ DEFINED = {
         mlp_bias num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "bert": frozenset(
+        """
+        add_cross_attention attention_probs_dropout_prob bos_token_id classifier_dropout embedding_size eos_token_id
+        hidden_act hidden_dropout_prob initializer_range intermediate_size is_decoder layer_norm_eps num_labels
+        pad_token_id tie_word_embeddings type_vocab_size use_cache vocab_size
+        """.split()
+    ),
     "cohere2": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size

@@ -22,7 +22,7 @@ from castiron.emitter.ir import Function, Module, Param, Value
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
-from castiron.emitter.models import build, family
+from castiron.emitter.models import attends_both_ways, build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.quantise import convert
 from castiron.emitter.step import ModelModule
@@ -149,7 +149,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
         return None
     c, context = family(checkpoint.config).Config.read(checkpoint.config), context_of(checkpoint.config, options.context)
     most = min(context, checkpoint.encoding.max_tokens or context)
-    if c.bidirectional:
+    if attends_both_ways(c):
         widths = tuple(sorted({most, *(w for w in options.embed or WHOLE_WIDTHS if w < most)}))
         return EncoderSizes(most, widths, most, True)
     widths = tuple(width for width in options.embed or ENCODE_WIDTHS if width <= context) or (context,)

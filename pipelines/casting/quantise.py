@@ -53,7 +53,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
         raise PipelineError(f"{out} is the checkpoint itself: give another name with -o")
     if checkpoint.encoding and checkpoint.format == "hf":
         raise PipelineError(
-            f"{checkpoint.path} encodes texts, and what comes after its states has no place in the files written here: castiron "
+            f"{checkpoint.path} encodes texts, and no file written here has place for its layers after pooling: castiron "
             f"compile --weights {options.weights} makes a small bundle of it"
         )
     # What is missing in a checkpoint, or not understood, is found before anything is written.

@@ -23,7 +23,9 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "transforme
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 # A router chooses experts by small differences, positions and what mixes embeddings into layers are added as they are; all are
 # small, and llama.cpp leaves them alone.
-_KEPT = re.compile(r".*\.(gate|router|router\.layer|shared_expert_gate|wpe|per_layer_model_projection)\.weight")
+_KEPT = re.compile(
+    r".*\.(gate|router|router\.layer|shared_expert_gate|wpe|(position|token_type)_embeddings|per_layer_model_projection)\.weight"
+)
 _VALUES, _DOWN = (
     re.compile(r".*\.(v_proj|qkv_proj)\.weight"),
     re.compile(r".*\.(down_proj|w2|mlp\.c_proj|output_linear)(\.weight)?"),

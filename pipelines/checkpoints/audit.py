@@ -11,6 +11,7 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointErro
 # Tensors of some checkpoints that hold nothing of the model: buffers that are computed from the config.
 IGNORABLE = (
     re.compile(r".*\.rotary_emb\.inv_freq"),
+    re.compile(r"(.*\.)?embeddings\.position_ids"),
     re.compile(r".*\.rotary_emb\.(cos|sin)_cached"),
     re.compile(r".*\.(attn|self_attn|attention)\.(masked_bias|causal_mask)"),
 )

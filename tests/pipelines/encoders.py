@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
 from castiron.reference import tiny
 from tests.pipelines import served
@@ -24,8 +24,8 @@ def write(
 ) -> Path:  # fmt: skip
     """Writes an encoder; `dense` layers after pooling, texts of at most `longest` tokens. bare: without the head and without
     the names that stand around it."""
-    place = tiny.tiny_model(family, directory, **config)
-    if bare:
+    place = _bert(directory, config) if family == "bert" else tiny.tiny_model(family, directory, **config)
+    if bare and family != "bert":
         AutoModel.from_pretrained(place).save_pretrained(place)
         assert not any(name.startswith("model.") for name in load_file(place / "model.safetensors"))
     words = served.tokenizer()
@@ -51,6 +51,20 @@ def write(
             tensors["linear.bias"] = torch.randn(outer, generator=generator)
         save_file(tensors, place / f"{i + 2}_Dense/model.safetensors")
     return place
+
+
+def _bert(directory: Path, config: dict) -> Path:
+    """A random BERT, whose norms and biases matter."""
+    sizes = {name: value for name, value in tiny.COMMON.items() if name != "num_key_value_heads"}
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model("bert", **sizes | config))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape)
+            scale = 0.3 if weight.ndim == 1 else 0.5 if "embeddings" in name else 1.5 / weight.shape[-1] ** 0.5
+            weight.copy_(weight * (weight.ndim == 1) + scale * noise)
+    model.save_pretrained(directory)
+    return directory
 
 
 def _module(index: int, path: str, kind: str) -> dict:

@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
 import castiron
@@ -89,6 +90,26 @@ def test_portable_lowering_pools_the_same(family, tmp_path):
     width = 20 if pooling == "cls" else 8
     bundle = compile_model(made, tmp_path / "bundle", Options(embed=(width,), lowering="portable")).bundle
     check(made, bundle, (20, 3, 8, 17) if family == "qwen3" else (20, 3))
+
+
+def test_bert_is_an_encoder_by_either_name_of_its_tensors(tmp_path):
+    """As `BertModel` saves it, and as the first checkpoints were: within a model, with other names in their norms."""
+    made = encoders.write("bert", tmp_path / "model", pooling="cls", longest=20, num_hidden_layers=2)
+    check(made, compile_model(made, tmp_path / "bundle", Options(embed=(20,))).bundle, (20, 1, 13))
+    new = open_checkpoint(made)
+    tensors = load_file(made / "model.safetensors")
+    assert any(name.startswith("pooler.") for name in tensors)
+    old = {
+        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in tensors.items()
+    }
+    save_file(old | {"bert.embeddings.position_ids": np.arange(4)}, made / "model.safetensors")
+    renamed = open_checkpoint(made)
+    assert renamed.tensors.keys() == new.tensors.keys() == build_model(renamed, Options()).weights.keys()
+    for name, tensor in renamed.tensors.items():
+        np.testing.assert_array_equal(tensor.dequantise(), new.tensors[name].dequantise())
+    with pytest.raises(castiron.EmitError, match="position_embedding_type"):
+        family_of(new.config).Config.read(new.config | {"position_embedding_type": "relative_key"})
 
 
 def test_texts_have_prompts_and_are_cut(qwen, capfd):

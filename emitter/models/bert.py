@@ -1,0 +1,98 @@
+"""BERT (arXiv:1810.04805) as in HF `BertModel`: learnt positions, LayerNorm after each part, attention both ways.
+
+It encodes texts and has no head; a text is all of the first type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from castiron.emitter import ops
+from castiron.emitter.ir import Value, scope
+from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, positions, split_heads
+from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from castiron.emitter.ops import add
+from castiron.emitter.step import Step
+from castiron.emitter.types import I32
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """types: of tokens, of which texts have the first."""
+
+    vocab: int
+    types: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    hidden_act: str
+    bidirectional: bool = True
+
+    @classmethod
+    def read(cls, config: dict) -> Config:
+        """From a `config.json`; raises EmitError for anything that is not understood."""
+        c = ConfigReader(config)
+        c.require("is_decoder", False)
+        c.require("add_cross_attention", False)
+        c.require("position_embedding_type", "absolute")
+        c.unused("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "tie_word_embeddings")
+        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
+        read = cls(
+            vocab=c.take("vocab_size"),
+            types=c.take("type_vocab_size", 2),
+            hidden=hidden,
+            intermediate=c.take("intermediate_size"),
+            layers=c.take("num_hidden_layers"),
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            max_positions=c.take("max_position_embeddings", 512),
+            eps=c.number("layer_norm_eps", 1e-12),
+            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu"),
+        )
+        c.finish()
+        return read
+
+
+def embeddings(step: Step, c: Config) -> Value:
+    x = embedding(step, "word_embeddings", c.vocab, c.hidden)
+    types = ops.constant(0, I32, step.tokens.shape)
+    x = add(x, embedding(step, "token_type_embeddings", c.types, c.hidden, ids=types))
+    x = add(x, embedding(step, "position_embeddings", c.max_positions, c.hidden, ids=positions(step)))
+    return layer_norm(step, x, "LayerNorm", c.eps)
+
+
+def self_attention(step: Step, c: Config, layer: int, x: Value) -> Value:
+    q, k, v = (split_heads(linear(step, x, name, c.hidden, bias=True), c.heads) for name in ("query", "key", "value"))
+    return attention(step, layer, q, k, v, c.head_dim**-0.5, bidirectional=True)
+
+
+def output(step: Step, c: Config, x: Value, h: Value) -> Value:
+    with scope("output"):
+        return layer_norm(step, add(x, linear(step, h, "dense", c.hidden, bias=True)), "LayerNorm", c.eps)
+
+
+def block(step: Step, c: Config, layer: int, x: Value) -> Value:
+    with scope("attention"):
+        with scope("self"):
+            h = self_attention(step, c, layer, x)
+        x = output(step, c, x, h)
+    with scope("intermediate"):
+        h = activation(linear(step, x, "dense", c.intermediate, bias=True), c.hidden_act)
+    return output(step, c, x, h)
+
+
+def forward(step: Step, c: Config) -> Value:
+    """Hidden states [T, hidden] of the step's tokens."""
+    with scope("embeddings"):
+        x = embeddings(step, c)
+    for layer in range(c.layers):
+        with scope(f"encoder.layer.{layer}"):
+            x = block(step, c, layer, x)
+    step.hidden = x
+    return x
