@@ -59,7 +59,7 @@ FAMILIES = (
 
 
 # And those that encode texts and never generate: their `forward` gives hidden states.
-ENCODERS = ("bert",)
+ENCODERS = ("bert", "modernbert")
 
 
 def family(config: dict) -> ModuleType:

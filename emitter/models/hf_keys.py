@@ -181,6 +181,15 @@ DEFINED = {
         router_aux_loss_coef router_jitter_noise tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "modernbert": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id classifier_activation classifier_bias classifier_dropout
+        classifier_pooling cls_token_id decoder_bias deterministic_flash_attn embedding_dropout eos_token_id
+        global_attn_every_n_layers global_rope_theta hidden_activation initializer_cutoff_factor initializer_range
+        intermediate_size local_attention local_rope_theta mlp_bias mlp_dropout norm_bias norm_eps num_labels
+        pad_token_id sep_token_id sparse_pred_ignore_index sparse_prediction tie_word_embeddings vocab_size
+        """.split()
+    ),
     "olmo2": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size

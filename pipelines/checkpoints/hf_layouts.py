@@ -45,6 +45,10 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"(?:bert\.)?((?:embeddings|encoder)\..*LayerNorm)\.beta", {r"\1.bias": _ALL}),
         Layout(r"(?:bert\.)?((?:embeddings|encoder)\..*)", {r"\1": _ALL}),
     ),
+    "modernbert": (
+        Layout(r"(?:head|decoder|classifier)\..*", {}),
+        Layout(r"(?:model\.)?((?:embeddings|layers|final_norm)\..*)", {r"\1": _ALL}),
+    ),
     "granitemoe": (
         Layout(
             r"(.*\.block_sparse_moe)\.input_linear\.weight",

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel
 
+from castiron.emitter.models import ENCODERS
 from castiron.reference import tiny
 from tests.pipelines import served
 
@@ -24,8 +25,8 @@ def write(
 ) -> Path:  # fmt: skip
     """Writes an encoder; `dense` layers after pooling, texts of at most `longest` tokens. bare: without the head and without
     the names that stand around it."""
-    place = _bert(directory, config) if family == "bert" else tiny.tiny_model(family, directory, **config)
-    if bare and family != "bert":
+    place = _alone(family, directory, config) if family in ENCODERS else tiny.tiny_model(family, directory, **config)
+    if bare and family not in ENCODERS:
         AutoModel.from_pretrained(place).save_pretrained(place)
         assert not any(name.startswith("model.") for name in load_file(place / "model.safetensors"))
     words = served.tokenizer()
@@ -53,11 +54,11 @@ def write(
     return place
 
 
-def _bert(directory: Path, config: dict) -> Path:
-    """A random BERT, whose norms and biases matter."""
+def _alone(family: str, directory: Path, config: dict) -> Path:
+    """A random model of a family that only encodes, whose norms and biases matter."""
     sizes = {name: value for name, value in tiny.COMMON.items() if name != "num_key_value_heads"}
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model("bert", **sizes | config))
+    model = AutoModel.from_config(AutoConfig.for_model(family, **sizes | config))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape)

@@ -112,6 +112,17 @@ def test_bert_is_an_encoder_by_either_name_of_its_tensors(tmp_path):
         family_of(new.config).Config.read(new.config | {"position_embedding_type": "relative_key"})
 
 
+def test_modernbert_looks_near_and_far_in_turn(tmp_path):
+    """Without biases, as its makers have it; a head that fills in words is left out."""
+    own = {"num_hidden_layers": 2, "local_attention": 12, "global_attn_every_n_layers": 2}
+    made = encoders.write("modernbert", tmp_path / "model", pooling="mean", longest=20, **own)
+    check(made, compile_model(made, tmp_path / "bundle", Options(embed=(20,))).bundle, (20, 1, 13))
+    whole = {f"model.{name}": value for name, value in load_file(made / "model.safetensors").items()}
+    save_file(whole | {"head.dense.weight": np.ones((4, 4), np.float32)}, made / "model.safetensors")
+    checkpoint = open_checkpoint(made)
+    assert checkpoint.tensors.keys() == {name for name, w in build_model(checkpoint, Options()).weights.items() if w.values is None}  # fmt: skip
+
+
 def test_texts_have_prompts_and_are_cut(qwen, capfd):
     place, bundle = qwen
     oracle, words = encoders.Oracle(place), served.tokenizer()
