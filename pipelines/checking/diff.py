@@ -10,7 +10,7 @@ import numpy as np
 from castiron.emitter.ir import Function, Op
 from castiron.emitter.lowering import lower
 from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
-from castiron.pipelines.checkpoints import Checkpoint
+from castiron.pipelines.checkpoints import Checkpoint, CheckpointError
 from castiron.reference import hf, interpreter
 
 
@@ -40,6 +40,8 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 
     Raises EmitError or CheckpointError for what cannot be built, OSError or ValueError for what HF cannot load.
     """
+    if checkpoint.encoding:
+        raise CheckpointError(f"{checkpoint.path} encodes texts, and castiron diff compares models that generate")
     width = len(tokens)
     options = Options(context=width, lowering=lowering, batch=(), speculate=())
     model = build_model(checkpoint, options, (width,))

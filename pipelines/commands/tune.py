@@ -52,7 +52,10 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError("tuning measures this machine's kernels; drop --target and --lowering")
     with tempfile.TemporaryDirectory(prefix="castiron-tune-") as directory, Progress() as progress:
         # Compiling takes half a minute, and a wrong name is seen before it.
-        names = list(build_model(open_source(args.model, options, progress), options).functions)
+        checkpoint = open_source(args.model, options, progress)
+        if checkpoint.encoding:
+            raise PipelineError(f"{checkpoint.path} encodes texts, and castiron tune is for models that generate")
+        names = list(build_model(checkpoint, options).functions)
         if unknown := sorted(set(args.functions) - set(names)):
             raise PipelineError(f"the model has no function {unknown[0]!r}; --functions takes {', '.join(names)}")
         bench = Bench(args.model, options, args.functions, Path(directory), progress)

@@ -188,6 +188,9 @@ def test_a_bundle_encodes_or_generates(qwen, tmp_path_factory, capsys):
     for command in (["run", "x"], ["chat"], ["verify"], ["evaluate"], ["bench"]):
         assert cli.main([command[0], str(bundle), *command[1:]]) == 1
         assert "encodes texts and generates none: castiron embed" in capsys.readouterr().err
+    for command in (["tune"], ["diff", "--tokens", "1,2"]):
+        assert cli.main([command[0], str(place), *command[1:]]) == 1
+        assert "for models that generate" in (said := capsys.readouterr().err) or "compares models that generate" in said
     with pytest.raises(SessionError, match="castiron embed"):
         Session(bundle, 1)
     assert cli.main(["quantise", str(place), "-o", str(tmp_path_factory.mktemp("out") / "x.gguf"), "--weights", "q8_0"]) == 1
@@ -197,6 +200,53 @@ def test_a_bundle_encodes_or_generates(qwen, tmp_path_factory, capsys):
     assert "castiron run answers with it" in capsys.readouterr().err
     with pytest.raises(SessionError, match="castiron run"):
         Encoder(generating, 1)
+
+
+# As their makers published them; positions, window and theta tell what was read.
+PUBLISHED = {
+    "embeddinggemma-300m": {
+        "_sliding_window_pattern": 6, "architectures": ["Gemma3TextModel"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "dtype": "float32", "eos_token_id": 1,
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 768,
+        "initializer_range": 0.02, "intermediate_size": 1152,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4, "max_position_embeddings": 2048,
+        "model_type": "gemma3_text", "num_attention_heads": 3, "num_hidden_layers": 24, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0,
+        "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512, "use_bidirectional_attention": True,
+        "use_cache": True, "vocab_size": 262144,
+    },
+    "all-MiniLM-L6-v2": {
+        "_name_or_path": "nreimers/MiniLM-L6-H384-uncased", "architectures": ["BertModel"],
+        "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": False, "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1, "hidden_size": 384, "initializer_range": 0.02, "intermediate_size": 1536,
+        "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert", "num_attention_heads": 12,
+        "num_hidden_layers": 6, "pad_token_id": 0, "position_embedding_type": "absolute", "type_vocab_size": 2,
+        "use_cache": True, "vocab_size": 30522,
+    },
+    "ModernBERT-base": {
+        "architectures": ["ModernBertForMaskedLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 50281,
+        "classifier_activation": "gelu", "classifier_bias": False, "classifier_dropout": 0.0, "classifier_pooling": "mean",
+        "cls_token_id": 50281, "decoder_bias": True, "deterministic_flash_attn": False, "embedding_dropout": 0.0,
+        "eos_token_id": 50282, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0,
+        "gradient_checkpointing": False, "hidden_activation": "gelu", "hidden_size": 768, "initializer_cutoff_factor": 2.0,
+        "initializer_range": 0.02, "intermediate_size": 1152, "layer_norm_eps": 1e-05, "local_attention": 128,
+        "local_rope_theta": 10000.0, "max_position_embeddings": 8192, "mlp_bias": False, "mlp_dropout": 0.0,
+        "model_type": "modernbert", "norm_bias": False, "norm_eps": 1e-05, "num_attention_heads": 12,
+        "num_hidden_layers": 22, "pad_token_id": 50283, "position_embedding_type": "absolute", "reference_compile": True,
+        "repad_logits_with_grad": False, "sep_token_id": 50282, "sparse_pred_ignore_index": -100,
+        "sparse_prediction": False, "vocab_size": 50368,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "positions", "windows"), [
+    ("embeddinggemma-300m", 2048, ([257] * 5 + [None]) * 4),
+    ("all-MiniLM-L6-v2", 512, None),
+    ("ModernBERT-base", 8192, [None if layer % 3 == 0 else 65 for layer in range(22)]),
+])  # fmt: skip
+def test_configs_of_makers_are_read(name, positions, windows):
+    read = family_of(PUBLISHED[name]).Config.read(PUBLISHED[name])
+    assert read.bidirectional and read.max_positions == positions and getattr(read, "windows", None) == windows
 
 
 def test_a_server_gives_embeddings(qwen, tmp_path, tmp_path_factory):
