@@ -34,6 +34,7 @@ from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
+from castiron.pipelines.hub_name import source_of
 from castiron.pipelines.places import model_name
 from castiron.pipelines.progress import clock
 from castiron.pipelines.tuning import store
@@ -220,7 +221,7 @@ def compile_model(
     keep: Path | None = None,
     evaluate: Evaluate | None = None,
 ) -> CompileReport:
-    """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
+    """Compile a GGUF file, an HF directory, a catalogue name or a name on the hub into the bundle directory `out`.
 
     A bundle that the same inputs made is left as it is. `progress(stage, done)` gets the share done of each stage.
     `tiles` are used instead of `tuned_tiles`. `keep` is a folder for the MLIR and the commands (`kept.write_kept`), which
@@ -355,6 +356,8 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
         "left_out": dict(checkpoint.left_out),
     }  # fmt: skip
+    if hub := source_of(checkpoint.path):
+        source["hub"] = hub
     if options.adapter:
         place = Path(options.adapter)
         source["adapter"] = {"path": os.path.abspath(place), "sha256": adapter_sha256(place), "rank": open_adapter(place).rank}
