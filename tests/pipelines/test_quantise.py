@@ -171,9 +171,9 @@ def test_what_cannot_be_said_in_gguf_is_refused(smollm2, tmp_path):
     sliding = tiny.tiny_model("mistral", tmp_path / "sliding", sliding_window=24)
     refused(sliding, out, "a mistral model whose window would be read back otherwise")
     model = tiny.tiny_model("llama", tmp_path / "model")
-    content = {**smollm2.tokenizer, "model": {**smollm2.tokenizer["model"], "byte_fallback": True}}
+    content = {**smollm2.tokenizer, "model": {**smollm2.tokenizer["model"], "type": "Unigram"}}
     (model / "tokenizer.json").write_text(json.dumps(content))
-    refused(model, out, "a tokenizer that is not byte-level BPE")
+    refused(model, out, "a tokenizer that is neither byte-level BPE nor")
     split = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
     steps = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "pre_tokenizer": steps}))
