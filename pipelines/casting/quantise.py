@@ -95,8 +95,8 @@ def _of_hf(checkpoint: Checkpoint, weights: str, importance: Importance) -> tupl
     config = hf_as_gguf.plain(checkpoint.config)
     codecs = codecs_of(checkpoint, weights)
     tensors = hf_as_gguf.tensors_of(checkpoint, config, codecs, lambda name, codec: stored(checkpoint, name, codec, importance))
-    name, _ = hf_as_gguf.architecture_for(checkpoint)
-    vocab = checkpoint.tensors["model.embed_tokens.weight"].shape[0]
+    name, row = hf_as_gguf.architecture_for(checkpoint)
+    vocab = checkpoint.tensors[f"{row.top['token_embd']}.weight"].shape[0]
     metadata = {"general.architecture": name, "general.name": model_name(checkpoint.path), f"{name}.vocab_size": vocab}
     metadata |= hf_as_gguf.metadata_of(checkpoint, config) | tokenizer_metadata(checkpoint, vocab)
     hf_as_gguf.check_read_back(checkpoint, metadata, tensors)

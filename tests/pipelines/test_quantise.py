@@ -38,6 +38,7 @@ LONGROPE = dict(
     rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.5, original_max_position_embeddings=128,
     long_factor=[1.5, 2.0, 3.0, 4.0], short_factor=[1.0, 1.1, 1.2, 1.3],
 )  # fmt: skip
+FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
 MODELS = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
     "llama, tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -50,6 +51,11 @@ MODELS = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
     "stablelm": ("stablelm", {"qk_layernorm": True}), "starcoder2": ("starcoder2", {"sliding_window": None}),
     "mixtral": ("mixtral", {}), "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "gemma": ("gemma", {}), "arcee": ("arcee", {}), "ernie4_5": ("ernie4_5", {}), "granitemoe": ("granitemoe", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}), "gpt2": ("gpt2", {}), "lfm2": ("lfm2", {}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "layer_types": FOURTH}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": FOURTH}),
+    "gpt_oss": ("gpt_oss", {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False}}),
 }  # fmt: skip
 PLAIN = Options(weights="f32")
 
