@@ -26,6 +26,7 @@ from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints import Checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
+from castiron.pipelines.space import need_room
 from castiron.vmfb.archive import Part
 from castiron.vmfb.cache import cache_folder, cache_place, keep
 from castiron.vmfb.compiler import compile_mlir
@@ -112,6 +113,7 @@ def measured(run: Run, chunks: Sequence[list[int]], progress: Callable[[str, flo
     text = print_module(module)
     with tempfile.TemporaryDirectory(prefix="castiron-calibrate-") as place:
         vmfb, weights = Path(place) / "model.vmfb", Path(place) / "weights.irpa"
+        need_room(weights, sum(param.type.nbytes for param in module.params.values()), "calibrating")
         progress("compile for calibration", 0.0)
         compile_mlir(text, target, vmfb)
         entries = [(p.name, lambda p=p: run.pack(p), (p.type.shape, p.type.dtype.numpy)) for p in module.params.values()]

@@ -37,6 +37,7 @@ from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.hub_name import source_of
 from castiron.pipelines.places import model_name
 from castiron.pipelines.progress import clock
+from castiron.pipelines.space import need_room
 from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
@@ -251,6 +252,8 @@ def compile_model(
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
+    if not up_to_date:
+        need_room(out, sum(param.type.nbytes for param in module.params.values()), f"the bundle {out}")
     importance = _EVEN
     if options.calibrate and not up_to_date:
         with stage("calibrate"):

@@ -136,6 +136,14 @@ def _tokens(found: dict, model: dict, vocab: int) -> tuple[list[str], list[int]]
     return [token for token, _ in rows], [kind for _, kind in rows]
 
 
+def tokens_by_id(found: dict) -> dict[int, str]:
+    """The text of each token of a tokenizer.json, whatever its kind."""
+    vocabulary = (found.get("model") or {}).get("vocab") or {}
+    return {number: token for token, number in vocabulary.items()} | {
+        t["id"]: t["content"] for t in found.get("added_tokens", ())
+    }
+
+
 def _around(post_processor: dict | None) -> tuple[bool, bool]:
     """Whether a special token is put before a text, and after it."""
     if not post_processor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import gguf
@@ -12,7 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from castiron.emitter.quantise import convert
-from castiron.pipelines import cli
+from castiron.pipelines import cli, space
 from castiron.pipelines.casting.compile import Options, build_model
 from castiron.pipelines.casting.quantise import quantise
 from castiron.pipelines.casting.weights import codecs_of
@@ -188,11 +189,13 @@ def test_what_cannot_be_said_in_gguf_is_refused(smollm2, tmp_path):
     refused(model, out, "would cut text otherwise with")
 
 
-def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path):
+def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path, monkeypatch):
     out = tmp_path / "out.gguf"
     source = write_llama(tmp_path / "in.gguf")
     refused(source, source, "is the checkpoint itself")
-    refused(source, out, "not into a GGUF file", adapter=str(adapter_of_nothing(tmp_path)))
+    with monkeypatch.context() as full:
+        full.setattr(space.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
+        refused(source, out, "out.gguf needs .* where 0.0 MB are free")
     q8 = gguf.GGMLQuantizationType.Q8_0
     small = write_llama(tmp_path / "q8.gguf", tensors={"blk.0.attn_q.weight": (np.ones((64, 64), np.float32), q8)})
     refused(small, out, "holds q8_0 already")
@@ -202,16 +205,6 @@ def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
     refused(directory, out, "q_proj.bias .* is missing")
-
-
-def adapter_of_nothing(tmp_path: Path) -> Path:
-    from safetensors.numpy import save_file
-
-    directory = tmp_path / "lora"
-    directory.mkdir()
-    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
-    save_file({}, directory / "adapter_model.safetensors")
-    return directory
 
 
 def test_the_command_says_what_it_wrote(tmp_path, capsys):
