@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +76,10 @@ def _of_gguf(checkpoint: Checkpoint, options: Options, importance: Importance) -
     file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights)
     own = open_checkpoint(checkpoint.path, ignore_keys=options.ignore_keys)
     # A tensor of the file may be several of HF's, which are of one codec: the experts of a layer.
-    names = {tensor.source: name for name, tensor in own.tensors.items()}
-    wanted = {source: codecs[name] for source, name in names.items()}
+    names: dict[str, list[str]] = {}
+    for name, tensor in own.tensors.items():
+        names.setdefault(tensor.source, []).append(name)
+    wanted = {source: codecs[several[0]] for source, several in names.items()}
     wanted |= {tensor.name: tensor.codec for tensor in file.tensors.values() if len(tensor.shape) < 2}
     entries = {key: file.data[slice(*place)].tobytes() for key, place in file.entries.items() if key not in _OWN}
     changed: dict[str, Stored] = {}
@@ -92,9 +93,7 @@ def _of_gguf(checkpoint: Checkpoint, options: Options, importance: Importance) -
         entries |= _said_by_adapter(checkpoint, own)
     return list(entries.values()), [
         changed.get(tensor.name)
-        or _converted(
-            file, tensor, wanted.get(tensor.name, tensor.codec), lambda t=tensor: importance.get(names.get(t.name, ""))
-        )
+        or _converted(file, tensor, wanted.get(tensor.name, tensor.codec), names.get(tensor.name, []), importance)
         for tensor in file.tensors.values()
     ]
 
@@ -109,10 +108,17 @@ def _said_by_adapter(merged: Checkpoint, own: Checkpoint) -> dict[str, bytes]:
     return {key: gguf_writer.entry(key, value) for key, value in said.items()}
 
 
-def _converted(file: GgufFile, tensor: GgufTensor, codec: str, columns: Callable[[], np.ndarray | None]) -> Stored:
-    def read():
+def _converted(file: GgufFile, tensor: GgufTensor, codec: str, names: list[str], importance: Importance) -> Stored:
+    """names: HF's, of the matrix or of those that are stacked in it, whose columns count by their own importance each."""
+
+    def read() -> np.ndarray:
+        rows = file.rows(tensor)
         try:
-            return file.rows(tensor) if codec == tensor.codec else convert(tensor.codec, file.rows(tensor), codec, columns())
+            if codec == tensor.codec:
+                return rows
+            if len(names) == 1:
+                return convert(tensor.codec, rows, codec, importance.get(names[0]))
+            return np.stack([convert(tensor.codec, part, codec, importance.get(name)) for part, name in zip(rows, names)])
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {tensor.name}: {error}") from None
 
