@@ -1,8 +1,8 @@
 """Writes a checkpoint with quantised weights as a GGUF file, which castiron and llama.cpp read.
 
 MODEL is an HF directory, or a GGUF file in f16, bf16 or f32, whose metadata and tokenizer are carried over. Of a directory they
-are made, for the families that castiron reads from GGUF, with a byte-level tokenizer, SentencePiece's or none. castiron compile --weights makes
-a bundle of the same weights without a file between.
+are made, for the families that castiron reads from GGUF, with a byte-level tokenizer, SentencePiece's or none.
+castiron compile --weights makes a bundle of the same weights without a file between.
 """
 
 import argparse
