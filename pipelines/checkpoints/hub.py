@@ -281,6 +281,9 @@ def _asking(name: HubName) -> Iterator[None]:
         raise Unreachable(f"{_endpoint()} answered {error.response.status_code}") from None
     except errors.HTTPError as error:
         raise Unreachable(f"{_endpoint()} cannot be reached ({_first_line(error)})") from None
+    except ValueError as error:
+        # A name that no repository can have, or a file that the hub gives no plain HTTP for.
+        raise CheckpointError(f"{name} cannot be fetched: {_first_line(error)}") from None
     except OSError as error:
         if error.errno is not None and not isinstance(error, ConnectionError):
             raise

@@ -159,6 +159,7 @@ def test_a_path_has_precedence_and_a_path_that_is_wrong_asks_no_hub(hub, tmp_pat
 def test_what_may_not_be_had_is_one_sentence(hub, monkeypatch):
     assert "org/absent is no path here, and no model of" in refusal("org/absent")
     assert "org/tiny has no revision v2" in refusal("org/tiny@v2")
+    assert "org/na--me cannot be fetched: " in refusal("org/na--me")
     hub.gated = True
     said = refusal("org/tiny")
     assert f"accept its licence at {hub.url}/org/tiny" in said and "HF_TOKEN" in said

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from castiron.emitter.quantise import convert
 from castiron.pipelines import cli, space
-from castiron.pipelines.casting.compile import Options, build_model
+from castiron.pipelines.casting.compile import Options, build_model, compile_model
 from castiron.pipelines.casting.quantise import quantise
 from castiron.pipelines.casting.weights import codecs_of
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
@@ -196,6 +196,9 @@ def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(space.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
         refused(source, out, "out.gguf needs .* where 0.0 MB are free")
+        with pytest.raises(PipelineError, match="the bundle .* needs .* where 0.0 MB are free: make room there"):
+            compile_model(source, tmp_path / "bundle", Options(context=8, lowering="portable", batch=(), speculate=()))
+        assert not (tmp_path / "bundle").exists()
     q8 = gguf.GGMLQuantizationType.Q8_0
     small = write_llama(tmp_path / "q8.gguf", tensors={"blk.0.attn_q.weight": (np.ones((64, 64), np.float32), q8)})
     refused(small, out, "holds q8_0 already")
