@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import castiron
-from castiron.pipelines.commands.options import check_threads
+from castiron.pipelines.commands.options import check_threads, choose_on_hub
 from castiron.pipelines.installing import remedy
 
 # Name, line of help. The module commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
@@ -38,7 +38,8 @@ COMMANDS = {
     "completion": "print the completion of commands and options for a shell",
 }
 EPILOG = """\
-MODEL is a GGUF file, an HF directory of safetensors, or a name from the catalogue; DIR is a bundle, a directory or a file.
+MODEL is a GGUF file, an HF directory of safetensors, a name from the catalogue, or org/name on the hub; DIR is a bundle, a
+directory or a file.
 run, chat, embed and serve take either: a MODEL is cast when it is first named, and kept in the cache.
 
 examples:
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         check_threads(args)
+        choose_on_hub(args)
         status = args.main(args)
         sys.stdout.flush()
         return status

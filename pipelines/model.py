@@ -281,7 +281,8 @@ def load(
     progress: Callable[[str, float], None] | None = None,
     **options: Any,
 ) -> Model:
-    """The model at a path or of a name: a bundle, a GGUF file, an HF directory, or a name from the catalogue.
+    """The model at a path or of a name: a bundle, a GGUF file, an HF directory, a name from the catalogue, or
+    org/name on the hub.
 
     What is no bundle yet is compiled, with `options` as `castiron.compile` takes them, into castiron's cache, and found there
     the next time. `threads`, which default to the physical cores, run it. `progress(stage, done)` hears of a compile; a

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from castiron.pipelines.errors import CheckpointError
+from castiron.pipelines.hub_name import FOLDER as HUB
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-ADAPTER, HUB = "adapter_config.json", "models--"
+ADAPTER = "adapter_config.json"
 PARTS = (".safetensors", ".json", ".bin", ".pt", ".pth")
 SHOWN = 5
 
@@ -97,15 +98,21 @@ def _snapshot(path: Path) -> Path:
     try:
         found = path / "snapshots" / (path / "refs" / "main").read_text().strip()
         if found.is_dir():
-            return found
+            return _model_in(found)
     except OSError:
         pass
     snapshots = sorted(entry for entry in path.glob("snapshots/*") if entry.is_dir())
     if len(snapshots) == 1:
-        return snapshots[0]
+        return _model_in(snapshots[0])
     if not snapshots:
         raise CheckpointError(f"{path} is a folder of the hub's cache without a snapshot: fetch the model again")
     raise CheckpointError(f"{path} has several snapshots: give one of {_names(snapshots)}")
+
+
+def _model_in(snapshot: Path) -> Path:
+    """The snapshot, or of one that holds GGUF files alone the one there is."""
+    files = sorted(snapshot.glob("*.gguf")) if _has_no_config(snapshot) else []
+    return files[0] if len(files) == 1 else checkpoint_path(snapshot)
 
 
 def _refuse_hub(path: Path) -> Path:

@@ -1,10 +1,12 @@
-"""What all tests share: one thread for NumPy and torch, repeatable generation, and programs through IREE."""
+"""What all tests share: one thread for NumPy and torch, no hub, repeatable generation, and programs through IREE."""
 
 from __future__ import annotations
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A name that looks like one on the hub is asked for nowhere.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import re
 import signal

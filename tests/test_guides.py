@@ -27,8 +27,8 @@ PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("index", "serving", "finetune", "troubleshooting")
 }
 MODEL = "smollm2-135m-instruct"
-# What the tests of other files run: README's, kernels.md's, deploy.md's, python.md's, porting.md's and states.md's.
-ELSEWHERE = {"caches", "chat", "embeddings", "kernels", "deploy", "python", "porting", "states"}
+# What the tests of other files run: README's, and those of pages with a test of their own.
+ELSEWHERE = {"caches", "chat", "embeddings", "models", "kernels", "deploy", "python", "porting", "states"}
 
 
 def blocks(page: str, language: str) -> list[str]:

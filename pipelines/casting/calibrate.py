@@ -2,7 +2,7 @@
 
 The unquantised model runs the text with one more result for each product: the sum of the squares of its inputs, a number a
 column. An error in a column of the weight reaches the product's result in that measure (llama.cpp calls it an importance
-matrix). What experts pass on to their second product stays inside of them, and counts alike.
+matrix). What an expert passes on to its second product is counted where it was chosen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from castiron.emitter import ops
-from castiron.emitter.ir import Function, Param, Value, building
+from castiron.emitter.ir import Function, Module, Param, Value, building
 from castiron.emitter.lowering import lower
 from castiron.emitter.printer import print_module
 from castiron.emitter.step import ModelModule
+from castiron.emitter.types import F32
 from castiron.pipelines.checkpoints import Checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
+from castiron.pipelines.space import need_room
 from castiron.vmfb.archive import Part
 from castiron.vmfb.cache import cache_folder, cache_place, keep
 from castiron.vmfb.compiler import compile_mlir
@@ -71,7 +73,8 @@ def importance_of(
     built and its weights are packed. PipelineError for a text
     that is too short, or a checkpoint without a tokenizer.
     """
-    key = hashlib.sha256(json.dumps([identity, text_sha256(text), WIDTH, CHUNK, MOST_CHUNKS]).encode()).hexdigest()
+    told = [identity, text_sha256(text), WIDTH, CHUNK, MOST_CHUNKS, "experts"]
+    key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     kept = cache_place(KIND) / f"{key}.npz"
     if kept.is_file():
         with np.load(kept) as found:
@@ -105,13 +108,16 @@ def measured(run: Run, chunks: Sequence[list[int]], progress: Callable[[str, flo
     model = run.build(len(chunks[0]), WIDTH)
     function = model.functions.pop(f"embed_{WIDTH}")
     model.functions.clear()
-    names = watched(model, function)
+    names: list[tuple[tuple[str, ...], ...]] = [(group,) for group in watched(model, function)]
     model.functions[function.name] = function
     target, threads = resolve("host"), physical_cores()
     module = lower(model, "kernels", target.isa, threads)
+    function = module.functions[function.name]
+    names += watched_experts(module, function, {name for groups in names for group in groups for name in group})
     text = print_module(module)
     with tempfile.TemporaryDirectory(prefix="castiron-calibrate-") as place:
         vmfb, weights = Path(place) / "model.vmfb", Path(place) / "weights.irpa"
+        need_room(weights, sum(param.type.nbytes for param in module.params.values()), "calibrating")
         progress("compile for calibration", 0.0)
         compile_mlir(text, target, vmfb)
         entries = [(p.name, lambda p=p: run.pack(p), (p.type.shape, p.type.dtype.numpy)) for p in module.params.values()]
@@ -119,9 +125,10 @@ def measured(run: Run, chunks: Sequence[list[int]], progress: Callable[[str, flo
         loaded = Loaded(Part.of(weights).map(), Part.of(vmfb).map(), threads)
         sums = _run(loaded, function, names, chunks, progress)
     found = {}
-    for tensors, total in zip(names, sums, strict=True):
-        for name in tensors:
-            found[name] = np.maximum(total / max(total.mean(), 1e-30), LEAST).astype(np.float32)
+    for groups, totals in zip(names, sums, strict=True):
+        for group, total in zip(groups, totals.reshape(len(groups), -1), strict=True):
+            for name in group:
+                found[name] = np.maximum(total / max(total.mean(), 1e-30), LEAST).astype(np.float32)
     return found
 
 
@@ -129,7 +136,7 @@ def watched(model: ModelModule, function: Function) -> list[tuple[str, ...]]:
     """Gives the function one more result for each x that products read, the sums over tokens of its squares [in]; the names of
     the tensors that each is multiplied by, in that order."""
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
-    # An op of experts reads x as gate and up; what down reads never leaves it.
+    # An op of experts reads x as gate and up; what down reads is seen in its kernels (`watched_experts`).
     read = {"linear": (0, (1,)), "experts": (0, (3, 4))}
     by_input: dict[Value, list[str]] = {}
     for op in function.ops:
@@ -144,6 +151,33 @@ def watched(model: ModelModule, function: Function) -> list[tuple[str, ...]]:
     function.outputs += tuple(sums)
     function.output_names += tuple(f"squares_{index}" for index in range(len(sums)))
     return [tuple(dict.fromkeys(names)) for names in by_input.values()]
+
+
+def watched_experts(module: Module, function: Function, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
+    """Gives a lowered function one more result for each product of experts whose tensors are not `known`: the sums of the
+    squares of what each expert reads where it was chosen [experts, in]; the names of its tensors, expert by expert."""
+    made = {result: op for op in function.ops for result in op.results}
+    names, sums = [], []
+    for op in list(function.ops):
+        kernel = op.attrs.get("kernel")
+        if kernel is None or kernel.product is None or not kernel.product.experts:
+            continue
+        operands = dict(zip(kernel.tensors, op.operands))
+        tensors = module.params[made[operands["weight"]].attrs["name"]].source.tensors
+        if known.isdisjoint(name for name, _ in tensors):
+            x, experts = operands["x"], kernel.product.experts
+            if made[x].kind == "kernel" and "split" in made[x].attrs["kernel"].name:
+                x = made[x].operands[0]
+            with building(module, function):
+                chosen = ops.broadcast_in_dim(operands["chosen"], (x.shape[0], experts), (0,))
+                # Not converted: IREE 3.13 takes a true i1 that goes into a product for -1.
+                one, zero = (ops.constant(number, F32, chosen.shape) for number in (1.0, 0.0))
+                ours = ops.select(ops.compare("EQ", chosen, ops.iota(chosen.shape, 1)), one, zero)
+                sums.append(ops.dot_general(ours, ops.multiply(x, x), ((0,), (0,))))
+            names.append(tuple((name,) for name, _ in tensors))
+    function.outputs += tuple(sums)
+    function.output_names += tuple(f"experts_{index}" for index in range(len(sums)))
+    return names
 
 
 def _run(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines import places
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.hub_name import HubName
 from castiron.pipelines.progress import Progress, say
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cache import cache_root
@@ -28,7 +29,7 @@ _lock = threading.Lock()
 def cast(
     model: str | Path | Bundle, options: Options | None = None, progress: Report | None = None, *, tells: bool = False
 ) -> Bundle:
-    """The bundle of `model`: itself, or at its path; of a GGUF file, an HF directory or a catalogue name, that which is
+    """The bundle of `model`: itself, or at its path; of a GGUF file, an HF directory or a name, that which is
     compiled below `cache_root()/bundles` with these options, unless it lies there and is up to date.
 
     `progress(stage, done)` gets the share done of each stage; a terminal has a bar without it. With `tells` a line on stderr
@@ -54,7 +55,8 @@ def cast(
 
 
 def compile(model: str | Path, out: str | Path, *, progress: Report | None = None, **options: Any) -> Bundle:
-    """Compiles a GGUF file, an HF directory or a catalogue name into the bundle directory `out`, as `castiron compile` does.
+    """Compiles a GGUF file, an HF directory, or the model of a name, into the bundle directory `out`, as `castiron
+    compile` does.
 
     `options` are the fields of `castiron.pipelines.casting.compile.Options`: context, weights, adapter, calibrate, numerics,
     cache, lowering, target, batch, speculate, embed, threads, tuned. A bundle that is up to date is left as it is. Raises what
@@ -84,7 +86,11 @@ def cached_place(model: str | Path, options: Options) -> Path:
     """Where the bundle of a checkpoint and these options is kept; a checkpoint that changes replaces its own."""
     usual = type(options)()
     path = Path(model)
-    name = path.resolve().name.removesuffix(".gguf") + f"-{_digest(bytes(path.resolve()))}" if path.exists() else str(model)
+    if path.exists():
+        name = f"{path.resolve().name.removesuffix('.gguf')}-{_digest(bytes(path.resolve()))}"
+    else:
+        hub = HubName.read(str(model))
+        name = f"{hub.short}-{_digest(str(hub).encode())}" if hub else str(model)
     told, untold = (asdict(o) | {"threads": o.threads_or_cores} for o in (options, usual))
     if told != untold:
         name += f"-{_digest(json.dumps(told).encode())}"

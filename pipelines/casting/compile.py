@@ -35,8 +35,10 @@ from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import Encoding
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
+from castiron.pipelines.hub_name import source_of
 from castiron.pipelines.places import model_name
 from castiron.pipelines.progress import clock
+from castiron.pipelines.space import need_room
 from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
@@ -259,7 +261,7 @@ def compile_model(
     keep: Path | None = None,
     evaluate: Evaluate | None = None,
 ) -> CompileReport:
-    """Compile a GGUF file, an HF directory or a catalogue name into the bundle directory `out`.
+    """Compile a GGUF file, an HF directory, a catalogue name or a name on the hub into the bundle directory `out`.
 
     A bundle that the same inputs made is left as it is. `progress(stage, done)` gets the share done of each stage.
     `tiles` are used instead of `tuned_tiles`. `keep` is a folder for the MLIR and the commands (`kept.write_kept`), which
@@ -289,6 +291,8 @@ def compile_model(
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
+    if not up_to_date:
+        need_room(out, sum(param.type.nbytes for param in module.params.values()), f"the bundle {out}")
     importance = _EVEN
     if options.calibrate and not up_to_date:
         with stage("calibrate"):
@@ -394,6 +398,8 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
         "left_out": dict(checkpoint.left_out),
     }  # fmt: skip
+    if hub := source_of(checkpoint.path):
+        source["hub"] = hub
     if options.adapter:
         place = Path(options.adapter)
         source["adapter"] = {"path": os.path.abspath(place), "sha256": adapter_sha256(place), "rank": open_adapter(place).rank}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.hub_name import HubName
 from castiron.pipelines.places import is_gguf
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 
 def bundle_of(place: str) -> Bundle:
-    """The bundle at `place`; or that of the checkpoint at `place`, or of the catalogue's model of this name.
+    """The bundle at `place`; or that of the checkpoint at `place`, or of the model of this name, in the catalogue or on
+    the hub.
 
     What is cast lies in the cache and is cast again when the checkpoint, the compiler or castiron are others. Besides what
     `open_bundle` and `compile_model` raise, PipelineError for a name that is nothing.
@@ -21,11 +23,11 @@ def bundle_of(place: str) -> Bundle:
     from castiron.pipelines.casting.cast import cast
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
-    if path.exists() or place in CATALOGUE:
+    if path.exists() or place in CATALOGUE or HubName.read(place):
         return cast(place, tells=True)
     raise PipelineError(
-        f"{place} is neither a bundle, as castiron compile makes them, nor a GGUF file, nor an HF directory, nor a name of "
-        f"the catalogue, which has {', '.join(CATALOGUE)}"
+        f"{place} is neither a bundle, as castiron compile makes them, nor a GGUF file, nor an HF directory, nor org/name "
+        f"on the hub, nor a name of the catalogue, which has {', '.join(CATALOGUE)}"
     )
 
 

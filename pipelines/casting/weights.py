@@ -31,6 +31,8 @@ _VALUES, _DOWN = (
     re.compile(r".*\.(down_proj|w2|mlp\.c_proj|output_linear)(\.weight)?"),
 )
 _KEYS, _OUT = re.compile(r".*\.k_proj\.weight"), re.compile(r".*\.o_proj\.weight")
+# The type that experts were trained in stays, whatever the others are quantised to.
+_TRAINED = "mxfp4"
 # What takes the place of a type whose blocks do not fill a row, by the elements of its blocks.
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
@@ -38,7 +40,8 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """The codec of every tensor by name. CheckpointError for a checkpoint that is quantised already, where `weights` quantises.
 
-    Vectors keep their own, and so do what the types have no blocks for and small matrices that choose or add.
+    Vectors keep their own, and so do what the types have no blocks for, small matrices that choose or add, and experts that
+    were trained in MXFP4.
     """
     tensors = checkpoint.tensors
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
@@ -47,6 +50,7 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
         return codecs | {tensor.name: weights for tensor in matrices}
     if weights == "native":
         return codecs
+    matrices = [tensor for tensor in matrices if tensor.codec != _TRAINED]
     if held := sorted({tensor.codec for tensor in matrices if CODECS[tensor.codec].quantised}):
         raise CheckpointError(
             f"{checkpoint.path} holds {', '.join(held)} already, and quantising that again would add to its error: "

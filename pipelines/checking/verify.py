@@ -16,6 +16,7 @@ import numpy as np
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.text import load_text
+from castiron.pipelines.hub_name import HubName
 from castiron.vmfb.bundle import Bundle
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
         path = Path(recorded)
     elif source.get("model") in CATALOGUE:
         path = fetch(source["model"])
+    elif hub := source.get("hub"):
+        path = find_checkpoint(f"hf.co/{HubName(hub['repository'], hub['revision'], hub.get('file'))}")
     else:
         gone = f"{recorded}, is not there any more" if recorded else "which it does not name, is not known"
         raise PipelineError(f"the checkpoint of {bundle.path}, {gone}: say with --checkpoint where it is")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.audit import missing_and_left_over
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.hub_name import HubName
 from castiron.pipelines.places import checkpoint_path
 
 __all__ = ["Checkpoint", "CheckpointError", "Tensor", "find_checkpoint", "missing_and_left_over", "open_checkpoint"]
@@ -16,7 +17,8 @@ def open_checkpoint(
     """The checkpoint at the path `model`: a directory is read as an HF directory, a file as GGUF; of a folder of the hub's
     cache the snapshot in use is taken.
 
-    `model` may also be a name of the catalogue, whose file is then fetched into the cache. Weights are not read:
+    `model` may also be a name of the catalogue, whose file is then fetched into the cache, or one on the hub (`HubName`), of
+    which what is missing is fetched into the hub's cache. Weights are not read:
     the tensors are views of the mapped files. `progress` gets ("fetch", share done). `ignore_keys` are left out of the
     config or the GGUF metadata. CheckpointError (one sentence) if there is nothing sound there, or not such a key.
     """
@@ -30,6 +32,7 @@ def open_checkpoint(
 
 def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Path:
     """The file or directory that `open_checkpoint` reads for `model`; CheckpointError if there is none."""
+    from castiron.pipelines.checkpoints import hub
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
 
     path = Path(model)
@@ -38,5 +41,9 @@ def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
         return checkpoint_path(path)
     if str(model) in CATALOGUE:
         return fetch(str(model), progress=progress)
+    if (name := HubName.read(str(model))) is not None:
+        return hub.fetch(name, progress)
     known = ", ".join(CATALOGUE)
-    raise CheckpointError(f"{model} is neither a file nor a directory: give a GGUF file, an HF directory, or one of {known}")
+    raise CheckpointError(
+        f"{model} is neither a file nor a directory: give a GGUF file, an HF directory, org/name on the hub, or one of {known}"
+    )

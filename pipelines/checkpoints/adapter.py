@@ -54,6 +54,11 @@ class Adapter:
     tokenizer: dict | None = None
     chat_template: str | None = None
 
+    @property
+    def names(self) -> set[str]:
+        """Of the checkpoint's tensors that it changes, or holds as they were."""
+        return {*self.pairs, *self.whole}
+
 
 def adapter_sha256(path: Path) -> str:
     """In hex, over the two files. CheckpointError if they cannot be read."""
@@ -106,9 +111,11 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
                 f"{checkpoint.path} holds {name} in {tensors[name].codec}, in which an adapter would lose its digits: "
                 "merge it into the checkpoint in f32, bf16 or f16"
             )
-    if checkpoint.config.get("tie_word_embeddings") and touched & {_EMBEDDING, _HEAD}:
+    if checkpoint.config.get("tie_word_embeddings") and (shared := sorted(touched & {_EMBEDDING, _HEAD})):
+        # In training the other stayed as it was, which no one weight can say.
         raise CheckpointError(
-            f"{adapter.path} adapts the embedding or the head, which are one weight in {checkpoint.path}: {_MERGE}"
+            f"{adapter.path} adapts {shared[0]}, and in {checkpoint.path} the embedding and the head are one weight, of which "
+            f"merging would change both: {_MERGE}"
         )
     for name, tensor in whole.items():
         if tensor.shape != tensors[name].shape:

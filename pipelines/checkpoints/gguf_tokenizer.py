@@ -19,7 +19,7 @@ from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS, PreToke
 
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
-_SPACE = "\u2581"
+SPACE = "\u2581"
 
 # Gemma's scores do not follow the order of its merges, the ids do.
 _RANKED_BY_ID = {"gemma", "gemma2", "gemma3", "gemma-embedding"}
@@ -124,7 +124,7 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
 def _sentencepiece(metadata: _Metadata) -> dict:
     by_id = metadata.file.metadata.get("general.architecture") in _RANKED_BY_ID
     # GGUF writes runs of spaces as they look in text; the model joins them from single ones
-    tokens = [_SPACE * len(token) if token.strip(" ") == "" else token for token in metadata.tokens]
+    tokens = [SPACE * len(token) if token.strip(" ") == "" else token for token in metadata.tokens]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if metadata.get("merges") is not None:
         merges = list(_merges_of_file(metadata, vocabulary))
@@ -134,15 +134,15 @@ def _sentencepiece(metadata: _Metadata) -> dict:
         merges = _merges_by_score(metadata, tokens, vocabulary)
     unknown = metadata.token("unknown_token_id")
     bpe = _bpe(vocabulary, merges) | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decode = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
     normalizer = spaces
     if metadata.flag("add_space_prefix", True):
-        normalizer = _sequence("normalizers", [{"type": "Prepend", "prepend": _SPACE}, spaces])
+        normalizer = _sequence("normalizers", [{"type": "Prepend", "prepend": SPACE}, spaces])
         decode.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return _tokenizer(
         metadata,

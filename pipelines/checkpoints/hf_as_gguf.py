@@ -16,7 +16,7 @@ import numpy as np
 
 from castiron.emitter.models import family
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, TOP_TENSORS, Architecture
+from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, Architecture
 from castiron.pipelines.checkpoints.gguf_config import hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor
 from castiron.pipelines.checkpoints.gguf_rope import head_dim, llama3_factors
@@ -24,7 +24,13 @@ from castiron.pipelines.checkpoints.gguf_writer import Stored, Value, as_read
 
 # Model types that llama.cpp holds for another.
 _HELD_FOR = {"mistral": "llama"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+# Sizes as GPT-2's config calls them.
+_SIZES = {
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
+# Matrices that llama.cpp reads in f32 alone, or leaves so: routers, filters of convolutions, learnt positions.
+_SMALL = re.compile(r".*(ffn_gate_inp|shortconv\.conv|position_embd)\.weight")
 _TOP = re.compile(r"(.+)\.(weight|bias)")
 _FACTOR_TOLERANCE = 1e-5  # of what goes through f32 on the way
 
@@ -45,14 +51,19 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 def metadata_of(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
     """The architecture's own metadata; `config` is the checkpoint's, made `plain`."""
     name, row = architecture_for(checkpoint)
-    size = head_dim(config)
-    keys: dict[str, Value] = {"rope.dimension_count": int(size * config.get("partial_rotary_factor", 1.0))}
+    size, read = head_dim(config), family(checkpoint.config).Config.read(checkpoint.config)
+    keys: dict[str, Value] = {}
+    if "rope.freq_base" in row.floats:
+        keys["rope.dimension_count"] = int(size * config.get("partial_rotary_factor", 1.0))
     keys |= {key: int(config[own]) for key, own in row.ints.items() if config.get(own) is not None}
     keys |= {key: float(config[own]) for key, own in row.floats.items() if config.get(own) is not None}
     if "llama_head_dim" in row.rules or "attention.key_length" in keys:
         keys |= {"attention.key_length": size, "attention.value_length": size}
-    if "attention.head_count_kv" not in keys:
-        keys["attention.head_count_kv"] = keys["attention.head_count"]
+    keys["attention.head_count_kv"] = read.kv_heads
+    if "lfm2_layers" in row.rules:
+        # Layers that convolve have no heads, and the size that the config says is rounded.
+        keys["attention.head_count_kv"] = [read.kv_heads * (kind == "full_attention") for kind in read.layer_types]
+        keys["feed_forward_length"] = read.intermediate
     if "use_parallel_residual" in config:
         keys["use_parallel_residual"] = bool(config["use_parallel_residual"])
     keys |= _rope_keys(config)
@@ -61,7 +72,7 @@ def metadata_of(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 def plain(config: dict) -> dict:
     """The config in one form of those that transformers has had: `rope_theta` and `rope_scaling` of its own, as before
-    version 5, and the number of experts under both of its names."""
+    version 5, GPT-2's sizes under the names of others, and the number of experts under both of its own."""
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
     entry = {**entry.get("full_attention", entry), **(config.get("rope_scaling") or {})}
@@ -75,6 +86,9 @@ def plain(config: dict) -> dict:
     original = config.get("original_max_position_embeddings")
     if original is not None:
         entry.setdefault("original_max_position_embeddings", original)
+    flat |= {own: flat[short] for short, own in _SIZES.items() if short in flat}
+    if "n_embd" in flat:
+        flat["n_inner"] = flat.get("n_inner") or 4 * flat["n_embd"]
     experts = config.get("num_experts") or config.get("num_local_experts")
     flat |= {"num_experts": experts, "num_local_experts": experts}
     return flat | ({} if entry["rope_type"] == "default" else {"rope_scaling": entry})
@@ -124,11 +138,14 @@ def tensors_of(checkpoint: Checkpoint, config: dict, codecs: Codecs, read: Calla
     _, row = architecture_for(checkpoint)
     leaves = {own: leaf for leaf, own in row.tensors.items()}
     stacks = {re.compile(re.escape(own).replace(r"\{\}", r"(\d+)")): leaf for leaf, own in row.per_index.items()}
-    tops = {own: leaf for leaf, own in TOP_TENSORS.items()}
+    tops = {own: leaf for leaf, own in row.top.items()}
+    block = re.compile(re.escape(row.block).replace(r"\{\}", r"(\d+)") + r"(.+)\.(weight|bias)")
     found: list[Stored] = list(_rope_tensors(config))
     stacked: dict[tuple[str, str], dict[int, Tensor]] = {}
     for tensor in checkpoint.tensors.values():
-        layer, top = _LAYER.fullmatch(tensor.name), _TOP.fullmatch(tensor.name)
+        # Those that HF has no ending for are weights here.
+        whole = tensor.name if tensor.name.endswith((".weight", ".bias")) else f"{tensor.name}.weight"
+        layer, top = block.fullmatch(whole), _TOP.fullmatch(whole)
         if layer and layer[2] in leaves:
             leaf = leaves[layer[2]]
             heads = config[row.permuted[leaf]] if leaf in row.permuted else 0
@@ -149,8 +166,10 @@ def tensors_of(checkpoint: Checkpoint, config: dict, codecs: Codecs, read: Calla
 
 
 def _stored(tensor: Tensor, name: str, codecs: Codecs, read, heads: int, plus_one: bool) -> Stored:
-    small = len(tensor.shape) == 1 or "ffn_gate_inp" in name
+    small = len(tensor.shape) == 1 or _SMALL.fullmatch(name)
     codec = "f32" if small else codecs[tensor.name]
+    # A filter of a convolution is [features, 1, n] in HF.
+    shape = (tensor.shape[0], tensor.shape[2]) if _SMALL.fullmatch(name) and len(tensor.shape) == 3 else tensor.shape
 
     def data() -> np.ndarray:
         rows = read(tensor.name, codec)
@@ -160,9 +179,9 @@ def _stored(tensor: Tensor, name: str, codecs: Codecs, read, heads: int, plus_on
             # HF's (head, half, pair) to (head, pair, half): the converter's `permute`.
             out = tensor.shape[0]
             rows = rows.reshape(heads, 2, out // heads // 2, -1).swapaxes(1, 2)
-        return rows
+        return rows.reshape(*shape[:-1], -1) if shape != tensor.shape else rows
 
-    return Stored(name, tensor.shape, codec, data)
+    return Stored(name, shape, codec, data)
 
 
 def _stack(name: str, codec: str, parts: dict[int, Tensor], read) -> Stored:

@@ -12,7 +12,7 @@ from castiron.pipelines.checkpoints.sentence_files import base_names, read_encod
 from castiron.pipelines.checkpoints.text_part import text_config, text_tensors
 
 CONFIG = "config.json"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
@@ -57,18 +57,18 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
     """Of the directory's safetensors: file name -> the tensors that the index says are in it, or None if nobody says."""
-    if (path / _SINGLE).exists():
-        return {_SINGLE: None}
-    index = json_object(path / _INDEX)
+    if (path / SINGLE).exists():
+        return {SINGLE: None}
+    index = json_object(path / INDEX)
     if index is None:
-        raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}: save the model as safetensors")
+        raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}: save the model as safetensors")
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(shard, str) for shard in files.values()):
-        raise CheckpointError(f"{path / _INDEX} has no weight_map of tensor names to files")
+        raise CheckpointError(f"{path / INDEX} has no weight_map of tensor names to files")
     shards: dict[str, list[str] | None] = {}
     for name, shard in files.items():
         if Path(shard).name != shard:
-            raise CheckpointError(f"{path / _INDEX} says {name} is in {shard!r}, which is not a file beside it")
+            raise CheckpointError(f"{path / INDEX} says {name} is in {shard!r}, which is not a file beside it")
         shards.setdefault(shard, []).append(name)
     return shards
 
@@ -77,11 +77,11 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for shard, expected in shards_of(path).items():
         if not (path / shard).is_file():
-            raise CheckpointError(f"{path / shard} is missing, and {_INDEX} names it: fetch it")
+            raise CheckpointError(f"{path / shard} is missing, and {INDEX} names it: fetch it")
         stored = read_safetensors(path / shard)
         absent = sorted(set(expected or ()) - set(stored))
         if absent:
-            raise CheckpointError(f"{path / shard} lacks {', '.join(absent)}, which {_INDEX} says it has")
+            raise CheckpointError(f"{path / shard} lacks {', '.join(absent)}, which {INDEX} says it has")
         for tensor in stored.values():
             if tensor.name in tensors:
                 raise CheckpointError(f"{path / shard} holds {tensor.name}, and so does another shard")

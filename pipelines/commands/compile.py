@@ -1,7 +1,8 @@
 """Casts a checkpoint into a bundle: a directory that the IREE runtime runs without torch, transformers or a compiler.
 
-MODEL is a GGUF file, an HF directory (config.json, safetensors, tokenizer.json), or a name from the catalogue
-(`castiron inspect` lists it), which is fetched and checked. A bundle that is up to date is left as it is.
+MODEL is a GGUF file, an HF directory (config.json, safetensors, tokenizer.json), a name from the catalogue (`castiron inspect`
+lists it), or org/name on Hugging Face's hub; what a name stands for is fetched and checked. A bundle that is up to date is left
+as it is.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from castiron.pipelines.commands.options import add_compile_arguments, compile_options, default_bundle, megabytes
+from castiron.pipelines.commands.options import add_compile_arguments, add_model, compile_options, default_bundle, megabytes
 from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
@@ -17,6 +18,7 @@ examples:
   castiron compile smollm2-135m-instruct
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
   castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
+  castiron compile org/name-GGUF --file Q4_K_M
   castiron compile model.gguf --cache q8_0 --context 32768
   castiron compile outputs/merged --weights q4_k_m --calibrate examples.txt
   castiron compile ~/models/base --adapter outputs/checkpoint-500 --weights q8_0
@@ -33,7 +35,7 @@ hundred tokens, as in the manifest; else null).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
+    add_model(parser)
     parser.add_argument("-o", "--output", metavar="DIR", help="where to write the bundle (default: build/NAME)")
     add_compile_arguments(parser)
     parser.add_argument("--no-tuned", action="store_true", help="ignore what castiron tune found on this machine")

@@ -7,7 +7,7 @@ Our side is the emitted graph in a NumPy interpreter, so that a difference is on
 import argparse
 import json
 
-from castiron.pipelines.commands.options import add_ignore_key
+from castiron.pipelines.commands.options import add_ignore_key, add_model
 from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
@@ -23,7 +23,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and 12 more of them follow.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
+    add_model(parser)
     given = parser.add_mutually_exclusive_group()
     given.add_argument("-p", "--prompt", metavar="TEXT", default=TEXT, help="the text to run")
     given.add_argument("--tokens", metavar="IDS", help="token ids to run: 1,2,3")

@@ -15,7 +15,7 @@ from castiron.emitter.ir import Function, Module
 from castiron.emitter.printer import print_module
 from castiron.pipelines.casting import excerpt
 from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
-from castiron.pipelines.commands.options import add_compile_arguments, compile_options
+from castiron.pipelines.commands.options import add_compile_arguments, add_model, compile_options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import Progress
 
@@ -38,7 +38,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="GGUF file, HF directory or catalogue name")
+    add_model(parser, nargs="?")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text to a file instead of stdout")
     parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters",
                         help="how functions get weights: as the module's parameters, for IREE, or as arguments")  # fmt: skip

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from castiron.pipelines.commands.options import megabytes
+from castiron.pipelines.commands.options import add_model, megabytes
 from castiron.pipelines.places import is_bundle
 from castiron.pipelines.progress import Progress
 
@@ -36,7 +36,7 @@ SHOWN_CONFIG = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL|DIR", nargs="?", help="a checkpoint, a catalogue name, or a bundle")
+    add_model(parser, metavar="MODEL|DIR", nargs="?", help="a checkpoint, a name, or a bundle")
     parser.add_argument("--tensors", action="store_true", help="list every tensor of a checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -74,6 +74,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
     rows = [
         ("bundle", f"{manifest.name} ({manifest.config.get('model_type', 'unknown type')})"),
         ("from", f"{source.get('path') or source.get('model', 'unknown')} ({source.get('format', '?')})"),
+        *(("on the hub", " ".join(hub.values())) for hub in [source.get("hub")] if hub),
         *[("ignored keys", ", ".join(keys) + " (by --ignore-key)") for keys in [source.get("ignored_keys")] if keys],
         *left_out(source.get("left_out", {})),
         *(("adapter", adapter(found)) for found in [source.get("adapter")] if found),

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.hub_name import HubName, with_options
 from castiron.pipelines.places import model_name
 from castiron.pipelines.sizes import megabytes as megabytes
 
@@ -14,6 +15,22 @@ TARGETS = (
     "host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64",
     "aarch64-i8mm",
 )  # fmt: skip
+
+
+def add_model(parser: argparse.ArgumentParser, **more: str) -> None:
+    """MODEL, and what chooses from a repository on the hub; `choose_on_hub` puts them together. `more` is for argparse."""
+    words = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
+    parser.add_argument("model", **words | more)
+    parser.add_argument("--file", metavar="NAME", help="of a repository on the hub this GGUF file, or the one whose name ends "
+                        "so, as Q4_K_M; also org/name:NAME")  # fmt: skip
+    parser.add_argument("--revision", metavar="NAME", help="of a repository on the hub this branch, tag or commit; also "
+                        "org/name@NAME (default: main)")  # fmt: skip
+
+
+def choose_on_hub(args: argparse.Namespace) -> None:
+    """Puts --file and --revision into the MODEL of the command that has them: `open_checkpoint` takes one string."""
+    if hasattr(args, "revision"):
+        args.model = with_options(args.model, args.file, args.revision)
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,4 +113,5 @@ def check_threads(args: argparse.Namespace) -> None:
 
 def default_bundle(model: str) -> Path:
     """build/NAME, where NAME is the model's name or the last part of its path without .gguf."""
-    return Path("build") / model_name(Path(model))
+    hub = None if Path(model).exists() else HubName.read(model)
+    return Path("build") / (hub.short if hub else model_name(Path(model)))

@@ -1,8 +1,8 @@
 """Writes a checkpoint with quantised weights as a GGUF file, which castiron and llama.cpp read.
 
 MODEL is an HF directory, or a GGUF file in f16, bf16 or f32, whose metadata and tokenizer are carried over. Of a directory they
-are made, for the families that castiron reads from GGUF, with a byte-level tokenizer or none. castiron compile --weights makes
-a bundle of the same weights without a file between.
+are made, for the families that castiron reads from GGUF, with a byte-level tokenizer, SentencePiece's or none.
+castiron compile --weights makes a bundle of the same weights without a file between.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from castiron.pipelines.commands.options import WEIGHTS, add_adapter, add_calibrate, add_ignore_key, megabytes
+from castiron.pipelines.commands.options import WEIGHTS, add_adapter, add_calibrate, add_ignore_key, add_model, megabytes
 from castiron.pipelines.progress import Progress
 
 EXAMPLES = """\
@@ -24,7 +24,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="HF directory, or GGUF file in f16, bf16 or f32")
+    add_model(parser, help="HF directory, or GGUF file in f16, bf16 or f32; or org/name on the hub")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the GGUF file to write")
     parser.add_argument("--weights", choices=WEIGHTS[1:], default="q4_k_m", help="number format of the weight matrices; q4_k_m "
                         "and q5_k_m mix types as llama.cpp does (default: q4_k_m)")  # fmt: skip

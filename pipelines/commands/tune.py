@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from castiron.pipelines.commands.options import add_compile_arguments, compile_options
+from castiron.pipelines.commands.options import add_compile_arguments, add_model, compile_options
 from castiron.pipelines.progress import Progress, say
 
 EXAMPLES = """\
@@ -32,7 +32,7 @@ TURNS, STEPS = 6, 48
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, HF directory or catalogue name")
+    add_model(parser)
     add_compile_arguments(parser)
     parser.add_argument("--functions", type=lambda names: names.split(","), default=[], metavar="NAME[,NAME]",
                         help="tune these alone: decode_step, prefill_8, prefill_32, prefill_128 and what --speculate and "

@@ -13,9 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from castiron.pipelines.casting.compile import Options, compile_model, open_source
+from castiron.pipelines.casting.quantise import quantise
 from castiron.pipelines.checking.verify import adapter_of, load_reference
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import merge, open_adapter
+from castiron.pipelines.checkpoints.gguf_file import read_gguf
 from castiron.pipelines.commands import inspect
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import hf, tiny
@@ -214,13 +216,36 @@ def test_an_adapter_of_another_model_is_refused(base, adapter, tmp_path):
 def test_a_head_that_is_the_embedding_is_refused_unless_it_did_not_change(base, tmp_path):
     tied = tiny.tiny_model("llama", tmp_path / "tied", tie_word_embeddings=True)
     adapter = open_adapter(train(tied, tmp_path / "lora", target_modules=["q_proj", "embed_tokens"], r=2))
-    with pytest.raises(CheckpointError, match="one weight in"):
+    with pytest.raises(CheckpointError, match="adapts model.embed_tokens.weight, and in .* are one weight"):
         merge(open_checkpoint(tied), adapter)
     plain = train(tied, tmp_path / "plain", target_modules=["q_proj"], r=2)
     tensors = load_file(plain / "adapter_model.safetensors")
     embedding = torch.from_numpy(open_checkpoint(tied).tensors["model.embed_tokens.weight"].dequantise())
     save_file(tensors | {"base_model.model.model.embed_tokens.weight": embedding}, plain / "adapter_model.safetensors")
     assert merge(open_checkpoint(tied), open_adapter(plain)).tensors.keys() == open_checkpoint(tied).tensors.keys()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_adapter_goes_into_a_gguf_file_as_into_the_directory_that_it_was_made_of(base, adapter, tmp_path):
+    """Rows in the file's own order, what was trained whole too; everything else as it was, but for the template."""
+    copy = tmp_path / "lora"
+    shutil.copytree(adapter, copy)
+    (copy / "chat_template.jinja").write_text("{{ trained }}")
+    out = lambda name: tmp_path / f"{name}.gguf"
+    quiet = lambda stage, done: None
+    plain = quantise(base, out("plain"), Options(weights="f32"), quiet).file
+    for weights in ("f32", "q8_0"):
+        options = Options(weights=weights, adapter=str(copy))
+        straight, by_way = (
+            quantise(base, out("straight"), options, quiet).file,
+            quantise(plain, out("by-way"), options, quiet).file,
+        )
+        one, other = read_gguf(straight), read_gguf(by_way)
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in one.tensors.items():
+            assert np.array_equal(one.rows(tensor), other.rows(other.tensors[name])), name
+        said = {"tokenizer.chat_template": "{{ trained }}", "general.file_type": other.metadata["general.file_type"]}
+        assert other.metadata == read_gguf(plain).metadata | said
 
 
 def test_a_quantised_checkpoint_takes_no_adapter(base, tmp_path):

@@ -13,6 +13,7 @@ import torch
 from castiron.emitter.quantise import convert
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting import calibrate
+from castiron.pipelines.casting import quantise as casting
 from castiron.pipelines.casting.calibrate import CHUNK, LEAST, WIDTH, chunks_of, importance_of
 from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
 from castiron.pipelines.casting.quantise import quantise
@@ -70,18 +71,49 @@ def test_the_squares_are_those_of_hf_s_inputs(directory):
     assert np.array_equal(found["model.embed_tokens.weight"], found["lm_head.weight"])
 
 
-def test_experts_are_watched_where_they_begin(tmp_path):
-    checkpoint = open_checkpoint(tiny.tiny_model("qwen3_moe", tmp_path / "moe"))
-    model = build_model(checkpoint, Options(context=WIDTH, batch=(), speculate=(), embed=(WIDTH,)), ())
-    function = model.functions[f"embed_{WIDTH}"]
-    before = len(function.outputs)
-    names = calibrate.watched(model, function)
-    assert len(function.outputs) == before + len(names) == len(function.output_names)
-    together = next(group for group in names if "model.layers.1.mlp.gate.weight" in group)
-    assert {f"model.layers.1.mlp.experts.{n}.{leaf}.weight" for n in range(6) for leaf in ("gate_proj", "up_proj")} < set(
-        together
+def test_what_an_expert_passes_on_is_counted_where_it_was_chosen(tmp_path):
+    """Of every expert of both layers the squares of what HF's down projection reads for the tokens that chose it."""
+    directory = tiny.tiny_model("qwen3_moe", tmp_path / "moe", num_hidden_layers=2)
+    tokens = np.random.default_rng(0).integers(3, 211, WIDTH).tolist()
+    found = calibrate.measured(run_of(open_checkpoint(directory)), [tokens], quiet)
+    model, seen = hf.load(directory, 1), {}
+    for number, layer in enumerate(model.model.layers):
+
+        def hook(module, args, number=number):
+            x, chosen = args[0].reshape(-1, args[0].shape[-1]), args[1]
+            for expert in range(module.num_experts):
+                own = x[(chosen == expert).any(-1)]
+                gate, up = torch.nn.functional.linear(own, module.gate_up_proj[expert]).chunk(2, -1)
+                inner = (module.act_fn(gate) * up).detach().numpy().astype(np.float64)
+                seen[f"model.layers.{number}.mlp.experts.{expert}.down_proj.weight"] = np.square(inner).sum(0)
+
+        layer.mlp.experts.register_forward_pre_hook(hook)
+    hf.logits(model, tokens)
+    assert len(seen) == 2 * model.config.num_experts and len({total.tobytes() for total in seen.values()}) == len(seen)
+    for name, total in seen.items():
+        np.testing.assert_allclose(found[name], np.maximum(total / total.mean(), LEAST), rtol=1e-3, err_msg=name)
+    # Gate and up read what the router reads.
+    for leaf in ("gate_proj", "up_proj"):
+        assert np.array_equal(found[f"model.layers.1.mlp.experts.3.{leaf}.weight"], found["model.layers.1.mlp.gate.weight"])
+
+
+def test_stacked_experts_of_a_file_are_each_quantised_by_their_own_columns(tmp_path, monkeypatch):
+    directory = tiny.tiny_model("mixtral", tmp_path / "model", hidden_size=64, num_hidden_layers=1)
+    plain = quantise(directory, tmp_path / "f32.gguf", Options(weights="f32"), quiet).file
+    random = np.random.default_rng(0)
+    columns = {n: random.random(t.shape[-1], np.float32) for n, t in open_checkpoint(directory).tensors.items()}
+    monkeypatch.setattr(casting, "importance_of", lambda *_: columns)
+    one, other = (
+        {
+            t.name: t.data
+            for t in gguf.GGUFReader(quantise(source, tmp_path / name, Options(weights="q4_0"), quiet).file).tensors
+        }
+        for source, name in ((directory, "a.gguf"), (plain, "b.gguf"))
     )
-    assert not [name for group in names for name in group if "down_proj" in name]
+    assert all(np.array_equal(data, other[name]) for name, data in one.items())
+    stacked = other["blk.0.ffn_down_exps.weight"]
+    tensor = open_checkpoint(directory).tensors["model.layers.0.block_sparse_moe.experts.2.w2.weight"]
+    assert np.array_equal(stacked[2], convert("f32", tensor.data, "q4_0", columns[tensor.name]))
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from castiron.pipelines.casting.compile import Options
+from castiron.pipelines.casting.quantise import quantise
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
@@ -54,6 +57,19 @@ def test_experts_in_mxfp4_are_what_hf_makes_of_them(directory, oracle):
         tensor = tensors[f"model.layers.1.mlp.experts.4.{name}.weight"]
         assert tensor.codec == "mxfp4" and tensor.shape == expected.shape
         np.testing.assert_array_equal(tensor.dequantise(), expected)
+
+
+def test_experts_in_mxfp4_stay_when_the_others_are_quantised(directory, tmp_path):
+    own = shutil.copytree(directory, tmp_path / "model")
+    config = json.loads((own / "config.json").read_text(encoding="utf-8"))
+    # llama.cpp knows no other limit.
+    (own / "config.json").write_text(json.dumps(config | {"swiglu_limit": 7.0}), encoding="utf-8")
+    made = quantise(own, tmp_path / "out.gguf", Options(weights="q8_0"), lambda stage, done: None)
+    before, after = open_checkpoint(own).tensors, open_checkpoint(made.file).tensors
+    for name, tensor in after.items():
+        if ".experts." in name and name.endswith("weight"):
+            assert tensor.codec == "mxfp4" and np.array_equal(tensor.data, before[name].data), name
+    assert after["model.layers.1.self_attn.q_proj.weight"].codec == "q8_0"
 
 
 @pytest.mark.parametrize("lowering", ["portable", "kernels"])

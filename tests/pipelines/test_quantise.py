@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import gguf
@@ -12,8 +13,8 @@ import pytest
 from transformers import AutoConfig
 
 from castiron.emitter.quantise import convert
-from castiron.pipelines import cli
-from castiron.pipelines.casting.compile import Options, build_model
+from castiron.pipelines import cli, space
+from castiron.pipelines.casting.compile import Options, build_model, compile_model
 from castiron.pipelines.casting.quantise import quantise
 from castiron.pipelines.casting.weights import codecs_of
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
@@ -38,6 +39,7 @@ LONGROPE = dict(
     rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.5, original_max_position_embeddings=128,
     long_factor=[1.5, 2.0, 3.0, 4.0], short_factor=[1.0, 1.1, 1.2, 1.3],
 )  # fmt: skip
+FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
 MODELS = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
     "llama, tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -50,6 +52,11 @@ MODELS = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
     "stablelm": ("stablelm", {"qk_layernorm": True}), "starcoder2": ("starcoder2", {"sliding_window": None}),
     "mixtral": ("mixtral", {}), "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "gemma": ("gemma", {}), "arcee": ("arcee", {}), "ernie4_5": ("ernie4_5", {}), "granitemoe": ("granitemoe", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}), "gpt2": ("gpt2", {}), "lfm2": ("lfm2", {}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "layer_types": FOURTH}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": FOURTH}),
+    "gpt_oss": ("gpt_oss", {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False}}),
 }  # fmt: skip
 PLAIN = Options(weights="f32")
 
@@ -171,9 +178,9 @@ def test_what_cannot_be_said_in_gguf_is_refused(smollm2, tmp_path):
     sliding = tiny.tiny_model("mistral", tmp_path / "sliding", sliding_window=24)
     refused(sliding, out, "a mistral model whose window would be read back otherwise")
     model = tiny.tiny_model("llama", tmp_path / "model")
-    content = {**smollm2.tokenizer, "model": {**smollm2.tokenizer["model"], "byte_fallback": True}}
+    content = {**smollm2.tokenizer, "model": {**smollm2.tokenizer["model"], "type": "Unigram"}}
     (model / "tokenizer.json").write_text(json.dumps(content))
-    refused(model, out, "a tokenizer that is not byte-level BPE")
+    refused(model, out, "a tokenizer that is neither byte-level BPE nor")
     split = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
     steps = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "pre_tokenizer": steps}))
@@ -182,11 +189,16 @@ def test_what_cannot_be_said_in_gguf_is_refused(smollm2, tmp_path):
     refused(model, out, "would cut text otherwise with")
 
 
-def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path):
+def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path, monkeypatch):
     out = tmp_path / "out.gguf"
     source = write_llama(tmp_path / "in.gguf")
     refused(source, source, "is the checkpoint itself")
-    refused(source, out, "not into a GGUF file", adapter=str(adapter_of_nothing(tmp_path)))
+    with monkeypatch.context() as full:
+        full.setattr(space.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
+        refused(source, out, "out.gguf needs .* where 0.0 MB are free")
+        with pytest.raises(PipelineError, match="the bundle .* needs .* where 0.0 MB are free: make room there"):
+            compile_model(source, tmp_path / "bundle", Options(context=8, lowering="portable", batch=(), speculate=()))
+        assert not (tmp_path / "bundle").exists()
     q8 = gguf.GGMLQuantizationType.Q8_0
     small = write_llama(tmp_path / "q8.gguf", tensors={"blk.0.attn_q.weight": (np.ones((64, 64), np.float32), q8)})
     refused(small, out, "holds q8_0 already")
@@ -196,16 +208,6 @@ def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
     refused(directory, out, "q_proj.bias .* is missing")
-
-
-def adapter_of_nothing(tmp_path: Path) -> Path:
-    from safetensors.numpy import save_file
-
-    directory = tmp_path / "lora"
-    directory.mkdir()
-    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
-    save_file({}, directory / "adapter_model.safetensors")
-    return directory
 
 
 def test_the_command_says_what_it_wrote(tmp_path, capsys):

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
+from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS
+from castiron.pipelines.checkpoints.tokenizer_as_gguf import tokenizer_metadata
 from tests.pipelines.tiny_gguf import write_llama
 
 TEXTS = [
@@ -236,7 +237,7 @@ def trained(tmp_path_factory):
         "tokenizer.ggml.eos_token_id": model.eos_id(),
         "tokenizer.ggml.unknown_token_id": model.unk_id(),
     }
-    return model, _tokenizer(folder / "x.gguf", metadata)
+    return model, _tokenizer(folder / "x.gguf", metadata), metadata
 
 
 def _plain(text: str) -> bool:
@@ -245,7 +246,7 @@ def _plain(text: str) -> bool:
 
 
 def test_sentencepiece_equals_the_library(trained):
-    model, tokenizer = trained
+    model, tokenizer, _ = trained
     for text in filter(_plain, TEXTS[1:]):
         assert tokenizer.encode(text).ids == [model.bos_id(), *model.encode(text)], text
         assert tokenizer.decode(tokenizer.encode(text).ids) == text.replace("▁", " ")
@@ -254,8 +255,31 @@ def test_sentencepiece_equals_the_library(trained):
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(min_size=1, max_size=60).filter(_plain))
 def test_sentencepiece_equals_the_library_on_any_text(text, trained):
-    model, tokenizer = trained
+    model, tokenizer, _ = trained
     assert tokenizer.encode(text).ids == [model.bos_id(), *model.encode(text)]
+
+
+def test_sentencepiece_is_written_as_llama_cpps_converter_writes_it(trained, tmp_path):
+    """From tokenizer.json, which has merges for scores: the same tokens, kinds and order of merges, and texts cut alike."""
+    model, tokenizer, metadata = trained
+    config = {"model_type": "llama", "pad_token_id": None}
+    content = json.loads(tokenizer.to_str())
+    checkpoint = Checkpoint(tmp_path, "hf", config, {}, content, bos_token_id=model.bos_id(), eos_token_ids=(model.eos_id(),))
+    written = tokenizer_metadata(checkpoint, model.vocab_size())
+    assert all(written[key] == value for key, value in metadata.items() if not key.endswith("scores"))
+    assert written["tokenizer.ggml.add_bos_token"] and written["tokenizer.ggml.add_space_prefix"]
+    # Single characters and bytes are made by no merge.
+    key, whole = "tokenizer.ggml.scores", [len(token) > 1 and token[0] != "<" for token in metadata["tokenizer.ggml.tokens"]]
+    by_score = lambda of: sorted((i for i, made in enumerate(whole) if made), key=lambda i: -of[key][i])
+    assert by_score(written) == by_score(metadata)
+    back = _tokenizer(tmp_path / "x.gguf", written)
+    for text in filter(_plain, TEXTS[1:]):
+        assert back.encode(text).ids == [model.bos_id(), *model.encode(text)], text
+    # Gemma's kind has no space before a text, and its user's tokens have spaces as a text has them.
+    content["normalizer"] = content["normalizer"]["normalizers"][1]
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 700, "content": "q▁q", "special": False})
+    written = tokenizer_metadata(checkpoint, model.vocab_size() + 1)
+    assert not written["tokenizer.ggml.add_space_prefix"] and written["tokenizer.ggml.tokens"][700] == "q q"
 
 
 def test_chat_template_is_the_files_own(smollm2):
