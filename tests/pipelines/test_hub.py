@@ -138,6 +138,7 @@ def test_of_gguf_files_the_one_is_taken_that_is_named(hub, tmp_path, capsys):
     assert "no GGUF file Q5_K_M: it has tiny-Q4_K_M.gguf" in refusal("org/tiny-GGUF:Q5_K_M")
     assert "no GGUF file K_M.gguf" in refusal("org/tiny-GGUF:K_M.gguf") and "no GGUF file _M" in refusal("org/tiny-GGUF:_M")
     assert find_checkpoint("org/one-GGUF").name == "one.gguf"
+    assert find_checkpoint(tmp_path / "hub" / "models--org--one-GGUF").name == "one.gguf"
     assert "neither config.json with model.safetensors" in refusal("org/pickled")
     assert cli.main(["inspect", "org/tiny-GGUF", "--file", "tiny-Q8_0.gguf", "--revision", COMMIT, "--json"]) == 0
     assert read_json(capsys.readouterr().out)["path"].endswith(f"{COMMIT}/tiny-Q8_0.gguf")
