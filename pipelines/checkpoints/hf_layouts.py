@@ -36,18 +36,33 @@ class Layout:
     scales: str | None = None
 
 
+_GRANITE = (
+    Layout(
+        r"(.*\.block_sparse_moe)\.input_linear\.weight",
+        {r"\1.experts.{}.gate_proj.weight": _FIRST, r"\1.experts.{}.up_proj.weight": _SECOND},
+    ),
+    Layout(r"(.*\.block_sparse_moe)\.output_linear\.weight", {r"\1.experts.{}.down_proj.weight": _ALL}),
+)
+# As HF's modules have them, and files that were saved from them.
+_STACKED = (
+    Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
+    Layout(r"(.*\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}),
+)
+# Layers that predict further tokens, which HF leaves out.
+_FURTHER = Layout(r"mtp\..*", {})
+
 # By model type.
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    "granitemoe": (
-        Layout(
-            r"(.*\.block_sparse_moe)\.input_linear\.weight",
-            {r"\1.experts.{}.gate_proj.weight": _FIRST, r"\1.experts.{}.up_proj.weight": _SECOND},
-        ),
-        Layout(r"(.*\.block_sparse_moe)\.output_linear\.weight", {r"\1.experts.{}.down_proj.weight": _ALL}),
-    ),
-    "gemma4_text": (
-        Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
-        Layout(r"(.*\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}),
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "gemma4_text": _STACKED,
+    "qwen3_5_moe_text": _STACKED,
+    "qwen3_next": (*_STACKED, _FURTHER),
+    "lfm3": (Layout(r"(.*\.self_attn)\.gate_proj\.weight", {r"\1.g_proj.weight": _ALL}),),
+    "nemotron_h": (
+        _FURTHER,
+        Layout(r"backbone\.(.*\.experts)\.(up|down)_proj", {r"model.\1.{}.\2_proj.weight": _ALL}),
+        Layout(r"backbone\.(.*)", {r"model.\1": _ALL}),
     ),
     # The layers after the last predict further tokens, and HF leaves them out by their number in the one model there is.
     "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
