@@ -125,10 +125,8 @@ class Config(HybridConfig):
 def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
     """What each layer is, in words or by a letter: M a Mamba, * attention, - an MLP, E experts."""
     pattern = c.take("hybrid_override_pattern", "", str)
-    if unknown := set(pattern) - set(_LETTERS):
-        raise EmitError(
-            f"'hybrid_override_pattern' in the nemotron_h config has {', '.join(sorted(unknown))}, not M, *, - or E"
-        )
+    if unknown := ", ".join(sorted(set(pattern) - set(_LETTERS))):
+        raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has {unknown}, not M, *, - or E")
     kinds = [_LETTERS[letter] for letter in pattern] or [MAMBA, MOE, FULL, MLP]
     kinds = c.take("layers_block_type", c.take("layer_types", kinds, list), list)
     return c.layer_types(len(kinds), tuple(_LETTERS.values()), kinds)
