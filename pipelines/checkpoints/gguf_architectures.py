@@ -48,6 +48,25 @@ _FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _ROPE = {"rope.freq_base": "rope_theta"}
 _RMS = {**_ROPE, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 
+_SSM = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+_NUMBERED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_SIZES_BY_LAYER = {key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"}
+
+
+def _mamba(scope: str) -> dict[str, str]:
+    return {"ssm_in": f"{scope}.in_proj", "ssm_conv1d": f"{scope}.conv1d", "ssm_out": f"{scope}.out_proj"}
+
+
+def _mamba_vectors(scope: str) -> dict[str, str]:
+    leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
+    return {leaf: f"{scope}.{own}" for leaf, own in leaves.items()}
+
+
 _GRANITE_FLOATS = {
     **_RMS,
     "attention.scale": "attention_multiplier",
@@ -75,6 +94,10 @@ class Architecture:
     permuted: leaf -> config key of its number of heads, where the converter reordered rows for the interleaved
     rotary form. bare: leaves whose HF name has no ".weight". top, block: what tensors outside of blocks are called, and what
     names in a block begin with. filters: leaves of convolutions, [features, n] here and [features, 1, n] in HF.
+    vectors: leaf with its ending, if it has one -> HF's whole name in a block, of numbers that HF has in a vector; of A_log
+    the file has -exp. joined: leaves whose rows, in order, are those of one of HF's -> HF's leaf. by_layer: keys of ints that
+    differ from layer to layer, which a rule reads. tiled: leaf -> "heads", "rows", "last rows" or "columns", where what is of
+    heads of values stands with the first of each head of keys before the second of each, and not head of keys by head of keys.
     norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
     """
 
@@ -90,12 +113,65 @@ class Architecture:
     top: Mapping[str, str] = field(default_factory=lambda: TOP_TENSORS)
     block: str = "model.layers.{}."
     filters: tuple[str, ...] = ()
+    vectors: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    by_layer: tuple[str, ...] = ()
+    tiled: Mapping[str, str] = field(default_factory=dict)
     norms_plus_one: bool = False
     rules: tuple[str, ...] = ("full_rotary", "rope_scaling")
 
+    @property
+    def written(self) -> bool:
+        """Whether `hf_as_gguf` writes files of it: it renames tensors, and changes nothing else of them."""
+        return not (self.vectors or self.joined or self.tiled)
 
-# "llama" files with experts are Mixtral: gguf_config.architecture_of sends them here.
-_MIXTRAL = "llama with experts"
+
+# "llama" files with experts are Mixtral, "olmo2" files with a window OLMo 3: gguf_config.architecture_of sends them here.
+_MIXTRAL, _OLMO3 = "llama with experts", "olmo2 with a window"
+
+_QWEN35 = {
+    **_ATTENTION,
+    **_QK_NORMS,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_out": "linear_attn.out_proj",
+}
+_QWEN35_VECTORS = {
+    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_norm.weight": "linear_attn.norm.weight",
+}  # fmt: skip
+_QWEN35_INTS = {
+    **_SIZES_AND_HEAD,
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_QWEN35_TILED = {
+    "attn_qkv": "last rows", "ssm_conv1d": "last rows", "attn_gate": "rows", "ssm_alpha": "heads", "ssm_beta": "heads",
+    "ssm_a": "heads", "ssm_dt": "heads", "ssm_out": "columns",
+}  # fmt: skip
+_LFM2 = {
+    **_ATTENTION,
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_LFM2_INTS = {**_SIZES_BY_LAYER, "shortconv.l_cache": "conv_L_cache"}
+_LFM2_FLOATS = {**_ROPE, "attention.layer_norm_rms_epsilon": "norm_eps"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -295,29 +371,171 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "lfm2": Architecture(
         "lfm2",
-        tensors={
-            **_ATTENTION,
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "attn_norm": "operator_norm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-        },
+        tensors=_LFM2,
         # the number of key-value heads of each layer, none of those that convolve, is read by a rule
-        ints={
-            **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
-            "shortconv.l_cache": "conv_L_cache",
-        },
-        floats={**_ROPE, "attention.layer_norm_rms_epsilon": "norm_eps"},
+        ints=_LFM2_INTS,
+        floats=_LFM2_FLOATS,
         constants={"conv_bias": False, "block_auto_adjust_ff_dim": False},
         filters=("shortconv.conv",),
         rules=("lfm2_layers", "full_rotary", "rope_scaling"),
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        tensors={**_LFM2, "ffn_gate_inp": "feed_forward.gate"},
+        per_index={
+            "ffn_gate_exps": "feed_forward.experts.{}.w1",
+            "ffn_up_exps": "feed_forward.experts.{}.w3",
+            "ffn_down_exps": "feed_forward.experts.{}.w2",
+        },
+        ints={
+            **_LFM2_INTS,
+            **_EXPERTS_USED,
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        floats=_LFM2_FLOATS,
+        # llama.cpp's graph always has the bias, and normalises the chosen experts' weights
+        constants={"conv_bias": False, "use_expert_bias": True, "norm_topk_prob": True},
+        filters=("shortconv.conv",),
+        vectors={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        rules=("lfm2_layers", "full_rotary", "rope_scaling", "sigmoid_experts"),
+    ),
+    _OLMO3: Architecture(
+        "olmo3",
+        tensors={**_ATTENTION, **_MLP, **_POST_NORMS, **_QK_NORMS},
+        ints={**_SIZES, **_WINDOW},
+        constants={**_SILU, "attention_bias": False},
+        rules=("full_rotary", "rope_scaling", "every_fourth_full", "olmo3_ropes"),
+    ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        tensors={
+            **_ATTENTION,
+            **_mamba("mamba"),
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        ints={**_SIZES_AND_HEAD, **_SSM, "ssm.inner_size": "mamba_d_ssm"},
+        # the converter multiplies weights by the multipliers
+        constants={
+            **_SILU,
+            **dict.fromkeys(("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"), False),
+            "mamba_norm_before_gate": False,
+        },
+        flags={"mamba_rms_norm": "ssm_norm.weight", "mamba_conv_bias": "ssm_conv1d.bias"},
+        top={**TOP_TENSORS, "output_norm": "model.final_layernorm"},
+        filters=("ssm_conv1d",),
+        vectors=_mamba_vectors("mamba"),
+        rules=("mamba_heads", "full_rotary", "rope_scaling"),
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        tensors={
+            **_ATTENTION,
+            **_mamba("mamba"),
+            **_PRE_NORMS,
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        per_index={leaf: f"block_sparse_moe.experts.{{}}.{own}" for leaf, own in _NUMBERED.items()},
+        ints={
+            **_SIZES_BY_LAYER,
+            **_SSM,
+            **_EXPERTS_USED,
+            "expert_count": "num_local_experts",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        floats=_GRANITE_FLOATS,
+        constants={**_SILU, "attention_bias": False, "mamba_proj_bias": False, "position_embedding_type": "nope"},
+        permuted=_LLAMA_PERMUTED,
+        filters=("ssm_conv1d",),
+        vectors=_mamba_vectors("mamba"),
+        joined=dict.fromkeys((("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")), "shared_mlp.input_linear"),
+        by_layer=("attention.head_count_kv",),
+        rules=("granite_layers", "mamba_heads"),
+    ),
+    "nemotron_h": Architecture(
+        "nemotron_h",
+        tensors={
+            **{leaf: own.replace("self_attn", "mixer") for leaf, own in _ATTENTION.items()},
+            **_mamba("mixer"),
+            "attn_norm": "norm",
+            "ffn_up": "mixer.up_proj",
+            "ffn_down": "mixer.down_proj",
+            "ffn_gate_inp": "mixer.gate",
+            "ffn_up_shexp": "mixer.shared_experts.up_proj",
+            "ffn_down_shexp": "mixer.shared_experts.down_proj",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+        per_index={"ffn_up_exps": "mixer.experts.{}.up_proj", "ffn_down_exps": "mixer.experts.{}.down_proj"},
+        ints={
+            "context_length": "max_position_embeddings",
+            "embedding_length": "hidden_size",
+            "block_count": "num_hidden_layers",
+            "attention.head_count": "num_attention_heads",
+            "attention.key_length": "head_dim",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+            **_EXPERTS_USED,
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "moe_latent_size": "moe_latent_size",
+        },
+        floats={"attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "expert_weights_scale": "routed_scaling_factor"},
+        constants={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_bias": False, "mlp_bias": False},
+        top={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
+        filters=("ssm_conv1d",),
+        vectors={**_mamba_vectors("mixer"), "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+        by_layer=("attention.head_count_kv", "feed_forward_length"),
+        rules=("nemotron_layers",),
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        tensors={**_QWEN35, **_MLP},
+        ints=_QWEN35_INTS,
+        constants={**_SILU, "attention_bias": False},
+        filters=("ssm_conv1d",),
+        vectors=_QWEN35_VECTORS,
+        tiled=_QWEN35_TILED,
+        norms_plus_one=True,
+        rules=("delta_layers", "partial_rotary", "rope_scaling"),
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        tensors={
+            **_QWEN35,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        per_index={leaf: f"mlp.experts.{{}}.{own}" for leaf, own in _NUMBERED.items()},
+        ints={
+            **_QWEN35_INTS,
+            **_EXPERTS_USED,
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        constants={**_SILU, "attention_bias": False},
+        filters=("ssm_conv1d",),
+        vectors=_QWEN35_VECTORS,
+        by_layer=("feed_forward_length",),
+        tiled=_QWEN35_TILED,
+        norms_plus_one=True,
+        rules=("delta_layers", "partial_rotary", "rope_scaling"),
     ),
     "stablelm": Architecture(
         "stablelm",
@@ -342,11 +560,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def architecture_row(name: str, experts: int) -> Architecture | None:
-    """The row of `general.architecture`; `experts` is the file's expert count, 0 for a dense model."""
-    return ARCHITECTURES.get(_MIXTRAL if name == "llama" and experts else name)
+# One set of weights under two names.
+ARCHITECTURES["nemotron_h_moe"] = ARCHITECTURES["nemotron_h"]
+
+
+def architecture_row(name: str, experts: int, windowed: bool = False) -> Architecture | None:
+    """The row of `general.architecture`; `experts` is the file's expert count, 0 for a dense model, and `windowed` says
+    whether it has the length of a window."""
+    special = {"llama": experts and _MIXTRAL, "olmo2": windowed and _OLMO3}.get(name)
+    return ARCHITECTURES.get(special or name)
 
 
 def architecture_names() -> list[str]:
     """The values of `general.architecture` that are read."""
-    return [name for name in ARCHITECTURES if name != _MIXTRAL]
+    return [name for name in ARCHITECTURES if name not in (_MIXTRAL, _OLMO3)]

@@ -36,9 +36,9 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
     model_type = checkpoint.config["model_type"]
     held_for = _HELD_FOR.get(model_type, model_type)
     for name, row in ARCHITECTURES.items():
-        if row.model_type == held_for:
+        if row.model_type == held_for and row.written:
             return name.partition(" ")[0], row
-    known = ", ".join(sorted({row.model_type for row in ARCHITECTURES.values()} | set(_HELD_FOR)))
+    known = ", ".join(sorted({row.model_type for row in ARCHITECTURES.values() if row.written} | set(_HELD_FOR)))
     raise CheckpointError(f"{checkpoint.path} holds a {model_type} model, which is not written as GGUF; {known} are")
 
 

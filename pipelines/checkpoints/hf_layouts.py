@@ -129,7 +129,7 @@ def _part(layout: Layout, name: str, tensor: Tensor, index: int | None, rows: Ca
             columns, count = shape[1], shape[0]
             own = own.reshape(columns, count, -1).swapaxes(0, 1)
         own = own.reshape(shape[0], -1)[taken]
-        return own if len(shape) > 1 else own.reshape(-1)
+        return own.reshape(len(own), *shape[1:-1], -1) if len(shape) > 1 else own.reshape(-1)
 
     return Tensor(name, (len(range(*taken.indices(shape[0]))), *shape[1:]), tensor.codec, tensor.source, read)
 
