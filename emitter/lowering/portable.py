@@ -265,7 +265,8 @@ def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
 
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
     """The same of what x is projected to: by gate and up, or without a gate by up alone."""
-    return gated(*projected, function) if len(projected) == 2 else activated(projected[0], str(function))
+    gate, *up = projected
+    return gated(gate, up[0], function) if up else activated(gate, str(function))
 
 
 # Of gate, up or down: the stacked weights, how many rows one expert has, and its bias [experts, rows] where there is one.

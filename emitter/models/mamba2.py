@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -84,8 +85,7 @@ def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
         if bound != free and step.mode == "prefill":
             at = bound + float(np.log(-np.expm1(-bound))) if bound else -inf
             name, whole = f"{current_path()}.dt_{nearer.__name__}", ((f"{current_path()}.dt_bias", dt.shape[1:]),)
-            weight = Weight(name, dt.shape[1:], transform=lambda bias, at=at: np.float32(at) - bias, parts=whole)
-            value = step.module.weight(weight)
+            value = step.module.weight(Weight(name, dt.shape[1:], transform=partial(np.subtract, np.float32(at)), parts=whole))
             border = append("values", (value,), (value.type,))[0]
             dt = nearer(dt, broadcast_in_dim(border, dt.shape, (1,)))
     return dt
