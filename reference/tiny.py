@@ -230,8 +230,9 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    # Where a norm follows the writer (Gemma), its weight alone decides how much is written.
-    normed_writers = any("pre_feedforward_layernorm" in name for name, _ in model.named_parameters())
+    # Where a norm follows the writer (Gemma, LFM3), its weight alone decides how much is written.
+    after = ("pre_feedforward_layernorm", "post_operator_norm")
+    normed_writers = any(norm in name for name, _ in model.named_parameters() for norm in after)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)

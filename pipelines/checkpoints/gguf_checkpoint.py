@@ -10,11 +10,11 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
-from castiron.pipelines.checkpoints.gguf_architectures import Architecture
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from castiron.pipelines.checkpoints.gguf_rope import RULE_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
+from castiron.pipelines.checkpoints.gguf_words import Architecture
 
 _BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")

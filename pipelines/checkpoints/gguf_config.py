@@ -12,9 +12,10 @@ import numpy as np
 
 from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.gguf_architectures import Architecture, architecture_names, architecture_row
+from castiron.pipelines.checkpoints.gguf_architectures import architecture_names, architecture_row
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 from castiron.pipelines.checkpoints.gguf_rope import ROPE_RULES, head_dim
+from castiron.pipelines.checkpoints.gguf_words import Architecture
 
 # What llama.cpp takes where a file is silent.
 _ROPE_BASE = 10000.0
@@ -317,6 +318,18 @@ def _olmo3_ropes(config: dict, metadata: Metadata) -> None:
     config["rope_parameters"] = {"full_attention": scaling | theta, "sliding_attention": {"rope_type": "default"} | theta}
 
 
+def _mistral3_ropes(config: dict, metadata: Metadata) -> None:
+    """Ministral 3's queries grow with their position; without that it is a Mistral."""
+    beta, share = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        config["model_type"] = "mistral"
+        return
+    # both sides of a score have the one share
+    shares = {} if share is None else {"mscale": share, "mscale_all_dim": share}
+    scaling = config.pop("rope_scaling", {"rope_type": "default"}) | shares
+    config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta"), "llama_4_scaling_beta": beta}
+
+
 _SIGMOID = 2
 
 
@@ -358,5 +371,6 @@ RULES: dict[str, Callable[[dict, Metadata], None]] = {
     "nemotron_layers": _nemotron_layers,
     "delta_layers": _delta_layers,
     "olmo3_ropes": _olmo3_ropes,
+    "mistral3_ropes": _mistral3_ropes,
     "stablelm_residual": _stablelm_residual,
 }

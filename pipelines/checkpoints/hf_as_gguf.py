@@ -16,10 +16,11 @@ import numpy as np
 
 from castiron.emitter.models import family
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, TOP_TENSORS, Architecture
+from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
 from castiron.pipelines.checkpoints.gguf_config import hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor
 from castiron.pipelines.checkpoints.gguf_rope import head_dim, llama3_factors
+from castiron.pipelines.checkpoints.gguf_words import TOP_TENSORS, Architecture
 from castiron.pipelines.checkpoints.gguf_writer import Stored, Value, as_read
 
 # Model types that llama.cpp holds for another.

@@ -22,9 +22,9 @@ GGUF_NAMES = {
     "exaone4": "exaone4", "cohere2": "cohere2", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
     "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "gpt2": "gpt2", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "olmo3": "olmo2", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
-    "nemotron_h": "nemotron_h_moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "ministral3": "mistral3", "nemotron_h": "nemotron_h_moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
-_PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "arcee"}
+_PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "arcee", "ministral3"}
 NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text"}
 _HYBRID = {"falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text"}
 _STACKED = re.compile(r"(.*\.(?:experts|layernorm\.norms|q_layernorm\.norms|k_layernorm\.norms))\.(\d+)(\..*)")
@@ -210,7 +210,7 @@ def metadata_of(config) -> dict:
         "logit_scale": "logits_scaling",
     }.items():
         # Falcon-H1's are in its weights.
-        if getattr(config, name, None) is not None and kind != "falcon_h1" or name == "rms_norm_eps":
+        if getattr(config, name, None) is not None and (kind != "falcon_h1" or name == "rms_norm_eps"):
             keys[key] = float(getattr(config, name))
     if rope["rope_type"] == "dynamic":
         # Hunyuan's, whose factor changes the base alone
@@ -250,6 +250,10 @@ def metadata_of(config) -> dict:
         keys["expert_feed_forward_length"] = config.moe_intermediate_size
     if kind == "gpt_oss":
         keys["expert_feed_forward_length"] = config.intermediate_size
+    if kind == "ministral3":
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        keys["attention.key_length"] = keys["attention.value_length"] = head_dim
     if kind == "olmo3":
         keys["attention.sliding_window"] = config.sliding_window
         keys["attention.sliding_window_pattern"] = [type_ == "sliding_attention" for type_ in config.layer_types]

@@ -6,6 +6,7 @@ transformers builds a model that computes the same logits.
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -120,6 +121,10 @@ MODELS = {
         **SIZES, layer_types=["conv", "full_attention"], conv_L_cache=4, norm_eps=3e-5, num_dense_layers=1, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=32,
     ),
+    "ministral3": transformers.Ministral3Config(
+        **SIZES, head_dim=24, sliding_window=None,
+        rope_parameters=YARN | dict(llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=1.0),
+    ),
     "olmo3": transformers.Olmo3Config(
         **SIZES | {"num_hidden_layers": 4}, sliding_window=8, layer_types=EVERY_OTHER,
         rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT_ROPE | {"rope_theta": 10000.0}),
@@ -218,6 +223,31 @@ def test_config_says_what_the_models_config_says(converted):
             assert ours[key] == pytest.approx(value, rel=1e-6), key
         else:
             assert ours[key] == value, key
+
+
+@pytest.mark.parametrize(("size", "codec"), [(16, "f32"), (32, "q8_0")])
+def test_columns_of_several_heads_in_a_block_are_widened(size, codec, tmp_path):
+    model = AutoModelForCausalLM.from_config(transformers.Qwen3_5TextConfig(**SIZES, **DELTA | {"linear_value_head_dim": size}))
+    model.save_pretrained(tmp_path)
+    tensors, kind = tensors_of(tmp_path, model.config), gguf.GGMLQuantizationType.Q8_0
+    stored = gguf.quants.dequantize(gguf.quants.quantize(tensors["blk.0.ssm_out.weight"], kind), kind)
+    tensors["blk.0.ssm_out.weight"] = tensors["blk.0.ssm_out.weight"], kind
+    path = write_gguf(tmp_path / "x.gguf", "qwen35", metadata_of(model.config), tensors)
+    found = open_checkpoint(path).tensors["model.layers.0.linear_attn.out_proj.weight"]
+    # 6 heads of values, 3 of each of 2 heads of keys
+    expected = stored.reshape(-1, 3, 2, size).swapaxes(1, 2).reshape(stored.shape)
+    assert found.codec == codec and np.array_equal(found.dequantise(), expected)
+
+
+def test_a_model_with_further_predictions_is_read_without_them(tmp_path):
+    model = AutoModelForCausalLM.from_config(MODELS["qwen3_5"])
+    model.save_pretrained(tmp_path)
+    tensors, metadata = tensors_of(tmp_path, model.config), metadata_of(model.config)
+    metadata |= {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    tensors["blk.2.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "x.gguf", "qwen35", metadata, tensors))
+    assert checkpoint.config["num_hidden_layers"] == 2
+    assert checkpoint.tensors.keys() == open_checkpoint(tmp_path).tensors.keys()
 
 
 def test_llama3_scaling_is_named_where_its_numbers_explain_the_factors(tmp_path):
