@@ -94,15 +94,19 @@ def _route(op: Op) -> str | None:
     shape = (tokens, op.attrs["top_k"])
     ok = [v.type for v in op.results] == [TensorType(shape, I32), TensorType(shape, F32)]
     ok = ok and [v.shape for v in op.operands[1:]] in ([], [(experts,)]) and op.attrs["scores"] in ("softmax", "sigmoid")
-    return None if ok and 1 <= shape[1] <= experts else "needs logits [T, experts] and chooses some of them"
+    groups, kept = op.attrs["groups"]
+    ok = ok and experts % groups == 0 and 1 <= kept <= groups
+    return None if ok and 1 <= shape[1] <= experts // groups * kept else "needs logits [T, experts] and chooses some of them"
 
 
 def _experts(op: Op) -> str | None:
-    x, chosen, weights, gate, up, down, *biases, y = shapes_of(op)
-    count, inner, function = op.attrs["experts"], gate[0] // op.attrs["experts"], op.attrs["function"]
-    ok = x == y and chosen == weights and chosen[0] == x[0] and (function in _FUNCTIONS or not isinstance(function, str))
-    ok = ok and gate == up == (count * inner, x[1]) and down == (count * x[1], inner)
-    ok = ok and biases in ([], [(count, inner), (count, inner), (count, x[1])])
+    x, chosen, weights, *stacked, y = shapes_of(op)
+    into, function = 2 if op.attrs["gated"] else 1, op.attrs["function"]
+    count, inner = op.attrs["experts"], stacked[0][0] // op.attrs["experts"]
+    ok = x == y and chosen == weights and chosen[0] == x[0]
+    ok = ok and (function in _FUNCTIONS or (op.attrs["gated"] and not isinstance(function, str)))
+    ok = ok and stacked[: into + 1] == [(count * inner, x[1])] * into + [(count * x[1], inner)]
+    ok = ok and stacked[into + 1 :] in ([], [(count, inner)] * into + [(count, x[1])])
     return None if ok else "needs x [T, hidden], the experts of each token, and their stacked weights"
 
 

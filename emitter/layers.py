@@ -234,20 +234,29 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
 
 
 def route(
-    logits: Value, top_k: int, normalised: bool, scores: str = "softmax", correction: Value | None = None
+    logits: Value,
+    top_k: int,
+    normalised: bool,
+    scores: str = "softmax",
+    correction: Value | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[Value, Value]:
     """The experts of each token: numbers i32 [T, top_k] and weights f32 [T, top_k], the most likely first.
 
     logits: [T, experts]. The weights are the softmax over all experts, or each one's sigmoid, as `scores` says, divided by
     their sum over the chosen ones where `normalised`. correction [experts] is added to them to choose, and not to what is
-    chosen (arXiv:2408.15664). On a tie the lower number comes first.
+    chosen (arXiv:2408.15664). groups (n, m): of n equal groups of experts those m are chosen from whose two best ones come
+    to most (arXiv:2412.19437). On a tie the lower number comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
+    of, kept = groups
+    if of != 1 and (of < 1 or experts % of or experts // of < 2 or not 1 <= kept <= of or kept * experts // of < top_k):
+        raise fail("route", f"cannot choose {top_k} experts from {kept} of {of} groups of {experts}", operands)
     if not 1 <= top_k <= experts or scores not in ("softmax", "sigmoid"):
         raise fail("route", f"cannot choose {top_k} of {experts} experts by {scores}", operands)
     types = TensorType((tokens, top_k), I32), TensorType((tokens, top_k), F32)
-    attrs = {"top_k": top_k, "normalised": normalised, "scores": scores}
+    attrs = {"top_k": top_k, "normalised": normalised, "scores": scores, "groups": groups}
     chosen, weights = append("route", operands, types, attrs)
     return chosen, weights
 
@@ -259,27 +268,29 @@ def experts(
     count: int,
     intermediate: int,
     function: str | ClampedSwiGLU,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     bias: bool = False,
 ) -> Value:
     """Sum over a token's experts e of weight_e * down_e(function(gate_e(x)) * up_e(x)): [T, hidden] to [T, hidden].
+
+    With two names there is no gate, and an expert is down_e(function(up_e(x))).
 
     routing: what `route` gives. Only chosen experts are computed. `<e>.<names>.weight` are the tensors of gate and up
     [intermediate, hidden] and of down [hidden, intermediate], `<e>.<names>.bias` what is added to each; the operation reads
     all experts' rows stacked. function: an activation, or all of the gate.
     """
     hidden = x.shape[1]
-    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    shapes = (*[(intermediate, hidden)] * (len(names) - 1), (hidden, intermediate))
     stacked = [
         step.stack(f"{name}.{kind}", [f"{e}.{name}.{kind}" for e in range(count)], shape[:rank])
         for kind, rank in (("weight", 2), *[("bias", 1)] * bias)
         for name, shape in zip(names, shapes)
     ]
     chosen, weights = routing
-    known = isinstance(function, ClampedSwiGLU) or function in ACTIVATIONS
+    known = function in ACTIVATIONS or (isinstance(function, ClampedSwiGLU) and len(names) == 3)
     if chosen.shape != weights.shape or chosen.shape[0] != x.shape[0] or not known:
         raise fail("experts", "needs x [T, hidden], and numbers and weights [T, k] of each token's experts", (x, *routing))
-    attrs = {"experts": count, "function": function}
+    attrs = {"experts": count, "function": function, "gated": len(names) == 3}
     return append("experts", (x, chosen, weights, *stacked), (x.type,), attrs)[0]
 
 

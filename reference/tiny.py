@@ -170,6 +170,37 @@ FAMILIES: dict[str, dict] = {
     "qwen3_5_moe_text": {**_DELTA, **_SHARED},
     "qwen3_next": {**_DELTA, **_SHARED},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 40},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
+    "lfm3": {
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 24,
+        "conv_L_cache": 4,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+        "head_dim": 24,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        # HF asks for no less in prompts, and for nothing in single tokens.
+        "time_step_min": 1e-30,
+        "chunk_size": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 40,
+        "routed_scaling_factor": 1.5,
+    },
 }
 
 
@@ -199,8 +230,9 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    # Where a norm follows the writer (Gemma), its weight alone decides how much is written.
-    normed_writers = any("pre_feedforward_layernorm" in name for name, _ in model.named_parameters())
+    # Where a norm follows the writer (Gemma, LFM3), its weight alone decides how much is written.
+    after = ("pre_feedforward_layernorm", "post_operator_norm")
+    normed_writers = any(norm in name for name, _ in model.named_parameters() for norm in after)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
@@ -225,13 +257,17 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 weight.copy_(2.0 * noise)
             else:
                 gain = 4.0 if any(part in name for part in _WRITERS) else 1.5
+                # What an MLP squares is large by itself.
+                gain = 1.0 if model.config.model_type == "nemotron_h" and "down_proj" in name else gain
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
         # What is no parameter and yet in the checkpoint.
         for name in sorted(model.state_dict().keys() - dict(model.named_parameters()).keys() - {"lm_head.weight"}):
             buffer = model.get_buffer(name)
-            buffer.copy_(0.4 * buffer + 0.1 * torch.randn(buffer.shape, generator=generator))
+            # A bias that chooses among experts is as large as their scores differ.
+            spread = 0.5 if name.endswith("expert_bias") else 0.1
+            buffer.copy_(0.4 * buffer + spread * torch.randn(buffer.shape, generator=generator))
 
 
-# What HF leaves as memory was.
-_UNSET = ("sinks", "router.bias")
-_WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "down_proj", "c_proj", "w2", "output_linear")
+# What HF leaves as memory was, or draws from steps of time as short as may be.
+_UNSET = ("sinks", "router.bias", "mixer.dt_bias")
+_WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "mixer.out_proj", "down_proj", "c_proj", "w2", "output_linear")

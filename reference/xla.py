@@ -27,7 +27,10 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
     """`function` of the StableHLO module `text` as a Python function on stored arrays; see `run_stablehlo`."""
     text, types = _entry(text, function)
     device = jax.local_devices(backend="cpu")[0]
-    executable = device.client.compile_and_load(text, xla_client.DeviceList((device,)), xla_client.CompileOptions())
+    options = xla_client.CompileOptions()
+    # What the text means is asked for, not speed: LLVM's optimisations are more than half of the time.
+    options.executable_build_options.debug_options.xla_backend_optimization_level = 0
+    executable = device.client.compile_and_load(text, xla_client.DeviceList((device,)), options)
 
     def call(args: Sequence[np.ndarray]) -> list[np.ndarray]:
         if len(args) != len(types):

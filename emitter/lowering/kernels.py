@@ -78,7 +78,8 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
     count, function = op.attrs["experts"], op.attrs["function"]
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     chosen, length = ops.reshape(chosen, (tokens * per_token,)), _length(tokens)
-    (gate, up, down), biases = stacked[:3], stacked[3:]
+    count_in = 2 if op.attrs["gated"] else 1
+    into, down, biases = stacked[:count_in], stacked[count_in], stacked[count_in + 1 :]
 
     def through(x: Value, *stored: Stored, glu: str | None = None, length: Value | None = length) -> Value:
         weights = [s.weight for s in stored]
@@ -87,13 +88,13 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
     def biased(y: Value, i: int) -> Value:
         return ops.add(y, biases[i].value(lambda part: ops.gather_rows(part, chosen))) if biases else y
 
-    if gate.weight.codec == up.weight.codec and function in ACTIVATIONS and not biases:
-        inner = through(x, gate, up, glu=function)
+    if op.attrs["gated"] and len({part.weight.codec for part in into}) == 1 and function in ACTIVATIONS and not biases:
+        inner = through(x, *into, glu=function)
     else:
-        inner = portable.gated(biased(through(x, gate), 0), biased(through(x, up), 1), function)
+        inner = portable.into_down([biased(through(x, part), i) for i, part in enumerate(into)], function)
     if length is not None:
         length = ops.multiply(length, ops.constant(per_token, I32, ()))
-    y = biased(through(inner, down, length=length), 2)
+    y = biased(through(inner, down, length=length), count_in)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 

@@ -6,7 +6,7 @@ dequantises them where they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -217,11 +217,9 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
         likely = ops.exponential(ops.subtract(logits, peak))
         likely = ops.divide(likely, ops.broadcast_in_dim(ops.reduce("add", likely, (1,)), likely.shape, (0,)))
     rated = likely if correction is None else ops.add(likely, _along_last(correction.value(), likely))
-    pairs = (tokens, experts, experts)
-    own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
-    lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
-    before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
-    place = ops.reduce("add", ops.convert(before, F32), (2,))
+    if op.attrs["groups"][0] > 1:
+        rated = _of_best_groups(rated, *op.attrs["groups"])
+    place = _places(rated)
     slots = (tokens, op.attrs["top_k"], experts)
     here = ops.compare("EQ", ops.broadcast_in_dim(place, slots, (0, 2)), ops.iota(slots, 1, F32))
     nothing = ops.constant(0.0, F32, slots)
@@ -231,6 +229,28 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
         total = ops.broadcast_in_dim(ops.reduce("add", weights, (1,)), weights.shape, (0,))
         weights = ops.divide(weights, total)
     return ops.convert(chosen, I32), weights
+
+
+def _places(rated: Value) -> Value:
+    """Of each of rated [rows, n] how many come before it: larger ones, and as large ones of a lower number; f32."""
+    rows, n = rated.shape
+    pairs = (rows, n, n)
+    own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
+    lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
+    before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
+    return ops.reduce("add", ops.convert(before, F32), (2,))
+
+
+def _of_best_groups(rated: Value, groups: int, kept: int) -> Value:
+    """rated [T, experts] where an expert is of one of the best groups, else minus infinity."""
+    (tokens, experts), each = rated.shape, rated.shape[1] // groups
+    apart = ops.reshape(rated, (tokens * groups, each))
+    best = ops.compare("LT", _places(apart), ops.constant(2.0, F32, apart.shape))
+    both = ops.reduce("add", ops.select(best, apart, ops.constant(0.0, F32, apart.shape)), (1,))
+    place = _places(ops.reshape(both, (tokens, groups)))
+    place = ops.reshape(ops.broadcast_in_dim(place, (tokens, groups, each), (0, 1)), (tokens, experts))
+    taken = ops.compare("LT", place, ops.constant(float(kept), F32, place.shape))
+    return ops.select(taken, rated, ops.constant(-np.inf, F32, rated.shape))
 
 
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
@@ -243,6 +263,12 @@ def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
     return ops.multiply(ops.add(up, ops.constant(1.0, F32, up.shape)), gate)
 
 
+def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
+    """The same of what x is projected to: by gate and up, or without a gate by up alone."""
+    gate, *up = projected
+    return gated(gate, up[0], function) if up else activated(gate, str(function))
+
+
 # Of gate, up or down: the stacked weights, how many rows one expert has, and its bias [experts, rows] where there is one.
 _Stacked = tuple[Stored, int, Stored | None]
 
@@ -250,7 +276,8 @@ _Stacked = tuple[Stored, int, Stored | None]
 def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
     """Only the chosen experts' rows of the stacked weights are read and widened, for every token its own."""
     take = _experts_of_token if x.shape[0] == 1 else _experts_of_pairs
-    biases = stacked[3:] or (None,) * 3
+    count = 3 if op.attrs["gated"] else 2
+    biases = stacked[count:] or (None,) * count
     parts = [(part, part.weight.shape[0] // op.attrs["experts"], bias) for part, bias in zip(stacked, biases)]
     return take(x, chosen, weights, op.attrs["function"], parts)
 
@@ -268,8 +295,8 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
             y = ops.dot_general(x, own, ((1,), (1,)))
             return y if bias is None else ops.add(y, bias.value(lambda part: ops.dynamic_slice(part, (expert, zero), (1, out))))
 
-        gate, up, down = parts
-        y = project(gated(project(x, *gate), project(x, *up), function), *down)
+        *into, down = parts
+        y = project(into_down([project(x, *part) for part in into], function), *down)
         y = ops.multiply(y, ops.broadcast_in_dim(weight, y.shape, ()))
         total = y if total is None else ops.add(total, y)
     assert total is not None, "a token has at least one expert"
@@ -292,8 +319,8 @@ def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | C
         return y if bias is None else ops.add(y, bias.value(lambda part: ops.gather_rows(part, expert)))
 
     x = ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, hidden), (0, 2)), (pairs, hidden))
-    gate, up, down = parts
-    y = project(gated(project(x, *gate), project(x, *up), function), *down)
+    *into, down = parts
+    y = project(into_down([project(x, *part) for part in into], function), *down)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from castiron.emitter.models.hf_keys import DEFINED, SHARED
-from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, rotary
+from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, proportional, rotary
 from castiron.emitter.types import EmitError
 
 # Keys that change training, bookkeeping or generation defaults, but not the mathematics of a forward pass.
@@ -122,6 +122,15 @@ class ConfigReader:
             )
         return tuple(types)
 
+    def groups_of_experts(self, experts: int, per_token: int) -> tuple[int, int]:
+        """How many groups of experts there are, and of how many of them a token's are chosen: `layers.route` takes both."""
+        groups, kept = self.take("n_group", 1), self.take("topk_group", 1)
+        if groups > 1 and (experts % groups or experts < 2 * groups or kept > groups or kept * experts // groups < per_token):
+            raise EmitError(
+                f"the {self.model_type} config cannot choose {per_token} of {experts} experts from {kept} of {groups} groups"
+            )
+        return groups, kept
+
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
         """Frequencies from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
@@ -153,9 +162,17 @@ class ConfigReader:
         return of_full, of_sliding
 
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
-        """Frequencies from one rope entry; `theta` if it names none. The config's own original length wins, as in HF."""
+        """Frequencies from one rope entry; `theta` if it names none. The config's own original length wins, as in HF.
+
+        Of the kind 'proportional' a share of those of a whole head, of `rotary_dim`, is not zero.
+        """
         original = self.take("original_max_position_embeddings", None)
         kind = entry.get("rope_type") or entry.get("type")
+        if kind == "proportional":
+            if unknown := set(entry) - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}:
+                raise EmitError(f"rope scaling 'proportional' has the unknown key {', '.join(sorted(unknown))}")
+            share, factor = entry.get("partial_rotary_factor", 1.0), entry.get("factor", 1.0)
+            return proportional(entry.get("rope_theta") or theta, rotary_dim, share, factor, max_positions)
         if original is not None and kind in WITH_ORIGINAL_LENGTH:
             entry = {**entry, "original_max_position_embeddings": original}
         return rotary(entry.get("rope_theta") or theta, rotary_dim, entry, max_positions)
@@ -173,6 +190,7 @@ class ConfigReader:
         hidden_act: str | None = None,
         tied: bool | None = None,
         rotary: Rotary | None = None,
+        layers: int | None = None,
     ) -> dict[str, Any]:
         """The fields of a `DecoderConfig`, as keyword arguments.
 
@@ -188,7 +206,7 @@ class ConfigReader:
             "vocab": self.take("vocab_size"),
             "hidden": hidden,
             "intermediate": self.take("intermediate_size") if intermediate is None else intermediate,
-            "layers": self.take("num_hidden_layers"),
+            "layers": layers or self.take("num_hidden_layers"),
             "heads": heads,
             "kv_heads": self.take("num_key_value_heads") if kv_heads is None else kv_heads,
             "head_dim": head_dim,

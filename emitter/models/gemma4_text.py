@@ -27,7 +27,7 @@ from castiron.emitter.layers import (
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig
 from castiron.emitter.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
-from castiron.emitter.rotary import Rotary, proportional
+from castiron.emitter.rotary import Rotary
 from castiron.emitter.states import State, kv_cache
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
@@ -152,17 +152,8 @@ def rotaries(c: ConfigReader, full: int, sliding: int) -> tuple[Rotary, Rotary]:
     entries, positions = c.take("rope_parameters", default, dict), c.take("max_position_embeddings", 131072)
     if set(entries) != set(default):
         raise EmitError("'rope_parameters' in the gemma4_text config must hold 'full_attention' and 'sliding_attention' alone")
-    of_full = frequencies(c, entries["full_attention"], full, positions)
-    return of_full, frequencies(c, entries["sliding_attention"], sliding, positions)
-
-
-def frequencies(c: ConfigReader, entry: dict, head_dim: int, positions: int) -> Rotary:
-    if entry.get("rope_type") != "proportional":
-        return c.frequencies(entry, head_dim, positions, 10000.0)
-    if unknown := set(entry) - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}:
-        raise EmitError(f"rope scaling 'proportional' has the unknown key {', '.join(sorted(unknown))}")
-    share, factor = entry.get("partial_rotary_factor", 1.0), entry.get("factor", 1.0)
-    return proportional(entry.get("rope_theta") or 10000.0, head_dim, share, factor, positions)
+    of_full = c.frequencies(entries["full_attention"], full, positions, 10000.0)
+    return of_full, c.frequencies(entries["sliding_attention"], sliding, positions, 10000.0)
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:

@@ -55,6 +55,7 @@ class Config(DecoderConfig):
     moe_intermediate: int
     norm_topk_prob: bool
     routed_scaling_factor: float
+    groups: tuple[int, int]
 
     @classmethod
     def read(cls, config: dict) -> Config:
@@ -62,13 +63,12 @@ class Config(DecoderConfig):
         c = ConfigReader(config)
         # HF computes the first from its parts, and reads the second nowhere.
         c.unused("qk_head_dim", "pretraining_tp")
-        c.require("n_group", 1)
-        c.require("topk_group", 1)
         heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
         if c.take("num_key_value_heads", 20) != heads:
             raise EmitError("'num_key_value_heads' in the glm4_moe_lite config must be its 'num_attention_heads'")
         latent, turning, plain = c.take("kv_lora_rank", 512), c.take("qk_rope_head_dim", 64), c.take("qk_nope_head_dim", 192)
         c.require("head_dim", turning)
+        count, per_token = c.take("n_routed_experts"), c.take("num_experts_per_tok", 4)
         read = cls(
             **c.decoder(
                 head_dim=latent + turning,
@@ -85,12 +85,13 @@ class Config(DecoderConfig):
             scale=(plain + turning) ** -0.5 * yarn_scale(c) ** 2,
             interleaved=c.flag("rope_interleave", True),
             sparse=sparse_layers(c, layers),
-            experts=c.take("n_routed_experts"),
-            experts_per_token=c.take("num_experts_per_tok", 4),
+            experts=count,
+            experts_per_token=per_token,
             shared_experts=c.take("n_shared_experts", 1),
             moe_intermediate=c.take("moe_intermediate_size", 1536),
             norm_topk_prob=c.flag("norm_topk_prob", True),
             routed_scaling_factor=c.number("routed_scaling_factor", 1.8),
+            groups=c.groups_of_experts(count, per_token),
         )
         c.finish()
         return read
@@ -149,7 +150,7 @@ def moe(step: Step, c: Config, x: Value) -> Value:
     logits = linear(step, x, "gate", c.experts)
     with scope("gate"):
         correction = step.vector("e_score_correction_bias", (c.experts,))
-    chosen, weights = route(logits, c.experts_per_token, c.norm_topk_prob, "sigmoid", correction)
+    chosen, weights = route(logits, c.experts_per_token, c.norm_topk_prob, "sigmoid", correction, c.groups)
     with scope("experts"):
         routing = chosen, scaled(weights, c.routed_scaling_factor)
         routed = experts(step, x, routing, c.experts, c.moe_intermediate, c.hidden_act)

@@ -156,6 +156,21 @@ DEFINED = {
         pad_token_id tie_embedding tie_word_embeddings use_cache vocab_size
         """.split()
     ),
+    "lfm2_moe": frozenset(
+        """
+        bos_token_id conv_L_cache conv_bias eos_token_id initializer_range intermediate_size moe_intermediate_size
+        norm_eps norm_topk_prob num_dense_layers num_experts num_experts_per_tok num_key_value_heads
+        output_router_logits pad_token_id routed_scaling_factor tie_embedding tie_word_embeddings use_cache
+        use_expert_bias vocab_size
+        """.split()
+    ),
+    "lfm3": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id conv_L_cache conv_bias eos_token_id initializer_range
+        intermediate_size norm_eps num_key_value_heads pad_token_id rms_norm_eps tie_word_embeddings use_attention_gate
+        use_cache use_sandwich_norm vocab_size
+        """.split()
+    ),
     "llama": frozenset(
         """
         attention_bias attention_dropout bos_token_id eos_token_id hidden_act initializer_range intermediate_size
@@ -188,6 +203,21 @@ DEFINED = {
         global_attn_every_n_layers global_rope_theta hidden_activation initializer_cutoff_factor initializer_range
         intermediate_size local_attention local_rope_theta mlp_bias mlp_dropout norm_bias norm_eps num_labels
         pad_token_id sep_token_id sparse_pred_ignore_index sparse_prediction tie_word_embeddings vocab_size
+        """.split()
+    ),
+    "nemotron_h": frozenset(
+        """
+        attention_bias attention_dropout bos_token_id chunk_size conv_kernel eos_token_id expand hidden_dropout
+        hybrid_override_pattern initializer_range intermediate_size layer_norm_epsilon layers_block_type
+        mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_dt_init_floor mamba_dt_limit mamba_dt_max mamba_dt_min
+        mamba_expand mamba_head_dim mamba_hidden_act mamba_n_groups mamba_num_heads mamba_proj_bias
+        mamba_ssm_cache_dtype mlp_bias mlp_hidden_act moe_intermediate_size moe_latent_size
+        moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_hybrid_override_pattern mtp_layers_block_type
+        n_group n_groups n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_key_value_heads
+        num_local_experts num_logits_to_keep num_nextn_predict_layers output_router_logits pad_token_id
+        rescale_prenorm_residual residual_in_fp32 routed_scaling_factor ssm_state_size tie_word_embeddings
+        time_step_floor time_step_limit time_step_max time_step_min topk_group use_bias use_cache use_conv_bias
+        use_mamba_kernels vocab_size
         """.split()
     ),
     "olmo2": frozenset(

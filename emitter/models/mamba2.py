@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
-from castiron.emitter.ir import Value
+import numpy as np
+
+from castiron.emitter.ir import Value, append, current_path
 from castiron.emitter.layers import activation, split_heads
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.ops import reshape, slice_
+from castiron.emitter.ops import broadcast_in_dim, maximum, minimum, reshape, slice_
 from castiron.emitter.recurrences import causal_conv, selective_scan
 from castiron.emitter.states import State
-from castiron.emitter.step import Step
+from castiron.emitter.step import Step, Weight
 from castiron.emitter.types import EmitError
 
 
 @dataclass(frozen=True)
 class Mamba:
-    """positions: of a filter of its convolution. proj_bias: of the projection in front."""
+    """positions: of a filter of its convolution. proj_bias: of the projection in front. limit: of steps of time."""
 
     heads: int
     head_dim: int
@@ -26,12 +29,11 @@ class Mamba:
     positions: int
     conv_bias: bool
     proj_bias: bool
+    limit: tuple[float, float] = (0.0, inf)
 
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:
         """The keys that begin with `mamba_`. features: of all heads, else those of the config's expansion."""
-        # HF's chunks would clamp the steps of time, its single tokens would not.
-        c.require("time_step_limit", [0.0, inf], (0.0, inf), [0.0, {"__float__": "Infinity"}])
         # Changes no result but by rounding.
         c.unused("mamba_chunk_size")
         heads, expanded = c.take("mamba_n_heads", 128), c.take("mamba_expand", 2) * c.take("hidden_size")
@@ -48,6 +50,7 @@ class Mamba:
             c.take("mamba_d_conv", 4, least=2),
             c.flag("mamba_conv_bias", True),
             c.flag("mamba_proj_bias", False),
+            time_step_limit(c),
         )
 
     @property
@@ -65,6 +68,29 @@ class Mamba:
         return conv, State("scan", (layers, self.heads, self.head_dim, self.state), kind="recurrent")
 
 
+def time_step_limit(c: ConfigReader) -> tuple[float, float]:
+    """The least and the longest step of time."""
+    stated = c.take("time_step_limit", (0.0, inf), (list, tuple))
+    # As transformers writes what JSON has no number for.
+    numbers = [float(n["__float__"]) if isinstance(n, dict) and "__float__" in n else n for n in stated]
+    if len(numbers) != 2 or not all(isinstance(n, int | float) and n >= 0 for n in numbers) or numbers[0] > numbers[1]:
+        raise EmitError(f"'time_step_limit' in the {c.model_type} config is {stated!r}, not the least and the longest step")
+    return float(numbers[0]), float(numbers[1])
+
+
+def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
+    """dt [T, heads] for which softplus(dt + dt_bias) is within the limit; HF asks for that in prompts alone, and lets single
+    tokens be."""
+    for bound, nearer, free in ((limit[0], maximum, 0.0), (limit[1], minimum, inf)):
+        if bound != free and step.mode == "prefill":
+            at = bound + float(np.log(-np.expm1(-bound))) if bound else -inf
+            name, whole = f"{current_path()}.dt_{nearer.__name__}", ((f"{current_path()}.dt_bias", dt.shape[1:]),)
+            value = step.module.weight(Weight(name, dt.shape[1:], transform=partial(np.subtract, np.float32(at)), parts=whole))
+            border = append("values", (value,), (value.type,))[0]
+            dt = nearer(dt, broadcast_in_dim(border, dt.shape, (1,)))
+    return dt
+
+
 def scan(step: Step, m: Mamba, place: int, rows: Value, dt: Value, function: str) -> Value:
     """x, B and C, rows [T, features + 2 shared], convolved and activated by `function`, and scanned with dt [T, heads]:
     [T, features]."""
@@ -72,4 +98,5 @@ def scan(step: Step, m: Mamba, place: int, rows: Value, dt: Value, function: str
     x = split_heads(slice_(rows, (0, 0), (tokens, m.features)), m.heads)
     firsts = m.features, m.features + m.shared
     b, c = (split_heads(slice_(rows, (0, first), (tokens, first + m.shared)), m.groups) for first in firsts)
+    dt = limited(step, dt, m.limit)
     return reshape(selective_scan(step, place, x, dt, b, c), (tokens, m.features))

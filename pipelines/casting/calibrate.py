@@ -137,13 +137,13 @@ def watched(model: ModelModule, function: Function) -> list[tuple[str, ...]]:
     the tensors that each is multiplied by, in that order."""
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # An op of experts reads x as gate and up; what down reads is seen in its kernels (`watched_experts`).
-    read = {"linear": (0, (1,)), "experts": (0, (3, 4))}
+    read = {"linear": (1,), "experts": (3, 4)}
     by_input: dict[Value, list[str]] = {}
     for op in function.ops:
         if op.kind in read:
-            x, places = read[op.kind]
+            places = read[op.kind][: 1 if op.attrs.get("gated") is False else None]
             names = [name for at in places for name, _ in weights[op.operands[at]].tensors]
-            by_input.setdefault(op.operands[x], []).extend(names)
+            by_input.setdefault(op.operands[0], []).extend(names)
     # The head's own product is not in a function of hidden states, which are what it reads.
     by_input.setdefault(function.outputs[0], []).extend(("lm_head.weight", "model.embed_tokens.weight"))
     with building(model, function):

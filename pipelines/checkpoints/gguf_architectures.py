@@ -5,169 +5,107 @@ llama.cpp's src/models (what is implied and written nowhere), the HF config clas
 Adding an architecture is adding a row; what a table cannot say is a function in gguf_config.py.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from castiron.pipelines.checkpoints.gguf_hybrids import HYBRIDS
+from castiron.pipelines.checkpoints.gguf_words import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    EXPERTS_USED,
+    FINAL_CAP,
+    GEMMA,
+    GEMMA_TENSORS,
+    GPT2_SIZES,
+    GRANITE_FLOATS,
+    LLAMA_FLAGS,
+    LLAMA_PERMUTED,
+    LLAMA_TENSORS,
+    MLP,
+    NO_WINDOW,
+    POST_NORMS,
+    PRE_NORMS,
+    QK_NORMS,
+    RMS,
+    ROPE,
+    SILU,
+    SIZES,
+    SIZES_AND_HEAD,
+    WINDOW,
+    Architecture,
+)
 
-TOP_TENSORS = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    # of LFM2, whose last norm it is all the same
-    "token_embd_norm": "model.embedding_norm",
-}  # fmt: skip
-
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_LLAMA_TENSORS = {**_ATTENTION, **_MLP, **_PRE_NORMS}
-_GEMMA_TENSORS = {
-    **_ATTENTION,
-    **_MLP,
-    **_POST_NORMS,
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-}
-
-_SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-}
-_SIZES_AND_HEAD = {**_SIZES, "attention.key_length": "head_dim"}
-_EXPERTS_USED = {"expert_used_count": "num_experts_per_tok"}
-_WINDOW = {"attention.sliding_window": "sliding_window"}
-_FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
-_ROPE = {"rope.freq_base": "rope_theta"}
-_RMS = {**_ROPE, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-
-_GRANITE_FLOATS = {
-    **_RMS,
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-_GPT2_SIZES = {"feed_forward_length": "n_inner"}
-
-_SILU = {"hidden_act": "silu"}
-_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-_LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-_ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
-_LLAMA_FLAGS = {**_ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One value of `general.architecture`; what a row does not say is as most have it.
-
-    tensors: leaf of a block's tensor -> HF's leaf; per_index: the same for tensors stacked along their first axis,
-    which HF keeps apart ("{}" takes the index). ints, floats: metadata key without its prefix -> config key.
-    constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
-    permuted: leaf -> config key of its number of heads, where the converter reordered rows for the interleaved
-    rotary form. bare: leaves whose HF name has no ".weight". top, block: what tensors outside of blocks are called, and what
-    names in a block begin with. filters: leaves of convolutions, [features, n] here and [features, 1, n] in HF.
-    norms_plus_one: norms are stored as w + 1. rules: names of functions in gguf_config.RULES.
-    """
-
-    model_type: str
-    tensors: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TENSORS)
-    per_index: Mapping[str, str] = field(default_factory=dict)
-    ints: Mapping[str, str] = field(default_factory=lambda: _SIZES_AND_HEAD)
-    floats: Mapping[str, str] = field(default_factory=lambda: _RMS)
-    constants: Mapping[str, object] = field(default_factory=lambda: _SILU)
-    flags: Mapping[str, str] = field(default_factory=dict)
-    permuted: Mapping[str, str] = field(default_factory=dict)
-    bare: tuple[str, ...] = ()
-    top: Mapping[str, str] = field(default_factory=lambda: TOP_TENSORS)
-    block: str = "model.layers.{}."
-    filters: tuple[str, ...] = ()
-    norms_plus_one: bool = False
-    rules: tuple[str, ...] = ("full_rotary", "rope_scaling")
-
-
-# "llama" files with experts are Mixtral: gguf_config.architecture_of sends them here.
-_MIXTRAL = "llama with experts"
+# "llama" files with experts are Mixtral, "olmo2" files with a window OLMo 3: gguf_config.architecture_of sends them here.
+_MIXTRAL, _OLMO3 = "llama with experts", "olmo2 with a window"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         "llama",
-        flags=_LLAMA_FLAGS,
-        permuted=_LLAMA_PERMUTED,
+        flags=LLAMA_FLAGS,
+        permuted=LLAMA_PERMUTED,
         rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors"),
     ),
     _MIXTRAL: Architecture(
         "mixtral",
-        tensors={**_ATTENTION, **_PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        tensors={**ATTENTION, **PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
         per_index={
             "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
             "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
             "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
         },
-        ints={**_SIZES_AND_HEAD, **_EXPERTS_USED, "expert_count": "num_local_experts"},
-        constants={**_SILU, "sliding_window": None},
-        permuted=_LLAMA_PERMUTED,
+        ints={**SIZES_AND_HEAD, **EXPERTS_USED, "expert_count": "num_local_experts"},
+        constants={**SILU, "sliding_window": None},
+        permuted=LLAMA_PERMUTED,
         rules=("llama_head_dim", "full_rotary", "rope_scaling"),
     ),
-    "qwen2": Architecture("qwen2", constants={**_SILU, **_NO_WINDOW}),
+    "qwen2": Architecture("qwen2", constants={**SILU, **NO_WINDOW}),
     "qwen3": Architecture(
         "qwen3",
-        tensors={**_LLAMA_TENSORS, **_QK_NORMS},
-        constants={**_SILU, **_NO_WINDOW},
-        flags=_ATTENTION_BIAS,
+        tensors={**LLAMA_TENSORS, **QK_NORMS},
+        constants={**SILU, **NO_WINDOW},
+        flags=ATTENTION_BIAS,
     ),
     "qwen3moe": Architecture(
         "qwen3_moe",
-        tensors={**_ATTENTION, **_QK_NORMS, **_PRE_NORMS, "ffn_gate_inp": "mlp.gate"},
+        tensors={**ATTENTION, **QK_NORMS, **PRE_NORMS, "ffn_gate_inp": "mlp.gate"},
         per_index={
             "ffn_gate_exps": "mlp.experts.{}.gate_proj",
             "ffn_down_exps": "mlp.experts.{}.down_proj",
             "ffn_up_exps": "mlp.experts.{}.up_proj",
         },
         ints={
-            **_SIZES_AND_HEAD,
-            **_EXPERTS_USED,
+            **SIZES_AND_HEAD,
+            **EXPERTS_USED,
             "expert_count": "num_experts",
             "expert_feed_forward_length": "moe_intermediate_size",
         },
         # llama.cpp's graph always normalises the chosen experts' weights and knows no dense layers between
-        constants={**_SILU, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], **_NO_WINDOW},
-        flags=_ATTENTION_BIAS,
+        constants={**SILU, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], **NO_WINDOW},
+        flags=ATTENTION_BIAS,
         rules=("full_rotary", "rope_scaling", "normalised_experts"),
     ),
     "gemma2": Architecture(
         "gemma2",
-        tensors=_GEMMA_TENSORS,
-        ints={**_SIZES_AND_HEAD, **_WINDOW},
-        floats={**_RMS, "attn_logit_softcapping": "attn_logit_softcapping", **_FINAL_CAP},
-        constants=_GEMMA,
+        tensors=GEMMA_TENSORS,
+        ints={**SIZES_AND_HEAD, **WINDOW},
+        floats={**RMS, "attn_logit_softcapping": "attn_logit_softcapping", **FINAL_CAP},
+        constants=GEMMA,
         norms_plus_one=True,
         rules=("full_rotary", "gemma_scale", "gemma2_layers"),
     ),
     "gemma3": Architecture(
         "gemma3_text",
-        tensors={**_GEMMA_TENSORS, **_QK_NORMS},
-        ints={**_SIZES_AND_HEAD, **_WINDOW},
-        floats={**_RMS, "rope.freq_base_swa": "rope_local_base_freq", **_FINAL_CAP},
-        constants={**_GEMMA, "attn_logit_softcapping": None, "use_bidirectional_attention": False},
+        tensors={**GEMMA_TENSORS, **QK_NORMS},
+        ints={**SIZES_AND_HEAD, **WINDOW},
+        floats={**RMS, "rope.freq_base_swa": "rope_local_base_freq", **FINAL_CAP},
+        constants={**GEMMA, "attn_logit_softcapping": None, "use_bidirectional_attention": False},
         norms_plus_one=True,
         rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
     ),
     "gemma-embedding": Architecture(
         "gemma3_text",
-        tensors={**_GEMMA_TENSORS, **_QK_NORMS},
+        tensors={**GEMMA_TENSORS, **QK_NORMS},
         top={**TOP_TENSORS, "dense_2": "2_Dense.linear", "dense_3": "3_Dense.linear"},
-        ints={**_SIZES_AND_HEAD, **_WINDOW},
-        floats={**_RMS, "rope.freq_base_swa": "rope_local_base_freq"},
-        constants={**_GEMMA, "attn_logit_softcapping": None, "use_bidirectional_attention": True},
+        ints={**SIZES_AND_HEAD, **WINDOW},
+        floats={**RMS, "rope.freq_base_swa": "rope_local_base_freq"},
+        constants={**GEMMA, "attn_logit_softcapping": None, "use_bidirectional_attention": True},
         norms_plus_one=True,
         rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
     ),
@@ -179,53 +117,53 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "arcee": Architecture(
         "arcee",
-        tensors={name: own for name, own in _LLAMA_TENSORS.items() if name != "ffn_gate"},
+        tensors={name: own for name, own in LLAMA_TENSORS.items() if name != "ffn_gate"},
         constants={"hidden_act": "relu2"},
-        flags={**_ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"},
-        permuted=_LLAMA_PERMUTED,
+        flags={**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"},
+        permuted=LLAMA_PERMUTED,
         rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors"),
     ),
     "exaone4": Architecture(
         "exaone4",
-        tensors={**_ATTENTION, **_MLP, **_POST_NORMS, **_QK_NORMS},
-        ints={**_SIZES_AND_HEAD, **_WINDOW},
+        tensors={**ATTENTION, **MLP, **POST_NORMS, **QK_NORMS},
+        ints={**SIZES_AND_HEAD, **WINDOW},
         rules=("full_rotary", "rope_scaling", "rope_factors", "every_fourth_full"),
     ),
     "cohere2": Architecture(
         "cohere2",
-        tensors={**_ATTENTION, **_MLP, "attn_norm": "input_layernorm"},
-        ints={**_SIZES_AND_HEAD, **_WINDOW},
-        floats={**_ROPE, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
-        constants={**_SILU, "attention_bias": False},
+        tensors={**ATTENTION, **MLP, "attn_norm": "input_layernorm"},
+        ints={**SIZES_AND_HEAD, **WINDOW},
+        floats={**ROPE, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        constants={**SILU, "attention_bias": False},
         rules=("full_rotary", "rope_scaling", "every_fourth_full"),
     ),
     "ernie4_5": Architecture("ernie4_5", flags={"use_bias": "attn_q.bias"}),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
         tensors={
-            **_LLAMA_TENSORS,
+            **LLAMA_TENSORS,
             "attn_q_norm": "self_attn.query_layernorm",
             "attn_k_norm": "self_attn.key_layernorm",
         },
-        flags=_ATTENTION_BIAS,
+        flags=ATTENTION_BIAS,
     ),
     "granitemoe": Architecture(
         "granitemoe",
-        tensors={**_ATTENTION, **_PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        tensors={**ATTENTION, **PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
         per_index={
             "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
             "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
             "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
         },
-        ints={**_SIZES, **_EXPERTS_USED, "expert_count": "num_local_experts"},
-        floats=_GRANITE_FLOATS,
-        flags=_ATTENTION_BIAS,
-        permuted=_LLAMA_PERMUTED,
+        ints={**SIZES, **EXPERTS_USED, "expert_count": "num_local_experts"},
+        floats=GRANITE_FLOATS,
+        flags=ATTENTION_BIAS,
+        permuted=LLAMA_PERMUTED,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
         tensors={
-            **_ATTENTION,
+            **ATTENTION,
             "attn_sinks": "self_attn.sinks",
             "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
@@ -237,15 +175,15 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_up_exps": "mlp.experts.{}.up_proj",
         },
         ints={
-            **_SIZES_AND_HEAD,
-            **_WINDOW,
-            **_EXPERTS_USED,
+            **SIZES_AND_HEAD,
+            **WINDOW,
+            **EXPERTS_USED,
             "expert_count": "num_local_experts",
             "expert_feed_forward_length": "intermediate_size",
         },
         # what llama.cpp's graph has as numbers
         constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        flags=_ATTENTION_BIAS,
+        flags=ATTENTION_BIAS,
         bare=("attn_sinks",),
         rules=("full_rotary", "rope_scaling", "gpt_oss_layers"),
     ),
@@ -259,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_up": "mlp.c_fc",
             "ffn_down": "mlp.c_proj",
         },
-        ints={key: _GPT2_SIZES.get(key, name) for key, name in _SIZES.items()},
+        ints={key: GPT2_SIZES.get(key, name) for key, name in SIZES.items()},
         floats={"attention.layer_norm_epsilon": "layer_norm_epsilon"},
         constants={"activation_function": "gelu_new"},
         top={
@@ -274,60 +212,48 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(
         "phi3",
         tensors={
-            **_PRE_NORMS,
+            **PRE_NORMS,
             "attn_qkv": "self_attn.qkv_proj",
             "attn_output": "self_attn.o_proj",
             "ffn_up": "mlp.gate_up_proj",
             "ffn_down": "mlp.down_proj",
         },
-        ints={**_SIZES, **_WINDOW},
+        ints={**SIZES, **WINDOW},
         rules=("partial_rotary", "phi3_rope"),
     ),
     "olmo2": Architecture(
         "olmo2",
-        tensors={**_ATTENTION, **_MLP, **_POST_NORMS, **_QK_NORMS},
-        ints=_SIZES,
-        constants={**_SILU, "attention_bias": False},
+        tensors={**ATTENTION, **MLP, **POST_NORMS, **QK_NORMS},
+        ints=SIZES,
+        constants={**SILU, "attention_bias": False},
+    ),
+    # of Mistral Small 3 and later, and of Ministral 3
+    "mistral3": Architecture(
+        "ministral3",
+        constants={**SILU, "sliding_window": None},
+        permuted=LLAMA_PERMUTED,
+        rules=("llama_head_dim", "full_rotary", "rope_scaling", "mistral3_ropes"),
     ),
     "smollm3": Architecture(
         "smollm3",
-        constants={**_SILU, **_NO_WINDOW},
-        flags=_LLAMA_FLAGS,
-        permuted=_LLAMA_PERMUTED,
+        constants={**SILU, **NO_WINDOW},
+        flags=LLAMA_FLAGS,
+        permuted=LLAMA_PERMUTED,
         rules=("full_rotary", "rope_scaling", "smollm3_layers"),
     ),
     "granite": Architecture(
         "granite",
-        ints=_SIZES,
-        floats=_GRANITE_FLOATS,
-        flags=_LLAMA_FLAGS,
-        permuted=_LLAMA_PERMUTED,
+        ints=SIZES,
+        floats=GRANITE_FLOATS,
+        flags=LLAMA_FLAGS,
+        permuted=LLAMA_PERMUTED,
     ),
-    "lfm2": Architecture(
-        "lfm2",
-        tensors={
-            **_ATTENTION,
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "attn_norm": "operator_norm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-        },
-        # the number of key-value heads of each layer, none of those that convolve, is read by a rule
-        ints={
-            **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
-            "shortconv.l_cache": "conv_L_cache",
-        },
-        floats={**_ROPE, "attention.layer_norm_rms_epsilon": "norm_eps"},
-        constants={"conv_bias": False, "block_auto_adjust_ff_dim": False},
-        filters=("shortconv.conv",),
-        rules=("lfm2_layers", "full_rotary", "rope_scaling"),
+    _OLMO3: Architecture(
+        "olmo3",
+        tensors={**ATTENTION, **MLP, **POST_NORMS, **QK_NORMS},
+        ints={**SIZES, **WINDOW},
+        constants={**SILU, "attention_bias": False},
+        rules=("full_rotary", "rope_scaling", "every_fourth_full", "olmo3_ropes"),
     ),
     "stablelm": Architecture(
         "stablelm",
@@ -335,28 +261,31 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attn_q_norm": "self_attn.q_layernorm.norms.{}",
             "attn_k_norm": "self_attn.k_layernorm.norms.{}",
         },
-        ints=_SIZES,
-        floats={**_ROPE, "attention.layer_norm_epsilon": "layer_norm_eps"},
+        ints=SIZES,
+        floats={**ROPE, "attention.layer_norm_epsilon": "layer_norm_eps"},
         flags={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
         rules=("partial_rotary", "stablelm_residual"),
     ),
     "starcoder2": Architecture(
         "starcoder2",
-        tensors={**_ATTENTION, **_PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        ints=_SIZES,
-        floats={**_ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
+        tensors={**ATTENTION, **PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        ints=SIZES,
+        floats={**ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
         # the converter drops sliding_window, and llama.cpp computes none
         constants={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
         flags={"use_bias": "attn_q.bias"},
     ),
+    **HYBRIDS,
 }
 
 
-def architecture_row(name: str, experts: int) -> Architecture | None:
-    """The row of `general.architecture`; `experts` is the file's expert count, 0 for a dense model."""
-    return ARCHITECTURES.get(_MIXTRAL if name == "llama" and experts else name)
+def architecture_row(name: str, experts: int, windowed: bool = False) -> Architecture | None:
+    """The row of `general.architecture`; `experts` is the file's expert count, 0 for a dense model, and `windowed` says
+    whether it has the length of a window."""
+    special = {"llama": experts and _MIXTRAL, "olmo2": windowed and _OLMO3}.get(name)
+    return ARCHITECTURES.get(special or name)
 
 
 def architecture_names() -> list[str]:
     """The values of `general.architecture` that are read."""
-    return [name for name in ARCHITECTURES if name != _MIXTRAL]
+    return [name for name in ARCHITECTURES if name not in (_MIXTRAL, _OLMO3)]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import numpy as np
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.pipelines.checkpoints.audit import HEAD
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
-from castiron.pipelines.checkpoints.gguf_architectures import Architecture
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from castiron.pipelines.checkpoints.gguf_rope import RULE_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
+from castiron.pipelines.checkpoints.gguf_words import Architecture
 
 _BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _TOP_TENSOR = re.compile(r"(.+)\.(weight|bias)")
 
 
@@ -60,7 +62,10 @@ def _refuse_parts(file: GgufFile) -> None:
 def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
-        if RULE_OF_ROPE_TENSOR.get(stored.name) in row.rules:
+        block = _IN_BLOCK.fullmatch(stored.name)
+        # Blocks after the model's own predict further tokens.
+        further = block is not None and "delta_layers" in row.rules and int(block[1]) >= config["num_hidden_layers"]
+        if RULE_OF_ROPE_TENSOR.get(stored.name) in row.rules or further:
             continue
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
@@ -71,7 +76,10 @@ def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tenso
 
 def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) -> Iterator[Tensor]:
     """The HF tensors in one of the file; a name that the architecture does not know is kept, to be reported."""
-    block = _BLOCK_TENSOR.fullmatch(stored.name)
+    block, place = _BLOCK_TENSOR.fullmatch(stored.name), _IN_BLOCK.fullmatch(stored.name)
+    if place and place[2] in row.vectors:
+        yield _vector(file, stored, row.block.format(int(place[1])) + row.vectors[place[2]], tiled(row, config, place[2]))
+        return
     if block is None:
         top = _TOP_TENSOR.fullmatch(stored.name)
         known = top and row.top.get(top[1])
@@ -86,13 +94,21 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
             yield _part(file, stored, name, index)
     elif leaf in row.permuted:
         yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", config[row.permuted[leaf]])
+    elif parts := next((parts for parts in row.joined if leaf in parts), None):
+        if leaf == parts[0]:
+            both = [file.tensors.get(f"blk.{layer}.{part}.{suffix}") for part in parts]
+            yield from _joined(file, [s for s in both if s is not None], f"{prefix}{row.joined[parts]}.{suffix}")
     elif leaf in row.filters and suffix == "weight":
         features, positions = stored.shape
-        read = lambda: file.rows(stored).reshape(features, 1, -1)
+        order = tiled(row, config, leaf)
+        read = lambda: file.rows(stored)[slice(None) if order is None else order].reshape(features, 1, -1)
         yield Tensor(f"{prefix}{row.tensors[leaf]}.weight", (features, 1, positions), stored.codec, stored.name, read)
     else:
         ending = "" if leaf in row.bare else f".{suffix}"
         name = f"{prefix}{row.tensors[leaf]}{ending}" if leaf in row.tensors else stored.name
+        if (order := tiled(row, config, leaf)) is not None:
+            yield _grouped(file, stored, name, order, row.tiled[leaf] == "columns")
+            return
         yield _tensor(file, stored, name, row.norms_plus_one and leaf.endswith("norm"))
 
 
@@ -101,6 +117,65 @@ def _tensor(file: GgufFile, stored: GgufTensor, name: str, plus_one: bool) -> Te
         minus_one = lambda: (dequantise(stored.codec, file.rows(stored)) - np.float32(1)).view(np.uint8)
         return Tensor(name, stored.shape, "f32", stored.name, minus_one)
     return Tensor(name, stored.shape, stored.codec, stored.name, lambda: file.rows(stored))
+
+
+def _vector(file: GgufFile, stored: GgufTensor, name: str, order: np.ndarray | None) -> Tensor:
+    """The numbers of a tensor of whatever shape; A_log where the file has -exp(A_log)."""
+
+    def read() -> np.ndarray:
+        values = dequantise(stored.codec, file.rows(stored)).reshape(-1)
+        values = values if order is None else values[order]
+        return (np.log(-values) if name.endswith("A_log") else values).astype(np.float32).view(np.uint8)
+
+    return Tensor(name, (prod(stored.shape),), "f32", stored.name, read)
+
+
+def _joined(file: GgufFile, parts: list[GgufTensor], name: str) -> Iterator[Tensor]:
+    """The rows of several tensors in one; of several codecs in f32."""
+    codecs = {part.codec for part in parts}
+    codec = codecs.pop() if len(codecs) == 1 else "f32"
+
+    def read() -> np.ndarray:
+        rows = [file.rows(part) for part in parts]
+        if len({part.codec for part in parts}) > 1:
+            rows = [dequantise(part.codec, own).view(np.uint8) for part, own in zip(parts, rows)]
+        return np.concatenate(rows)
+
+    yield Tensor(name, (sum(part.shape[0] for part in parts), parts[0].shape[1]), codec, parts[0].name, read)
+
+
+def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
+    """Where in the file each row, or column, of HF's tensor is; None where both are in one order."""
+    kind = row.tiled.get(leaf.partition(".")[0])
+    keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
+    if kind is None or keys == values:
+        return None
+    each = 1 if kind == "heads" else config["linear_value_head_dim"]
+    order = np.arange(values * each).reshape(values // keys, keys, each).swapaxes(0, 1).reshape(-1)
+    before = 2 * keys * config["linear_key_head_dim"] if kind == "last rows" else 0
+    return np.concatenate([np.arange(before), before + order])
+
+
+def _grouped(file: GgufFile, stored: GgufTensor, name: str, order: np.ndarray, columns: bool) -> Tensor:
+    """A tensor with its rows, or its columns, in this order; columns of which blocks hold several heads' become f32."""
+    block = CODECS[stored.codec].block
+    starts = order.reshape(-1, block)[:, :1] if order.size % block == 0 else order[:0]
+    whole = (
+        columns
+        and starts.size * block == order.size
+        and np.array_equal(order.reshape(-1, block), starts + np.arange(block))
+        and not (starts % block).any()
+    )
+
+    def read() -> np.ndarray:
+        rows = file.rows(stored)
+        if not columns:
+            return rows[order]
+        if whole:
+            return rows.reshape(len(rows), order.size // block, -1)[:, starts[:, 0] // block].reshape(len(rows), -1)
+        return np.ascontiguousarray(dequantise(stored.codec, rows)[:, order]).view(np.uint8)
+
+    return Tensor(name, stored.shape, stored.codec if whole or not columns else "f32", stored.name, read)
 
 
 def _part(file: GgufFile, stored: GgufTensor, name: str, index: int) -> Tensor:

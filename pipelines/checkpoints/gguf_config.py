@@ -13,9 +13,10 @@ import numpy as np
 from castiron.emitter.pooling import Dense, Pooling
 from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding
-from castiron.pipelines.checkpoints.gguf_architectures import Architecture, architecture_names, architecture_row
+from castiron.pipelines.checkpoints.gguf_architectures import architecture_names, architecture_row
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 from castiron.pipelines.checkpoints.gguf_rope import ROPE_RULES, head_dim
+from castiron.pipelines.checkpoints.gguf_words import Architecture
 
 # What llama.cpp takes where a file is silent.
 _ROPE_BASE = 10000.0
@@ -99,7 +100,8 @@ def architecture_of(file: GgufFile) -> Architecture:
     """The row of the file's architecture; CheckpointError names those there are."""
     name = architecture_name(file)
     experts = file.metadata.get(f"{name}.expert_count", 0)
-    row = architecture_row(name, experts if isinstance(experts, int) else 1)
+    windowed = f"{name}.attention.sliding_window" in file.metadata
+    row = architecture_row(name, experts if isinstance(experts, int) else 1, windowed)
     if row is None:
         known = ", ".join(architecture_names())
         raise CheckpointError(f"{file.path} holds a {name} model; supported are {known}")
@@ -129,9 +131,9 @@ def hf_config(file: GgufFile) -> dict:
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
     for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):
-        stated = {name: read(key) for key, name in names.items()}
+        stated = {name: read(key) for key, name in names.items() if key not in row.by_layer}
         config |= {name: value for name, value in stated.items() if value is not None}
-    _fill_sizes(config, metadata)
+    _fill_sizes(config, metadata, row.by_layer)
     refuse_impossible_sizes(file.path, config, {name: tensor.shape for name, tensor in file.tensors.items()})
     config.setdefault("rope_theta", _ROPE_BASE)
     for name, leaf in row.flags.items():
@@ -147,12 +149,14 @@ def hf_config(file: GgufFile) -> dict:
     return config
 
 
-def _fill_sizes(config: dict, metadata: Metadata) -> None:
+def _fill_sizes(config: dict, metadata: Metadata, by_layer: tuple[str, ...]) -> None:
     for key in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length"):
-        metadata.required(key)
+        if key not in by_layer:
+            metadata.required(key)
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if metadata.integer("expert_count") == 0:  # how a dense file may say that it has none
         metadata.get("expert_used_count")
+        config.pop("num_experts_per_tok", None)
     elif metadata.integer("expert_count") and "num_experts_per_tok" not in config:
         raise metadata.fail(
             f"{metadata.prefix}expert_count is set, but {config['model_type']} models with experts are not supported"
@@ -259,6 +263,104 @@ def _lfm2_layers(config: dict, metadata: Metadata) -> None:
     config["layer_types"] = ["full_attention" if count else "conv" for count in heads]
 
 
+def _by_layer(metadata: Metadata, key: str) -> list[int]:
+    """A number for each block, or the one number of all."""
+    blocks, stated = metadata.required("block_count"), metadata.get(key)
+    found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
+    if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
+        raise metadata.fail(f"{metadata.prefix}{key} is {_short(stated)}, not a number for each of {blocks} blocks")
+    return found
+
+
+def _hybrid_heads(config: dict, metadata: Metadata) -> list[int]:
+    """Key-value heads by layer, 0 where a layer does not attend; those of the others are the config's."""
+    heads = _by_layer(metadata, "attention.head_count_kv")
+    config["num_key_value_heads"] = max(heads) or config["num_attention_heads"]
+    # whether a rotary embedding was trained at other lengths, which these have none of
+    metadata.get("rope.scaling.finetuned")
+    metadata.get("rope.dimension_count")
+    return heads
+
+
+def _mamba_heads(config: dict, metadata: Metadata) -> None:
+    features, heads = metadata.required("ssm.inner_size"), config["mamba_n_heads"]
+    if features % heads:
+        raise metadata.fail(f"{metadata.prefix}ssm.inner_size is {features}, which {heads} heads cannot share")
+    config["mamba_d_head"] = features // heads
+    if config["model_type"] == "granitemoehybrid":
+        config["mamba_expand"] = features // config["hidden_size"]
+
+
+def _granite_layers(config: dict, metadata: Metadata) -> None:
+    kinds = ["full_attention" if heads else "linear_attention" for heads in _hybrid_heads(config, metadata)]
+    config["layer_types"] = kinds
+    first = kinds.index("linear_attention") if "linear_attention" in kinds else 0
+    config["mamba_conv_bias"] = f"blk.{first}.ssm_conv1d.bias" in metadata.file.tensors
+    config.setdefault("num_local_experts", 0)
+    config.setdefault("shared_intermediate_size", config["intermediate_size"])
+
+
+def _nemotron_layers(config: dict, metadata: Metadata) -> None:
+    """A layer attends, or has an MLP or experts, or is a Mamba."""
+    heads, widths = _hybrid_heads(config, metadata), _by_layer(metadata, "feed_forward_length")
+    has = lambda layer, leaf: f"blk.{layer}.{leaf}" in metadata.file.tensors
+    fed = ["moe" if has(layer, "ffn_gate_inp.weight") else "mlp" for layer in range(len(heads))]
+    kinds = ["full_attention" if h else fed[i] if w else "linear_attention" for i, (h, w) in enumerate(zip(heads, widths))]
+    dense = [width for width, kind in zip(widths, kinds) if kind == "mlp"]
+    config["layers_block_type"] = kinds
+    if dense:
+        config["intermediate_size"] = dense[0]
+    if config.get("moe_latent_size") == 0:
+        del config["moe_latent_size"]
+    config["mamba_head_dim"] = metadata.required("ssm.inner_size") // config["mamba_num_heads"]
+    config["use_conv_bias"] = any(has(layer, "ssm_conv1d.bias") for layer in range(len(heads)))
+    config["norm_topk_prob"] = metadata.get("expert_weights_norm", True) is True
+    metadata.get("expert_shared_count")
+    # what rotary embeddings would have
+    del config["rope_theta"]
+    metadata.get("rope.freq_base")
+
+
+def _delta_layers(config: dict, metadata: Metadata) -> None:
+    """Blocks after the last layer predict further tokens; positions of images are those of texts here."""
+    config["num_hidden_layers"] -= metadata.integer("nextn_predict_layers", 0) or 0
+    features, heads = metadata.required("ssm.inner_size"), config["linear_num_value_heads"]
+    config["linear_value_head_dim"] = features // heads
+    metadata.get("rope.dimension_sections")
+    interval = config.get("full_attention_interval") or 4
+    layers = range(config["num_hidden_layers"])
+    config["layer_types"] = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers]
+
+
+def _olmo3_ropes(config: dict, metadata: Metadata) -> None:
+    """What is scaled is scaled in full layers alone."""
+    theta = {"rope_theta": config.pop("rope_theta")}
+    scaling = config.pop("rope_scaling", {"rope_type": "default"})
+    config["rope_parameters"] = {"full_attention": scaling | theta, "sliding_attention": {"rope_type": "default"} | theta}
+
+
+def _mistral3_ropes(config: dict, metadata: Metadata) -> None:
+    """Ministral 3's queries grow with their position; without that it is a Mistral."""
+    beta, share = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        config["model_type"] = "mistral"
+        return
+    # both sides of a score have the one share
+    shares = {} if share is None else {"mscale": share, "mscale_all_dim": share}
+    scaling = config.pop("rope_scaling", {"rope_type": "default"}) | shares
+    config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta"), "llama_4_scaling_beta": beta}
+
+
+_SIGMOID = 2
+
+
+def _sigmoid_experts(config: dict, metadata: Metadata) -> None:
+    if metadata.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise metadata.fail(
+            f"{metadata.prefix}expert_gating_func is not {_SIGMOID}, and other scores of experts are not supported"
+        )
+
+
 def _normalised_experts(config: dict, metadata: Metadata) -> None:
     if metadata.get("expert_weights_norm", True) is not True:
         raise metadata.fail(f"{metadata.prefix}expert_weights_norm is not true, and other experts are not supported")
@@ -284,5 +386,12 @@ RULES: dict[str, Callable[[dict, Metadata], None]] = {
     "smollm3_layers": _smollm3_layers,
     "lfm2_layers": _lfm2_layers,
     "normalised_experts": _normalised_experts,
+    "sigmoid_experts": _sigmoid_experts,
+    "mamba_heads": _mamba_heads,
+    "granite_layers": _granite_layers,
+    "nemotron_layers": _nemotron_layers,
+    "delta_layers": _delta_layers,
+    "olmo3_ropes": _olmo3_ropes,
+    "mistral3_ropes": _mistral3_ropes,
     "stablelm_residual": _stablelm_residual,
 }

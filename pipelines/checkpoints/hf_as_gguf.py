@@ -16,10 +16,11 @@ import numpy as np
 
 from castiron.emitter.models import family
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, Architecture
+from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
 from castiron.pipelines.checkpoints.gguf_config import hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor
 from castiron.pipelines.checkpoints.gguf_rope import head_dim, llama3_factors
+from castiron.pipelines.checkpoints.gguf_words import Architecture
 from castiron.pipelines.checkpoints.gguf_writer import Stored, Value, as_read
 
 # Model types that llama.cpp holds for another.
@@ -42,9 +43,9 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
     model_type = checkpoint.config["model_type"]
     held_for = _HELD_FOR.get(model_type, model_type)
     for name, row in ARCHITECTURES.items():
-        if row.model_type == held_for:
+        if row.model_type == held_for and row.written:
             return name.partition(" ")[0], row
-    known = ", ".join(sorted({row.model_type for row in ARCHITECTURES.values()} | set(_HELD_FOR)))
+    known = ", ".join(sorted({row.model_type for row in ARCHITECTURES.values() if row.written} | set(_HELD_FOR)))
     raise CheckpointError(f"{checkpoint.path} holds a {model_type} model, which is not written as GGUF; {known} are")
 
 

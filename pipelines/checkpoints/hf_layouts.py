@@ -36,6 +36,21 @@ class Layout:
     scales: str | None = None
 
 
+_GRANITE = (
+    Layout(
+        r"(.*\.block_sparse_moe)\.input_linear\.weight",
+        {r"\1.experts.{}.gate_proj.weight": _FIRST, r"\1.experts.{}.up_proj.weight": _SECOND},
+    ),
+    Layout(r"(.*\.block_sparse_moe)\.output_linear\.weight", {r"\1.experts.{}.down_proj.weight": _ALL}),
+)
+# As HF's modules have them, and files that were saved from them.
+_STACKED = (
+    Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
+    Layout(r"(.*\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}),
+)
+# Layers that predict further tokens, which HF leaves out.
+_FURTHER = Layout(r"mtp\..*", {})
+
 # By model type.
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
     # Without what stands after the states; the first checkpoints call the parts of a LayerNorm otherwise.
@@ -49,16 +64,16 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"(?:head|decoder|classifier)\..*", {}),
         Layout(r"(?:model\.)?((?:embeddings|layers|final_norm)\..*)", {r"\1": _ALL}),
     ),
-    "granitemoe": (
-        Layout(
-            r"(.*\.block_sparse_moe)\.input_linear\.weight",
-            {r"\1.experts.{}.gate_proj.weight": _FIRST, r"\1.experts.{}.up_proj.weight": _SECOND},
-        ),
-        Layout(r"(.*\.block_sparse_moe)\.output_linear\.weight", {r"\1.experts.{}.down_proj.weight": _ALL}),
-    ),
-    "gemma4_text": (
-        Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
-        Layout(r"(.*\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}),
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "gemma4_text": _STACKED,
+    "qwen3_5_moe_text": _STACKED,
+    "qwen3_next": (*_STACKED, _FURTHER),
+    "lfm3": (Layout(r"(.*\.self_attn)\.gate_proj\.weight", {r"\1.g_proj.weight": _ALL}),),
+    "nemotron_h": (
+        _FURTHER,
+        Layout(r"backbone\.(.*\.experts)\.(up|down)_proj", {r"model.\1.{}.\2_proj.weight": _ALL}),
+        Layout(r"backbone\.(.*)", {r"model.\1": _ALL}),
     ),
     # The layers after the last predict further tokens, and HF leaves them out by their number in the one model there is.
     "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
@@ -125,7 +140,7 @@ def _part(layout: Layout, name: str, tensor: Tensor, index: int | None, rows: Ca
             columns, count = shape[1], shape[0]
             own = own.reshape(columns, count, -1).swapaxes(0, 1)
         own = own.reshape(shape[0], -1)[taken]
-        return own if len(shape) > 1 else own.reshape(-1)
+        return own.reshape(len(own), *shape[1:-1], -1) if len(shape) > 1 else own.reshape(-1)
 
     return Tensor(name, (len(range(*taken.indices(shape[0]))), *shape[1:]), tensor.codec, tensor.source, read)
 

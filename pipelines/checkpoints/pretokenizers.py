@@ -10,6 +10,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}" + _REST_WITH_SLASH
@@ -54,10 +55,14 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-v3": _LLAMA3_ROW,
     "llama-bpe": _LLAMA3_ROW,
     "falcon3": _LLAMA3_ROW,
+    "falcon-h1": _LLAMA3_ROW,
+    "lfm2": _LLAMA3_ROW,
+    "pixtral": _LLAMA3_ROW,
     "dbrx": _CL100K_ROW,
     "smaug-bpe": _CL100K_ROW,
     "qwen2": _QWEN2_ROW,
     "deepseek-r1-qwen": _QWEN2_ROW,
+    "qwen35": PreTokenizer(_QWEN35, nfc=True),
     "stablelm2": _QWEN2_ROW,
     "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True),
     "gpt-4o": _GPT4O_ROW,

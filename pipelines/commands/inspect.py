@@ -1,9 +1,11 @@
-"""Describes a bundle, or a checkpoint before it is compiled; without an argument, lists the catalogue."""
+"""Describes a bundle, or a checkpoint before it is compiled; without an argument, lists the catalogue, and what is read: model
+types, architectures and types of GGUF files."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
@@ -26,7 +28,8 @@ examples:
 --json prints one object: for a bundle its manifest; for a checkpoint path, format, config, ignored_keys (what trainers leave
 in a config and no model reads), left_out (how many tensors are no part of a text's model, by what their names begin with),
 refused (why compile would not take the config, or null), parameters, tensors, tokenizer, chat_template, bos_token_id,
-eos_token_ids, encodes (whether it is a model for embeddings).
+eos_token_ids, encodes (whether it is a model for embeddings); without an argument catalogue, families (values of
+model_type), text_parts (of models that also see or hear), gguf_architectures, gguf_types, safetensors_types.
 """
 # Of config.json, what tells one model from another.
 SHOWN_CONFIG = (
@@ -55,10 +58,26 @@ def main(args: argparse.Namespace) -> int:
 def catalogue() -> tuple[dict, list[str]]:
     from dataclasses import asdict
 
+    from castiron.emitter.models import FAMILIES
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
+    from castiron.pipelines.checkpoints.gguf_architectures import architecture_names
+    from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
+    from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE
+    from castiron.pipelines.checkpoints.text_part import TEXT_PARTS
 
+    read = {
+        "families": sorted(FAMILIES),
+        "text_parts": sorted(TEXT_PARTS),
+        "gguf_architectures": sorted(architecture_names()),
+        "gguf_types": [codec.upper() for codec in CODEC_OF_GGML_TYPE.values()],
+        "safetensors_types": list(CODEC_OF_DTYPE),
+    }
+    names = ("families", "their text alone", "GGUF architectures", "GGUF types", "safetensors types")
     lines = [f"{m.name:<28} {megabytes(m.size):>10}  {m.licence}" for m in CATALOGUE.values()]
-    return {"catalogue": [asdict(model) for model in CATALOGUE.values()]}, lines
+    for name, row in zip(names, read.values(), strict=True):
+        indent = " " * 20
+        lines += ["", *textwrap.wrap(f"{name:<20}{', '.join(row)}", 100, subsequent_indent=indent, break_on_hyphens=False)]
+    return {"catalogue": [asdict(model) for model in CATALOGUE.values()], **read}, lines
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:

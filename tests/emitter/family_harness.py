@@ -87,10 +87,17 @@ class Pair:
 
 
 def pair(model_type: str, directory: Path, seed: int = 0, **config) -> Pair:
-    """A tiny random model of this type, as `castiron.reference.tiny` makes it, in `directory`."""
-    tiny_model(model_type, directory, seed=seed, **config)
-    # On matrices this small a second thread only waits.
-    return Pair(hf.load(directory, threads=1), open_checkpoint(directory))
+    """A tiny random model of this type, as `castiron.reference.tiny` makes it, in `directory`; one that was made before is
+    given again, as it is where it was, and nobody changes it."""
+    key = repr((model_type, seed, sorted(config.items())))
+    if key not in _MADE:
+        tiny_model(model_type, directory, seed=seed, **config)
+        # On matrices this small a second thread only waits.
+        _MADE[key] = Pair(hf.load(directory, threads=1), open_checkpoint(directory))
+    return _MADE[key]
+
+
+_MADE: dict[str, Pair] = {}
 
 
 def prompt(vocab: int, length: int = LENGTH, seed: int = 7) -> list[int]:

@@ -155,6 +155,37 @@ PUBLISHED: dict[str, dict] = {
         max_position_embeddings=128000, norm_eps=1e-5, num_attention_heads=32, num_heads=32, num_hidden_layers=16,
         num_key_value_heads=8, rope_theta=1000000.0, use_pos_enc=True, vocab_size=65536,
     ),
+    "LFM2 8B A1B": dict(
+        model_type="lfm2_moe", conv_L_cache=3, conv_bias=False, hidden_size=2048, initializer_range=0.02,
+        intermediate_size=7168, layer_types=(["conv", "conv", "full_attention", "conv"] * 6), max_position_embeddings=128000,
+        moe_intermediate_size=1792, norm_eps=1e-5, norm_topk_prob=True, num_attention_heads=32, num_dense_layers=2,
+        num_experts=32, num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8, rope_theta=1000000.0,
+        routed_scaling_factor=1.0, use_expert_bias=True, vocab_size=65536,
+    ),
+    "LFM3 1.7B": dict(
+        model_type="lfm3", conv_L_cache=7, conv_bias=False, head_dim=128, hidden_size=2048, intermediate_size=7680,
+        layer_types=["conv", *["conv", "full_attention", "conv", "sliding_attention"] * 5, "conv", "full_attention", "conv"],
+        max_position_embeddings=128000, norm_eps=1e-5, num_attention_heads=16, num_hidden_layers=24, num_key_value_heads=4,
+        rope_parameters={
+            "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        sliding_window=256, tie_word_embeddings=True, use_attention_gate=True, use_sandwich_norm=True, vocab_size=128000,
+    ),
+    "Nemotron 3 Nano 30B A3B": dict(
+        model_type="nemotron_h", attention_bias=False, attention_dropout=0.0, chunk_size=128, conv_kernel=4, expand=2,
+        head_dim=128, hidden_dropout=0.0, hidden_size=2688,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", initializer_range=0.02,
+        intermediate_size=1856, layer_norm_epsilon=1e-5, mamba_head_dim=64, mamba_hidden_act="silu", mamba_num_heads=64,
+        mamba_proj_bias=False, mamba_ssm_cache_dtype="float32", max_position_embeddings=262144, mlp_bias=False,
+        mlp_hidden_act="relu2", moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, n_group=1, n_groups=8,
+        n_routed_experts=128, n_shared_experts=1, norm_eps=1e-5, norm_topk_prob=True, num_attention_heads=32,
+        num_experts_per_tok=6, num_hidden_layers=52, num_key_value_heads=2, num_logits_to_keep=1,
+        partial_rotary_factor=1.0, rescale_prenorm_residual=True, residual_in_fp32=False, rope_theta=10000,
+        routed_scaling_factor=2.5, sliding_window=None, ssm_state_size=128, tie_word_embeddings=False, time_step_floor=1e-4,
+        time_step_limit=[0.0, float("inf")], time_step_max=0.1, time_step_min=0.001, topk_group=1, use_bias=False,
+        use_conv_bias=True, use_mamba_kernels=True, vocab_size=131072,
+    ),
     "Qwen 3.5 4B, its text": dict(
         model_type="qwen3_5_text", attention_bias=False, attention_dropout=0.0, attn_output_gate=True, dtype="bfloat16",
         full_attention_interval=4, head_dim=256, hidden_act="silu", hidden_size=2560, initializer_range=0.02,
@@ -396,6 +427,7 @@ UNLIKE = {
     "smollm3": {"use_sliding_window": True, "sliding_window": 24},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     "phi3": {"sliding_window": 24},
+    "nemotron_h": {"tie_word_embeddings": False},
 }
 
 
@@ -426,7 +458,11 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
             asked_for.append(key)
             continue
         assert expected is not None and ours == read(expected), f"without {key}"
-    sizes = {"model_type", "hidden_size", "vocab_size", "num_hidden_layers"}
+    # Nemotron-H's layers say how many they are.
+    sizes = {"model_type", "hidden_size", "vocab_size", "num_hidden_layers"} & {
+        *whole,
+        *CONFIG_MAPPING[model_type].attribute_map,
+    }
     assert {CONFIG_MAPPING[model_type].attribute_map.get(size, size) for size in sizes} <= set(asked_for)
     # What a family asks for is what no checkpoint leaves out: sizes, not flags.
     assert len(asked_for) <= 9, asked_for
@@ -524,7 +560,15 @@ def test_what_every_config_class_of_hf_has_is_bookkeeping():
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "beta_fast": 1}, "sliding_attention": {}}},
             "'proportional' has the unknown key beta_fast",
         ),
-        ("glm4_moe_lite", {"n_group": 2}, "'n_group' in the glm4_moe_lite config is 2; only 1 is supported"),
+        ("glm4_moe_lite", {"n_group": 4}, "cannot choose 2 of 6 experts from 1 of 4 groups"),
+        (
+            "falcon_h1",
+            {"time_step_limit": [2.0, 1.0]},
+            "'time_step_limit' in the falcon_h1 config is .2.0, 1.0., not the least",
+        ),
+        ("lfm3", {"sliding_window": None}, "has layers with a sliding window, but no 'sliding_window'"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "config is True; only False is supported"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "'hybrid_override_pattern' in the nemotron_h config has X, not M"),
         ("glm4_moe_lite", {"num_key_value_heads": 2}, "must be its 'num_attention_heads'"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "must say 'dense' or 'sparse' for each of 3 layers"),
     ],

@@ -62,9 +62,14 @@ DAMAGE = {
     "route": [
         ("top_k", 5, "needs logits [T, experts]"),
         ("scores", "tanh", "needs logits [T, experts]"),
+        ("groups", (3, 1), "needs logits [T, experts]"),
         ("result", TensorType((8, 2), F32), "needs logits [T, experts]"),
     ],
-    "experts": [("experts", 3, "their stacked weights"), ("function", "no", "their stacked weights")],
+    "experts": [
+        ("experts", 3, "their stacked weights"),
+        ("function", "no", "their stacked weights"),
+        ("gated", False, "their stacked weights"),
+    ],
     "argmax_rows": [("result", TensorType((2,), I32), "needs logits [vocab]")],
     "causal_conv": [
         ("layer", 1, "no such layer, or another state"),

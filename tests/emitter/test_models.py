@@ -95,7 +95,44 @@ SHAPES: dict[str, list[dict]] = {
     "granitemoehybrid": [
         {"mamba_proj_bias": True, "attention_bias": True, "position_embedding_type": "rope"},
         {**ODD_TIED, "mamba_n_heads": 4, "mamba_d_conv": 2, "mamba_conv_bias": False},
-        {"mamba_n_groups": 4, "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+        {
+            "mamba_n_groups": 4,
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ],
+    "nemotron_h": [
+        {"use_bias": True, "mlp_bias": True, "moe_latent_size": 32, "n_group": 3, "topk_group": 1},
+        {
+            **ODD_UNTIED,
+            "layers_block_type": None,
+            "hybrid_override_pattern": "ME*-M",
+            "mamba_num_heads": 4,
+            "conv_kernel": 2,
+            "use_conv_bias": False,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_hidden_act": "silu",
+        },
+        {"n_groups": 1, "layers_block_type": ["mlp", "full_attention", "linear_attention"], "mamba_head_dim": 10},
+    ],
+    "lfm2_moe": [
+        {},
+        {**ODD_UNTIED, "conv_L_cache": 4, "norm_topk_prob": False, "num_experts": 7, "num_experts_per_tok": 3},
+        {"num_dense_layers": 0, "use_expert_bias": False, "conv_bias": True, "num_experts_per_tok": 1},
+    ],
+    "lfm3": [
+        {"conv_bias": True},
+        {**ODD_UNTIED, "head_dim": 10, "layer_types": None, "num_hidden_layers": 5, "attention_bias": True},
+        {
+            **WIDE_HEADS,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}},
+        },
     ],
     "stablelm": [
         {"use_qkv_bias": True},
@@ -199,7 +236,15 @@ SHAPES: dict[str, list[dict]] = {
     ],
     "glm4_moe_lite": [
         {"attention_bias": True},
-        {**ODD_TIED, "num_key_value_heads": 3, "q_lora_rank": None, "n_routed_experts": 5, "norm_topk_prob": False},
+        {
+            **ODD_TIED,
+            "num_key_value_heads": 3,
+            "q_lora_rank": None,
+            "n_routed_experts": 9,
+            "norm_topk_prob": False,
+            "n_group": 3,
+            "topk_group": 2,
+        },
         {
             "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7},
             "rope_interleave": False,
@@ -291,6 +336,25 @@ def test_weights_of_two_bytes_are_widened_where_vectors_are_f32(dtype, tmp_path)
     tokens, agreement = prompt(211, 9), Agreement()
     agreement.add(models.ours("kernels").prefill(tokens, WIDTHS[1])[1], hf.logits(models.oracle, tokens)[-1])
     agreement.check()
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "nemotron_h"])
+def test_steps_of_time_are_limited_where_hf_does_so(family, tmp_path):
+    """In a prompt, whatever its chunks; the tokens after it take the steps they take."""
+    limit = {"time_step_min": 0.6} if family == "nemotron_h" else {"time_step_limit": [0.6, 1.1]}
+    models, free = pair(family, tmp_path / "limited", **limit), pair(family, tmp_path / "free")
+    tokens, agreement = prompt(211, 18), Agreement()
+    expected = hf.logits(models.oracle, tokens)
+    ours = models.ours("kernels")
+    agreement.add(ours.prefill(tokens[:9], WIDTHS[1])[1], expected[8])
+    token, logits = ours.prefill(tokens[9:], WIDTHS[0])
+    agreement.add(logits, expected[17])
+    agreement.check()
+    assert np.abs(logits - hf.logits(free.oracle, tokens)[17]).max() > 0.01 * np.abs(logits).max()
+    found = [token]
+    while len(found) < 12:
+        found.append(ours.step(found[-1])[0])
+    assert found == hf.greedy(models.oracle, tokens, 12).tokens
 
 
 def test_a_type_without_a_family_is_refused_with_those_there_are():

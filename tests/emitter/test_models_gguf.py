@@ -32,15 +32,42 @@ GGUF_SHAPES: dict[str, dict] = {
     "exaone4": {"num_hidden_layers": 4, "layer_types": None},
     "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3_moe": {"moe_intermediate_size": 96, "norm_topk_prob": True},
+    "ministral3": {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 10,
+            "llama_4_scaling_beta": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "lfm2_moe": {"moe_intermediate_size": 96, "routed_scaling_factor": 1.0},
+    # Powers of two, by which a block is multiplied and stays one.
+    "falcon_h1": {
+        "mamba_norm_before_gate": False,
+        "embedding_multiplier": 4.0,
+        "key_multiplier": 0.5,
+        "attention_in_multiplier": 0.5,
+        "attention_out_multiplier": 0.5,
+        "ssm_in_multiplier": 2.0,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 2.0, 1.0, 0.5, 2.0],
+        "mlp_multipliers": [0.5, 0.25],
+    },
+    "granitemoehybrid": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "nemotron_h": {"moe_intermediate_size": 96, "time_step_min": 0.001},
+    # Heads that are blocks of out_proj's columns.
+    "qwen3_5_text": {"linear_value_head_dim": 32},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 32, "moe_intermediate_size": 96},
 }
 # Parameters that HF has as [..., in, out].
 TRANSPOSED = {"gpt2": re.compile(r"c_(attn|proj|fc)\.weight"), "gpt_oss": re.compile(r"experts\.(gate_up|down)_proj$")}
 # llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window. Files of the others
 # are not read.
-WITHOUT_GGUF = {
-    "mistral", "gemma4_text", "glm4_moe_lite", "ministral3", "olmo3",
-    "falcon_h1", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-}  # fmt: skip
+WITHOUT_GGUF = {"mistral", "gemma4_text", "glm4_moe_lite", "lfm3", "qwen3_next"}
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():
@@ -49,7 +76,7 @@ def test_every_family_that_llama_cpp_defines_is_tried():
 
 def kind_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None:
     """How a tensor is stored: v unlike q and k, down_proj unlike the rest, f32 where rows are no blocks."""
-    if len(shape) < 2 or shape[-1] % 32 or name.endswith("bias"):
+    if len(shape) < 2 or shape[-1] % 32 or name.endswith("bias") or "norm" in name:
         return None
     if ".v_proj." in name or ".attn_v." in name:
         return Q5_1

@@ -84,8 +84,8 @@ def test_the_head_is_no_part_of_what_gives_hidden_states():
 
 def test_hidden_states_are_those_of_hf_in_chunks_that_need_not_be_full(rows):
     oracle, tokens, run, fresh = rows
-    # What the head reads: as GPT-2 calls it, most families, LFM2 and Falcon-H1.
-    names = ("transformer.ln_f", "model.norm", "model.embedding_norm", "model.final_layernorm")
+    # What the head reads: as GPT-2 calls it, most families, LFM2, Falcon-H1 and Nemotron-H.
+    names = ("transformer.ln_f", "model.norm", "model.embedding_norm", "model.final_layernorm", "model.norm_f")
     modules = dict(oracle.named_modules())
     last = next(name for name in names if name in modules)
     expected = hf.activations(oracle, tokens, [last])[last]

@@ -26,13 +26,18 @@ EPSILON = 1.0
 EPSILON_KEYS = {
     "cohere2": "layer_norm_eps",
     "gpt2": "layer_norm_epsilon",
-    "lfm2": "norm_eps",
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "norm_eps"),
+    "nemotron_h": "layer_norm_epsilon",
     "stablelm": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
 }
 
 # Without a rotary embedding a bias of k adds the same to every score of a query.
-WITHOUT_EFFECT = {"gpt2": {"bias left out (transformer.h.attn.k)"}}
+WITHOUT_EFFECT = {
+    "gpt2": {"bias left out (transformer.h.attn.k)"},
+    # The family divides weights by their sum itself.
+    "lfm2_moe": {"weights of experts normalised the other way (model.layers.feed_forward)"},
+}
 
 Spoil = Callable[[Op], None]
 
@@ -137,7 +142,7 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         if len(attrs["weight"].shape) == 3:
             yield "filters reversed", reverse_filters
         if attrs["weight"].transform is not None:
-            yield "transform of a weight forgotten", without_transform
+            yield f"transform of {attrs['weight'].name.rpartition('.')[2]} forgotten", without_transform
     elif op.kind in ("multiply", "divide") and op.operands[1] in constants:
         yield "constant factor left out", leave_out
     elif op.kind == "tanh":
@@ -147,8 +152,13 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         yield "other scores of experts", with_attrs(scores="softmax" if attrs["scores"] == "sigmoid" else "sigmoid")
         if len(op.operands) > 1:
             yield "correction of experts left out", without_correction
+        if attrs["groups"] != (1, 1):
+            yield "groups of experts forgotten", with_attrs(groups=(1, 1))
     elif op.kind == "experts":
-        yield "gate and up swapped", lambda op: swap(op, 3, 4)
+        if attrs["gated"]:
+            yield "gate and up swapped", lambda op: swap(op, 3, 4)
+        else:
+            yield "another activation of experts", with_attrs(function="relu")
         if len(op.operands) > 6:
             yield "biases of experts left out", without_biases
         if isinstance(glu := attrs["function"], ClampedSwiGLU):

@@ -7,10 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from castiron.emitter import models
 from castiron.pipelines import cli
+from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
+from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
+from castiron.pipelines.checkpoints.text_part import TEXT_PARTS
 from castiron.pipelines.commands import generating
 from castiron.pipelines.commands import run as run_command
 from tests.pipelines import toy_text
@@ -211,6 +216,22 @@ def test_run_loads_nothing_that_it_does_not_use(bundle):
     command = [sys.executable, "-c", code, "run", bundle, "--tokens", "1,2", "-n", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def test_inspect_lists_what_is_read_and_so_does_the_readme(capsys):
+    """Every family that there is a file of, and every architecture and type of GGUF files."""
+    families = {path.stem for path in Path(models.__file__).parent.glob("*.py") if "\ndef forward(" in path.read_text()}
+    assert cli.main(["inspect", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts["families"]) == families
+    assert set(facts["gguf_architectures"]) == {name.partition(" ")[0] for name in ARCHITECTURES}
+    assert set(facts["gguf_types"]) == {codec.upper() for codec in CODEC_OF_GGML_TYPE.values()}
+    assert set(facts["text_parts"]) == set(TEXT_PARTS)
+    assert cli.main(["inspect"]) == 0
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    listed, told = (set(re.findall(r"[\w-]+", text)) for text in (capsys.readouterr().out, readme))
+    everywhere = families | set(facts["text_parts"]) | set(facts["gguf_types"])
+    assert (everywhere | set(facts["gguf_architectures"])) - listed == set() == everywhere - told
 
 
 def test_inspect_describes_bundles_and_the_catalogue(bundle, bare_bundle, capsys):

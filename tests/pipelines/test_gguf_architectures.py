@@ -6,6 +6,7 @@ transformers builds a model that computes the same logits.
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from castiron.pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, architecture_names
-from tests.pipelines.hf_to_gguf import GGUF_NAMES, convert, metadata_of, tensors_of
+from tests.pipelines.hf_to_gguf import GGUF_NAMES, NORMS_PLUS_ONE, convert, metadata_of, tensors_of
 from tests.pipelines.tiny_gguf import write_gguf, write_llama
 
 SIZES = dict(
@@ -40,6 +41,17 @@ GEMMA3_ROPES = dict(
 )
 EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 PATTERN = ["sliding_attention"] * 5 + ["full_attention"] * 1
+
+MAMBA = dict(mamba_n_heads=6, mamba_d_state=12)
+GRANITE4 = dict(
+    attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, mamba_n_heads=8,
+    mamba_d_state=12, mamba_d_head=16, shared_intermediate_size=40, position_embedding_type="nope",
+)  # fmt: skip
+DELTA = dict(
+    head_dim=24, layer_types=["linear_attention", "full_attention"], full_attention_interval=2, linear_num_key_heads=2,
+    linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=12, rms_norm_eps=3e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
+)  # fmt: skip
 
 MODELS = {
     "llama": transformers.LlamaConfig(**SIZES, rms_norm_eps=3e-5, rope_parameters=DEFAULT_ROPE),
@@ -105,6 +117,40 @@ MODELS = {
     "lfm2": transformers.Lfm2Config(
         **SIZES, layer_types=["conv", "full_attention"], conv_L_cache=4, norm_eps=3e-5, block_auto_adjust_ff_dim=False
     ),
+    "lfm2_moe": transformers.Lfm2MoeConfig(
+        **SIZES, layer_types=["conv", "full_attention"], conv_L_cache=4, norm_eps=3e-5, num_dense_layers=1, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32,
+    ),
+    "ministral3": transformers.Ministral3Config(
+        **SIZES, head_dim=24, sliding_window=None,
+        rope_parameters=YARN | dict(llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "olmo3": transformers.Olmo3Config(
+        **SIZES | {"num_hidden_layers": 4}, sliding_window=8, layer_types=EVERY_OTHER,
+        rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT_ROPE | {"rope_theta": 10000.0}),
+    ),
+    "falcon_h1": transformers.FalconH1Config(
+        **SIZES, **MAMBA, mamba_d_ssm=48, mamba_norm_before_gate=False, mamba_rms_norm=True, rope_parameters=DEFAULT_ROPE,
+        mamba_d_head=8,
+    ),
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig(
+        **SIZES, **GRANITE4, layer_types=["linear_attention", "full_attention"], num_local_experts=4, num_experts_per_tok=2,
+    ),
+    "granitemoehybrid, dense": transformers.GraniteMoeHybridConfig(
+        **SIZES, **GRANITE4, layer_types=["full_attention", "linear_attention"], num_local_experts=0,
+    ),
+    "nemotron_h": transformers.NemotronHConfig(
+        **{key: value for key, value in SIZES.items() if key != "num_hidden_layers"}, head_dim=24, mamba_num_heads=6,
+        mamba_head_dim=8, n_groups=2, ssm_state_size=12, n_routed_experts=4, moe_intermediate_size=32, moe_latent_size=32,
+        moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5, n_group=2, layer_norm_epsilon=3e-5,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
+    ),
+    "qwen3_5": transformers.Qwen3_5TextConfig(**SIZES, **DELTA),
+    "qwen3_5, as many heads": transformers.Qwen3_5TextConfig(**SIZES, **DELTA | dict(linear_num_key_heads=6)),
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
+        **{key: value for key, value in SIZES.items() if key != "intermediate_size"}, **DELTA, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=40,
+    ),
     "starcoder2": transformers.Starcoder2Config(
         **SIZES, tie_word_embeddings=True, sliding_window=None, norm_epsilon=3e-5,
         rope_parameters=DEFAULT_ROPE,
@@ -113,8 +159,10 @@ MODELS = {
 
 
 def test_every_architecture_is_tried():
-    """Here, and one that generates no text in test_encoders.py."""
-    assert {GGUF_NAMES[config.model_type] for config in MODELS.values()} | {"gemma-embedding"} == set(architecture_names())
+    """Here, and one that generates no text in test_encoders.py. Files of Nemotron-H are called by either name, with or without
+    experts."""
+    others = {"gemma-embedding", "nemotron_h"}
+    assert {GGUF_NAMES[config.model_type] for config in MODELS.values()} | others == set(architecture_names())
     assert {config.model_type for config in MODELS.values()} == {row.model_type for row in ARCHITECTURES.values()}
 
 
@@ -135,10 +183,14 @@ def test_read_back_as_itself(converted):
     model, directory, checkpoint = converted
     required = {name: tensor.shape for name, tensor in directory.tensors.items()}
     assert missing_and_left_over(required, checkpoint) == []
-    norms_move = model.config.model_type.startswith("gemma")
+    norms_move = model.config.model_type in NORMS_PLUS_ONE
     for name, tensor in directory.tensors.items():
         values, expected = checkpoint.tensors[name].dequantise(), tensor.dequantise()
-        if norms_move and name.endswith("norm.weight"):
+        if name.endswith("A_log"):
+            # through exp and log
+            np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-6)
+            continue
+        if norms_move and name.endswith("norm.weight") and ".linear_attn." not in name:
             expected = (expected + np.float32(1)) - np.float32(1)
         assert np.array_equal(values, expected), name
 
@@ -173,6 +225,31 @@ def test_config_says_what_the_models_config_says(converted):
             assert ours[key] == pytest.approx(value, rel=1e-6), key
         else:
             assert ours[key] == value, key
+
+
+@pytest.mark.parametrize(("size", "codec"), [(16, "f32"), (32, "q8_0")])
+def test_columns_of_several_heads_in_a_block_are_widened(size, codec, tmp_path):
+    model = AutoModelForCausalLM.from_config(transformers.Qwen3_5TextConfig(**SIZES, **DELTA | {"linear_value_head_dim": size}))
+    model.save_pretrained(tmp_path)
+    tensors, kind = tensors_of(tmp_path, model.config), gguf.GGMLQuantizationType.Q8_0
+    stored = gguf.quants.dequantize(gguf.quants.quantize(tensors["blk.0.ssm_out.weight"], kind), kind)
+    tensors["blk.0.ssm_out.weight"] = tensors["blk.0.ssm_out.weight"], kind
+    path = write_gguf(tmp_path / "x.gguf", "qwen35", metadata_of(model.config), tensors)
+    found = open_checkpoint(path).tensors["model.layers.0.linear_attn.out_proj.weight"]
+    # 6 heads of values, 3 of each of 2 heads of keys
+    expected = stored.reshape(-1, 3, 2, size).swapaxes(1, 2).reshape(stored.shape)
+    assert found.codec == codec and np.array_equal(found.dequantise(), expected)
+
+
+def test_a_model_with_further_predictions_is_read_without_them(tmp_path):
+    model = AutoModelForCausalLM.from_config(MODELS["qwen3_5"])
+    model.save_pretrained(tmp_path)
+    tensors, metadata = tensors_of(tmp_path, model.config), metadata_of(model.config)
+    metadata |= {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    tensors["blk.2.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "x.gguf", "qwen35", metadata, tensors))
+    assert checkpoint.config["num_hidden_layers"] == 2
+    assert checkpoint.tensors.keys() == open_checkpoint(tmp_path).tensors.keys()
 
 
 def test_llama3_scaling_is_named_where_its_numbers_explain_the_factors(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -111,10 +112,36 @@ def test_the_first_names_of_gpt2_are_those_of_today(tmp_path):
     )
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
-    directory = tiny_model("glm4_moe_lite", tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next", "nemotron_h"])
+def test_experts_that_are_stacked_are_those_of_hf(model_type, tmp_path):
+    """As HF's modules hold them, and as it reads files that hold them so."""
+    apart = open_checkpoint(tiny_model(model_type, tmp_path)).tensors
+    stored, stacks = load_file(tmp_path / "model.safetensors"), {}
+    for name in sorted(name for name in stored if ".experts." in name):
+        head, number, leaf = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)_proj\.weight", name).groups()
+        stacks.setdefault((head, leaf), {})[int(number)] = stored.pop(name)
+    stacked = {key: np.stack([parts[number] for number in sorted(parts)]) for key, parts in stacks.items()}
+    for (head, leaf), values in stacked.items():
+        if leaf == "gate":
+            stored[f"{head}.gate_up_proj"] = np.concatenate([values, stacked[head, "up"]], 1)
+        elif leaf == "down" or (head, "gate") not in stacked:
+            stored[f"{head}.{leaf}_proj"] = values
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = open_checkpoint(tmp_path)
+    assert found.tensors.keys() == apart.keys()
+    models, tokens, agreement = Pair(hf.load(tmp_path, threads=1), found), prompt(211, 12), Agreement()
+    agreement.add(models.ours().prefill(tokens, WIDTHS[1])[1], hf.logits(models.oracle, tokens)[-1])
+    agreement.check()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("glm4_moe_lite", "model.layers.47.eh_proj"), ("qwen3_next", "mtp.fc"), ("nemotron_h", "mtp.layers.0.eh_proj")],
+)
+def test_layers_that_predict_further_tokens_are_left_out(model_type, name, tmp_path):
+    directory = tiny_model(model_type, tmp_path)
     before = open_checkpoint(directory).tensors.keys()
     stored = load_file(directory / "model.safetensors")
-    stored["model.layers.47.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    stored[f"{name}.weight"] = np.ones((4, 8), np.float32)
     save_file(stored, directory / "model.safetensors")
     assert open_checkpoint(directory).tensors.keys() == before

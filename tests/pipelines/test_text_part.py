@@ -4,44 +4,97 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import logging
 
+from castiron.emitter.models import FAMILIES
 from castiron.pipelines import cli
 from castiron.pipelines.checkpoints import open_checkpoint
-from castiron.reference import hf, tiny
+from castiron.pipelines.checkpoints.text_part import TEXT_PARTS, text_config
+from castiron.reference import tiny
 from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
 
-VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+PATCHES = {**SIZES, "image_size": 28, "patch_size": 14}
+# Whole: the family of its text, its eyes, and what else it has.
+WHOLES = {
+    "gemma3": ("gemma3_text", {**PATCHES, "model_type": "siglip_vision_model"}, {"mm_tokens_per_image": 4}),
+    "gemma4": (
+        "gemma4_text",
+        {**SIZES, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8},
+        {"audio_config": None},
+    ),
+    "lfm2_vl": ("lfm2", {**SIZES, "model_type": "siglip2_vision_model"}, {}),
+    "lfm3_vl": ("lfm3", SIZES, {}),
+    "mistral3": ("ministral3", {**PATCHES, "model_type": "pixtral", "head_dim": 8}, {}),
+    "qwen3_5": ("qwen3_5_text", QWEN, {}),
+    "qwen3_vl": ("qwen3", {**QWEN, "deepstack_visual_indexes": [0]}, {}),
+    "smolvlm": ("llama", PATCHES, {}),
+}
+
+
+def test_every_text_part_is_of_a_family():
+    assert {part.model_type for part in TEXT_PARTS.values()} <= set(FAMILIES)
+    # The others are of a type with one that is tried.
+    assert set(TEXT_PARTS) - set(WHOLES) == {"idefics3", "qwen3_5_moe"}
+
+
+def seeing(whole: str, place: Path) -> Path:
+    """A whole in transformers' words, whose text part has the weights of a tiny model."""
+    family, eyes, rest = WHOLES[whole]
+    text = {**tiny.COMMON, **tiny.FAMILIES[family], **({} if whole == "qwen3_vl" else {"model_type": family})}
+    logging.disable_progress_bar()
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(whole, text_config=text, vision_config=eyes, **rest), dtype=torch.float32
+    )
+    model.save_pretrained(place / "whole")
+    path = tiny.tiny_model(family, place / "text", tie_word_embeddings=model.config.tie_word_embeddings)
+    drawn, tensors = load_file(path / "model.safetensors"), load_file(place / "whole" / "model.safetensors")
+    for name in tensors:
+        own = re.sub(r"^(model\.(language_model|text_model)|language_model\.model)\.", "model.", name)
+        tensors[name] = drawn.get(own, tensors[name])
+    save_file(tensors, place / "whole" / "model.safetensors", metadata={"format": "pt"})
+    return place / "whole"
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Qwen 3.5 with eyes and with a head for several tokens, whose text part has the weights of a tiny model."""
-    place = tmp_path_factory.mktemp("seeing")
-    tiny.tiny_model("qwen3_5_text", place / "text")
-    text = {**tiny.COMMON, **tiny.FAMILIES["qwen3_5_text"]}
-    logging.disable_progress_bar()
-    whole = Qwen3_5ForConditionalGeneration(AutoConfig.for_model("qwen3_5", text_config=text, vision_config=VISION))
-    whole.save_pretrained(place / "whole")
-    path = place / "whole" / "model.safetensors"
-    drawn = load_file(place / "text" / "model.safetensors").items()
-    tensors = load_file(path) | {re.sub(r"^model\.", "model.language_model.", name): values for name, values in drawn}
-    save_file({**tensors, "mtp.fc.weight": np.ones((2, 2), np.float32)}, path)
-    return place / "whole"
+    """Qwen 3.5 with eyes and with a head for several tokens."""
+    path = seeing("qwen3_5", tmp_path_factory.mktemp("seeing"))
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": np.ones((2, 2), np.float32)}, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
-def test_the_text_part_is_that_of_transformers(directory):
-    models = Pair(hf.load(directory, threads=1), open_checkpoint(directory))
-    tokens = prompt(211, 20)
-    expected, ours, agreement = hf.logits(models.oracle, tokens), models.ours(), Agreement()
+@pytest.mark.parametrize("whole", WHOLES)
+def test_the_text_part_is_that_of_transformers(whole, tmp_path):
+    path = seeing(whole, tmp_path)
+    oracle = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    models, tokens = Pair(oracle, open_checkpoint(path)), prompt(211, 20)
+    assert models.checkpoint.left_out
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([tokens])).logits[0].numpy()
+    ours, agreement = models.ours(), Agreement()
     agreement.add(ours.prefill(tokens[:19], WIDTHS[1])[1], expected[18])
     agreement.add(ours.step(tokens[19])[1], expected[19])
     agreement.check()
+
+
+def test_sizes_that_published_configs_leave_out_are_those_of_transformers():
+    """As Gemma 3 4B has it."""
+    inner = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    whole = {"model_type": "gemma3", "text_config": {**inner, "sliding_window": 1024}}
+    theirs = AutoConfig.for_model(**whole).text_config
+    ours = text_config(whole, ["language_model.model.norm.weight"])
+    assert all(ours[key] == getattr(theirs, key) for key in ours)
+    assert not text_config(whole, ["language_model.lm_head.weight"])["tie_word_embeddings"]
 
 
 def test_what_is_left_out_is_named(directory, capsys):
