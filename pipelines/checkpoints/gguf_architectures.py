@@ -28,6 +28,7 @@ from castiron.pipelines.checkpoints.gguf_words import (
     SILU,
     SIZES,
     SIZES_AND_HEAD,
+    TOP_TENSORS,
     WINDOW,
     Architecture,
 )
