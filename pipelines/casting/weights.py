@@ -19,7 +19,8 @@ MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 QUANTISED = (*ENCODERS, *MIXES)
 WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
-_HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "transformer.wte.weight")
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight", "transformer.wte.weight")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 # A router chooses experts by small differences, positions and what mixes embeddings into layers are added as they are; all are
 # small, and llama.cpp leaves them alone.
