@@ -5,12 +5,14 @@ Whatever no pattern matches stays as it is, so that a family may write anything 
 Patterns, T tokens:
 - heads: q and k through an optional norm and rotary embedding into attention; the norm over a head or over the row. An
   interleaved embedding becomes one of halves, by the order of the rows that make q and k: their product is the same.
-- siblings: linear layers of one input and codec whose rows can be stacked (q, k, v).
+- siblings: linear layers of one input and codec whose rows can be stacked (q, k, v, and whatever nothing else takes in).
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
 - norm: an RMS norm read by linear layers only, when T is 1.
+- convolution: act(causal_conv(x)).
+- gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
 
-What comes out has two operations more:
+What comes out has two operations more, and two that have more attributes:
 
     product(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
       weights, biases: how many; eps: of the RMS norm of x, or None; residual: whether there is one; glu: the activation
@@ -18,11 +20,16 @@ What comes out has two operations more:
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
       rows: how many values; layout: what is done to the heads of a row; prepared: the names of what that takes; the rest
       as of attention
+    causal_conv(...), activation: the function of its result, if there is one
+    gated_delta(..., (norm weight, z), state, ...), norm_eps: of the gated norm, if there is one
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from castiron.emitter.ir import Function, Op, Value, users
 from castiron.emitter.kernels.attention.heads import HeadLayout
@@ -67,6 +74,9 @@ class _Graph:
         self.products = {op: _Product([op]) for op in function.ops if op.kind == "linear"}
         self.attentions: dict[Op, _Heads] = {}
         self.norms: dict[Value, Op] = {}
+        # What stands in an operation's place, and the linear operations that are one, by the first of them.
+        self.replaced: dict[Op, Op] = {}
+        self.stacks: dict[Op, list[Op]] = {}
         self.absorbed: set[Op] = set()
 
     def only(self, value: Value, kind: str) -> Op | None:
@@ -86,13 +96,21 @@ def fuse(function: Function, norm_limit: int) -> Function:
             graph.attentions[op] = _heads(graph, op)
         elif op.kind == "multiply":
             _glu(graph, op)
+            _gated_norm(graph, op)
+        elif op.kind == "activation":
+            _activated_conv(graph, op)
         elif op.kind == "add":
             _residual(graph, op)
         elif op.kind == "rms_norm":
             _norm(graph, op, norm_limit)
+    _siblings(graph, function)
     fused: list[Op] = []
     for op in function.ops:
-        if op in graph.attentions:
+        if op in graph.replaced:
+            fused.append(graph.replaced[op])
+        elif op in graph.stacks:
+            fused += _stack(graph, graph.stacks[op])
+        elif op in graph.attentions:
             fused += _fused_attention(graph, op, graph.attentions[op])
         elif op in graph.absorbed:
             continue
@@ -261,3 +279,52 @@ def _norm(graph: _Graph, op: Op, limit: int) -> None:
     if all(reader.kind == "linear" and reader.operands[0] is x for reader in readers) and graph.uses[x] == len(readers):
         graph.norms[x] = op
         graph.absorbed.add(op)
+
+
+def _activated_conv(graph: _Graph, op: Op) -> None:
+    conv, function = graph.only(op.operands[0], "causal_conv"), op.attrs["function"]
+    if conv is not None and function in ACTIVATIONS:
+        attrs = {**conv.attrs, "activation": function}
+        graph.replaced[op] = replace(conv, results=(op.results[0], conv.results[1]), attrs=attrs)
+        graph.absorbed.add(conv)
+
+
+def _gated_norm(graph: _Graph, op: Op) -> None:
+    norm, gate = graph.only(op.operands[0], "rms_norm"), graph.only(op.operands[1], "activation")
+    delta = graph.only(norm.operands[0], "gated_delta") if norm else None
+    if norm is None or delta is None or gate is None or gate.attrs["function"] != "silu" or norm.operands[1].type.rank != 1:
+        return
+    *own, state = delta.operands[:8]
+    attrs = {**delta.attrs, "norm_eps": norm.attrs["eps"]}
+    operands = (*own, norm.operands[1], gate.operands[0], state, *delta.operands[8:])
+    graph.replaced[op] = Op("gated_delta", operands, (op.results[0], delta.results[1]), attrs, delta.path)
+    graph.absorbed.update((norm, gate, delta))
+
+
+def _siblings(graph: _Graph, function: Function) -> None:
+    groups: dict[tuple, list[Op]] = {}
+    for op in function.ops:
+        if op in graph.products and op not in graph.absorbed and op.kind == "linear":
+            groups.setdefault((op.operands[0], _codec(graph, op), len(op.operands)), []).append(op)
+    for ops in groups.values():
+        if len(ops) > 1:
+            graph.stacks[ops[0]] = ops
+            graph.absorbed.update(ops[1:])
+            graph.absorbed.update(graph.producer[weight] for op in ops[1:] for weight in op.operands[1:])
+
+
+def _common(paths: list[str]) -> str:
+    """The module path that all of them are in."""
+    parts = list(zip(*(path.split(".") for path in paths)))
+    return ".".join(own[0] for own in itertools.takewhile(lambda own: len(set(own)) == 1, parts))
+
+
+def _stack(graph: _Graph, linears: list[Op]) -> list[Op]:
+    """Linear operations as one product, and the columns of each."""
+    tokens, path = linears[0].results[0].shape[0], _common([op.path for op in linears])
+    ends = np.cumsum([op.results[0].shape[1] for op in linears]).tolist()
+    row = Value(TensorType((tokens, ends[-1]), F32))
+    parts = [graph.producer[weight] for op in linears[1:] for weight in op.operands[1:]]
+    parts.append(_product(graph, _Product(linears), row, path))
+    parts += [Op("slice", (row,), op.results, {"starts": (0, first)}, op.path) for op, first in zip(linears, [0, *ends])]
+    return parts

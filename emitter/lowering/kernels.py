@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from castiron.emitter import ops
 from castiron.emitter.caches import cache_of
-from castiron.emitter.ir import Op, Value, current_function, parameter
+from castiron.emitter.ir import Op, Param, Value, current_function, parameter
 from castiron.emitter.kernels.argmax import argmax as argmax_kernel
 from castiron.emitter.kernels.attention.decode import attention_decode, head_parts
 from castiron.emitter.kernels.attention.heads import HeadLayout
@@ -17,14 +20,20 @@ from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.embed import embed as embed_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.norm import norm as norm_kernel
 from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.recurrent.causal_conv import causal_conv as conv_kernel
+from castiron.emitter.kernels.recurrent.gated_delta import gated_delta as delta_kernel
+from castiron.emitter.kernels.recurrent.selective_scan import selective_scan as scan_kernel
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
 from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
 from castiron.emitter.lowering.projection import Projector, packed_param
 from castiron.emitter.lowering.rewrite import Rule
-from castiron.emitter.types import I32, TensorType
+from castiron.emitter.step import Weight, source
+from castiron.emitter.types import F32, I32, TensorType
 
 
 @dataclass
@@ -158,6 +167,94 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
     return ops.concatenate((_part_of_heads(q, layout, parts, part), rest), 1)
 
 
+def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
+    """The tokens of a recurrence, and what says where they stand or how many are real."""
+    if op.attrs["mode"] == "batch":
+        return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
+    length = numbers[1:] if count > 1 else ()
+    return Tokens(count, state.shape[0], length=bool(length)), {"length": length[0]} if length else {}
+
+
+def _columns(x: Value) -> tuple[Value, Columns]:
+    """Rows [T, width] that hold x [T, ...], and where: what x was cut out of, if its rows were."""
+    tokens, first, made = x.shape[0], 0, current_function().ops
+    rows = x
+    while op := next((op for op in reversed(made) if rows in op.results), None):
+        before = op.operands[0] if op.kind in ("reshape", "slice") else None
+        if before is None or before.shape[:1] != (tokens,) or (op.kind == "slice" and before.type.rank != 2):
+            break
+        first += op.attrs["starts"][1] if op.kind == "slice" else 0
+        rows = before
+    if rows.type.rank != 2:
+        rows = ops.reshape(rows, (tokens, prod(rows.shape[1:])))
+    return rows, Columns(rows.shape[1], first)
+
+
+def _recurrent(
+    make: Callable[..., Kernel], op: Op, state: Value, numbers: Sequence[Value], rows: Mapping[str, Value], **given: Value
+) -> tuple[Value, Value]:
+    """The call of the kernel that `make(tokens, columns)` gives; its result in the form of the operation's, and the state."""
+    tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
+    found = {name: _columns(x) for name, x in rows.items()}
+    kernel = make(tokens, {name: columns for name, (_, columns) in found.items()})
+    held = {name: source for name, (source, _) in found.items()}
+    after = ops.kernel_call(kernel, **held, **given, **own, state=state, layer=op.attrs["layer"])
+    result, carried = after.values()
+    return ops.reshape(result, op.results[0].shape), carried
+
+
+def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tuple[Value, Value]:
+    numbers = 2 if op.attrs["mode"] == "prefill" else 1
+    *bias, state = rest[:-numbers]
+    features, _, positions = weight.weight.shape
+    given = {"weight": parameter(_filters(weight.weight)), **({"bias": bias[0].value()} if bias else {})}
+
+    def make(tokens: Tokens, columns: Mapping[str, Columns]) -> Kernel:
+        function = op.attrs.get("activation")
+        return conv_kernel(tokens, features, positions, columns["x"], isa=c.isa, bias=bool(bias), activation=function)
+
+    return _recurrent(make, op, state, rest[-numbers:], {"x": x}, **given)
+
+
+def _filters(weight: Weight) -> Param:
+    """Filters [features, 1, n] as rows of features: [n, features]."""
+    features, _, positions = weight.shape
+
+    def pack(raw: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(raw.reshape(features, -1).view(np.float32).T)
+
+    return Param(f"{weight.name}.by_position", TensorType((positions, features), F32), source([weight], pack))
+
+
+def gated_delta(c: Context, op: Op, q: Value, k: Value, v: Value, a: Value, b: Value, *rest: Any) -> tuple[Value, Value]:
+    numbers, eps = 2 if op.attrs["mode"] == "prefill" else 1, op.attrs.get("norm_eps")
+    rate, bias, *norm, state = rest[:-numbers]
+    rows = {"q": q, "k": k, "v": v, "alpha": a, "beta": b, **({"z": norm[1]} if norm else {})}
+    given = {"rate": rate.value(), "bias": bias.value(), **({"norm": norm[0].value()} if norm else {})}
+    shape = (q.shape[1], *v.shape[1:2], q.shape[2], v.shape[2])
+    make = lambda tokens, columns: delta_kernel(tokens, shape, columns, isa=c.isa, norm_eps=eps)
+    return _recurrent(make, op, state, rest[-numbers:], rows, **given)
+
+
+def selective_scan(
+    c: Context,
+    op: Op,
+    x: Value,
+    dt: Value,
+    b: Value,
+    c_: Value,
+    rate: Stored,
+    bias: Stored,
+    skip: Stored,
+    state: Value,
+    *numbers,
+) -> tuple[Value, Value]:
+    given = {"rate": rate.value(), "bias": bias.value(), "skip": skip.value()}
+    shape = (b.shape[1], x.shape[1], x.shape[2], b.shape[2])
+    make = lambda tokens, columns: scan_kernel(tokens, shape, columns, isa=c.isa)
+    return _recurrent(make, op, state, numbers, {"x": x, "dt": dt, "B": b, "C": c_}, **given)
+
+
 def argmax_rows(c: Context, op: Op, logits: Value) -> Value:
     *rows, vocab = logits.shape
     return ops.kernel_call(argmax_kernel(vocab, isa=c.isa, rows=rows[0] if rows else None), logits=logits)["index"]
@@ -169,5 +266,8 @@ RULES: dict[str, Rule] = {
     "product": product,
     "experts": experts,
     "fused_attention": fused_attention,
+    "causal_conv": causal_conv,
+    "gated_delta": gated_delta,
+    "selective_scan": selective_scan,
     "argmax_rows": argmax_rows,
 }

@@ -10,6 +10,10 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products import gemm_few
 from castiron.emitter.kernels.products.choosing import kernel_of, numerics_of
 from castiron.emitter.kernels.products.product import FAST, PIECES, Product
+from castiron.emitter.kernels.recurrent.causal_conv import causal_conv
+from castiron.emitter.kernels.recurrent.gated_delta import gated_delta
+from castiron.emitter.kernels.recurrent.selective_scan import selective_scan
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
 from castiron.emitter.kernels.round_x import round_x
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape
@@ -84,6 +88,22 @@ def _split_x(name: str, asked: Asked) -> Kernel:
     return split_x(asked.tokens, asked.sizes[0], count, group, isa=ISAS[asked.isa])
 
 
+def _recurrent(name: str, asked: Asked) -> Kernel:
+    """Of one layer, whose operands stand apart."""
+    tokens, isa = Tokens(asked.tokens, 1, length=asked.tokens > 1), ISAS[asked.isa]
+    if name == "causal_conv":
+        features, positions = asked.sizes
+        return causal_conv(tokens, features, positions, Columns(features), isa=isa)
+    groups, heads, inner, outer = asked.sizes
+    if heads % groups:
+        raise ValueError(f"{heads} heads are no multiple of {groups}")
+    if name == "gated_delta":
+        widths = {"q": groups * inner, "k": groups * inner, "v": heads * outer, "alpha": heads, "beta": heads}
+        return gated_delta(tokens, asked.sizes, {name: Columns(width) for name, width in widths.items()}, isa=isa)
+    widths = {"x": heads * inner, "dt": heads, "B": groups * outer, "C": groups * outer}
+    return selective_scan(tokens, asked.sizes, {name: Columns(width) for name, width in widths.items()}, isa=isa)
+
+
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Asked], Kernel]:
     """From a model of one layer whose config has the sizes under `keys`: the first kernel of that name in a function.
 
@@ -122,6 +142,9 @@ KINDS: dict[str, Kind] = {
     "attention_decode": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (1, 1, None), _of_model("decode_batch", "llama", *HEADS)),
     "attention_prefill": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
     "rope_append": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
+    "causal_conv": Kind("FEATURESxPOSITIONS", "6144x4", (1, 1, None), _recurrent),
+    "gated_delta": Kind("K_HEADSxHEADSxK_DIMxV_DIM", "16x16x128x128", (1, 1, None), _recurrent),
+    "selective_scan": Kind("GROUPSxHEADSxHEAD_DIMxN", "1x48x64x128", (1, 1, None), _recurrent),
     # Families whose decode_step has such a norm that no product takes in.
     "rms_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "olmo2", "hidden_size")),
     "layer_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "starcoder2", "hidden_size")),

@@ -176,10 +176,10 @@ def shaped(settings, args: argparse.Namespace):
 
     # What is not measured would be compiled for nothing.
     context = args.context or max(CONTEXT, settings.context)
-    options = Options(context, numerics=args.numerics, cache=args.cache or "f32", batch=(), speculate=(), threads=args.threads)
     with Progress() as progress:
-        checkpoint = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
-    return cast(checkpoint, options, tells=True)
+        checkpoint, weights = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
+    kept = {"numerics": args.numerics, "cache": args.cache or "f32", "threads": args.threads}
+    return cast(checkpoint, Options(context, weights, batch=(), speculate=(), **kept), tells=True)
 
 
 def kernel(settings, baseline: dict | None, args: argparse.Namespace) -> int:

@@ -124,6 +124,8 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
             value = rng.integers(-(1 << bits - 1), 1 << bits - 1, type_.shape)
         else:
             value = np.resize(rng.standard_normal(1 << 20) * 0.5, type_.shape).astype(np.float32)
+            # What a state has seen decays.
+            value = -np.abs(value) if name == "rate" else value
             # Numpy has no bf16: the bits are carried.
             value = (value.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else value
         found[name] = value

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+from castiron.emitter.models import build
 from castiron.pipelines.casting.weights import use_more_bits
 
 # Matrices of a K-quant that llama.cpp's Q4_K_M keeps in Q6_K, in half of the layers.
@@ -95,7 +97,25 @@ def _head_codec(codec: str) -> str:
     return "q6_k" if codec == "q4_k" else codec
 
 
-SHAPES: dict[str, Shape] = {
+@dataclass(frozen=True)
+class Configured:
+    """A model by its config.json, as `source` has it: an HF directory in bf16, which is quantised when it is cast."""
+
+    source: str
+    config: Mapping[str, Any]
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that the family reads, by HF's name."""
+        weights = build(dict(self.config), lambda name: "bf16", 1, ()).weights.values()
+        return {name: shape for weight in weights for name, shape in weight.tensors}
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, as its publisher counts them."""
+        return sum(prod(shape) for shape in self.tensors().values())
+
+
+SHAPES: dict[str, Shape | Configured] = {
     "llama-3.2-1b": Shape(
         "llama", "https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json",
         vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, head_dim=64, tied=True,
@@ -115,5 +135,23 @@ SHAPES: dict[str, Shape] = {
         "qwen3", "https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json",
         vocab=151936, hidden=2560, inner=9728, layers=36, heads=32, kv_heads=8, head_dim=128, tied=True,
         positions=40960, rope_theta=1000000.0, rms_eps=1e-6, normed_heads=True,
+    ),
+    "lfm2-1.2b": Configured(
+        "https://huggingface.co/LiquidAI/LFM2-1.2B/blob/main/config.json",
+        {
+            "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288, "num_hidden_layers": 16,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "max_position_embeddings": 128000,
+        },
+    ),
+    "qwen3.5-0.8b": Configured(
+        "https://huggingface.co/Qwen/Qwen3.5-0.8B/blob/main/config.json",
+        {
+            "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584,
+            "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        },
     ),
 }  # fmt: skip

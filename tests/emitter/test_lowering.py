@@ -126,6 +126,20 @@ def test_experts_are_two_dispatches_however_many_there_are():
         assert counts["gemv"] == (3 + (codec is mixed) + experts) * 2 + 1 and "dot_general" not in counts
 
 
+RECURRENT = {
+    **{"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("function", ["decode_step", "prefill_8", "verify_4", "decode_batch_3"])
+def test_a_delta_net_is_a_product_a_convolution_the_rule_and_a_product_however_many_tokens(function):
+    """What stands in one row is stacked, and read where it stands: nothing is cut out or put together."""
+    counts = kernels_of(build({**CONFIG, **RECURRENT}, lambda name: "q4_1", CONTEXT, [WIDTH], [4], [3]), function)
+    assert counts["causal"] == counts["gated"] == 2 and counts["gemv"] + counts["few"] == 2 * 4 + 1
+    assert not counts.keys() & {"slice", "concatenate", "multiply", "logistic", "dynamic_update_slice"}
+
+
 def test_unknown_lowerings_and_instruction_sets_are_refused():
     model = build(CONFIG, lambda name: "f32", CONTEXT, [])
     with pytest.raises(EmitError, match="'fast'.*kernels, portable"):

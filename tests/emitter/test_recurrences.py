@@ -11,7 +11,7 @@ import pytest
 
 from castiron.emitter import ops
 from castiron.emitter.ir import current_function
-from castiron.emitter.lowering import lower
+from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.recurrences import causal_conv, gated_delta, selective_scan
 from castiron.emitter.states import KINDS as KINDS_OF_STATES
 from castiron.emitter.states import State
@@ -96,7 +96,9 @@ def defined(kind: str, given: list[np.ndarray], weights: Arrays, state: np.ndarr
     return np.array(results), state
 
 
-def run(kind: str, role: str, given: list[np.ndarray], weights: Arrays, state: np.ndarray, *numbers) -> list[np.ndarray]:
+def run(
+    kind: str, role: str, given: list[np.ndarray], weights: Arrays, state: np.ndarray, *numbers, lowering: str = "portable"
+) -> list[np.ndarray]:
     """The operation alone as the function of a role, through the interpreter: its result and the whole state after it."""
     module, width = ModelModule("alone", lambda name: "f32"), len(given[0])
     with module.step(role, width, (STATES[kind],), 512) as step:
@@ -105,9 +107,10 @@ def run(kind: str, role: str, given: list[np.ndarray], weights: Arrays, state: n
         name = STATES[kind].name
         held = next(v for v in function.inputs if v.name == name)
         function.returns({1: held}, result=result, after=step.states[name])
-    lowered = lower(module, "portable")
+    lowered = lower(module, lowering)
     (called,) = lowered.functions
-    packed = {**weights, **({"A_log": -np.exp(weights["A_log"])} if "A_log" in weights else {})}
+    sources = {name: param.source for name, param in lowered.params.items()}
+    packed = {name: own.pack(*(weights[n].view(np.uint8) for n, _ in own.tensors)) for name, own in sources.items()}
     tokens = np.int32(0) if role == "decode" else np.zeros(width, np.int32)
     return interpreter.run(lowered, called, [tokens, *numbers, state], packed)
 
@@ -138,14 +141,28 @@ def test_a_chunk_is_the_recurrence_whatever_its_padding_holds(kind, how, width, 
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_one_token_and_one_of_each_sequence(kind):
+def test_kernels_are_defined_as_the_recurrence(kind):
+    given, weights = drawn(kind, 12, "slow")
+    state = started(kind)
+    expected, last = defined(kind, [x[:7] for x in given], weights, state[1])
+    result, after = run(kind, "prefill", given, weights, state, np.int32(0), np.int32(7), lowering="kernels")
+    close(result[:7], expected)
+    close(after[1], last)
+    np.testing.assert_array_equal(result[7:], 0)
+    np.testing.assert_array_equal(after[0], state[0])
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("kind", STATES)
+def test_one_token_and_one_of_each_sequence(kind, lowering):
     given, weights = drawn(kind, 3, "slow")
     states = [started(kind) * scale for scale in (1, 2, 3)]
     together = np.concatenate(states)
-    result, after = run(kind, "batch", given, weights, together, np.array([5, -1, 0], np.int32))
+    result, after = run(kind, "batch", given, weights, together, np.array([5, -1, 0], np.int32), lowering=lowering)
     for i, state in enumerate(states):
         expected, last = defined(kind, [x[i : i + 1] for x in given], weights, state[1])
-        alone, alone_after = run(kind, "decode", [x[i : i + 1] for x in given], weights, state, np.int32(7))
+        own = [x[i : i + 1] for x in given]
+        alone, alone_after = run(kind, "decode", own, weights, state, np.int32(7), lowering=lowering)
         close(alone, expected)
         close(alone_after[1], last)
         own = after[2 * i : 2 * i + 2]

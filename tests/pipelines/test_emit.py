@@ -35,6 +35,9 @@ KERNELS = {
     "embed": ["--shape 40x64 --codec q5_1", "--shape 40x64 --tokens 5"],
     "argmax": ["--shape 1000", "--shape 1000 --tokens 3"],
     "round_x": ["--shape 64 --codec q4_1", "--shape 256 --codec q6_k --tokens 3"],
+    "causal_conv": ["--shape 40x3"],
+    "gated_delta": ["--shape 1x2x16x16", "--shape 2x2x12x10 --tokens 3"],
+    "selective_scan": ["--shape 2x4x6x16 --tokens 3"],
     "split_x": ["--shape 64 --codec q4_1", "--shape 75 --tokens 3 --numerics fast"],
 }
 

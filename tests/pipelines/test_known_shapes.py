@@ -17,7 +17,7 @@ from castiron.pipelines import cli
 from castiron.pipelines.checkpoints import open_checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring import bench, random_checkpoint
-from castiron.pipelines.measuring.known_shapes import SHAPES, Shape, use_more_bits
+from castiron.pipelines.measuring.known_shapes import SHAPES, Configured, Shape, use_more_bits
 from castiron.pipelines.measuring.random_rows import random_tile, tiled_rows
 from tests.pipelines.test_bench import ENGINE_KEYS, FixedMachine
 from tests.pipelines.toy_text import read_json
@@ -26,29 +26,40 @@ TINY = Shape(
     "llama", "nowhere", vocab=512, hidden=256, inner=512, layers=8, heads=4, kv_heads=2, head_dim=64, tied=True,
     positions=256, rope_theta=500000.0, rms_eps=1e-5, rope_factor=8.0,
 )  # fmt: skip
-# By their publishers.
+RECURRENT = Configured(
+    "nowhere",
+    {
+        "model_type": "lfm2", "vocab_size": 96, "hidden_size": 64, "block_ff_dim": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "full_attn_idxs": [1], "max_position_embeddings": 128,
+    },
+)  # fmt: skip
+# By their publishers; of Qwen 3.5 what transformers counts of its text.
 PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "qwen3-0.6b": 596_049_920, "qwen3-4b": 4_022_468_096,
+    "lfm2-1.2b": 1_170_340_608, "qwen3.5-0.8b": 752_393_024,
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def tiny(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(SHAPES, "recurrent", RECURRENT)
     monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
     return tmp_path / "cache" / "shapes"
 
 
 def make(codec: str = "q4_k", progress=lambda *_: None):
-    return random_checkpoint.random_checkpoint("tiny", codec, progress)
+    path, weights = random_checkpoint.random_checkpoint("tiny", codec, progress)
+    assert weights == "native"
+    return path
 
 
 def test_shapes_have_as_many_weights_as_their_publishers_say():
-    assert {name: shape.parameters for name, shape in SHAPES.items() if name != "tiny"} == PARAMETERS
+    assert {name: shape.parameters for name, shape in SHAPES.items() if name not in ("tiny", "recurrent")} == PARAMETERS
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if isinstance(SHAPES[name], Shape)])
 def test_every_shape_can_be_had_in_every_codec(name):
     for codec in CODECS:
         head, sizes = random_checkpoint._head(SHAPES[name], codec)
@@ -94,6 +105,22 @@ def test_the_file_is_made_once_and_again_when_it_is_another(tiny):
         make()
         assert path.read_bytes() == data
     assert make("q8_0") != path
+
+
+def test_a_family_without_gguf_is_a_directory_that_is_quantised_when_it_is_cast(tiny):
+    path, weights = random_checkpoint.random_checkpoint("recurrent", "q4_k", lambda *_: None)
+    assert path == tiny / "recurrent" and weights == "q4_k_m"
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config == RECURRENT.config
+    assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == RECURRENT.tensors()
+    for tensor in checkpoint.tensors.values():
+        values = tensor.dequantise()
+        assert np.isfinite(values).all() and 0.005 < np.abs(values).mean() <= 1
+    written = (path / "model.safetensors").stat().st_mtime_ns
+    assert random_checkpoint.random_checkpoint("recurrent", "q8_0", lambda *_: None) == (path, "q8_0")
+    assert (path / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(PipelineError, match="recurrent is quantised when it is cast, which --codec iq4_xs cannot be"):
+        random_checkpoint.random_checkpoint("recurrent", "iq4_xs", lambda *_: None)
 
 
 def test_an_interrupted_one_leaves_nothing(tiny):

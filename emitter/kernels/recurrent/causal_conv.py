@@ -1,0 +1,95 @@
+"""A causal convolution over time, a filter for each feature, with an activation after it.
+
+each workgroup: up to `BLOCK` features of one sequence
+  for some vectors of features:
+    window [n - 1] = state[layer]                                                              registers
+    for t < length:
+      y[t] = act(bias + sum over i of w[i] * window[i] + w[n - 1] * x[t])                      memory
+      window = window[1:], x[t]
+    state[layer] = window                                                                      memory, in place
+    for t >= length: y[t] = 0
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, padding
+from castiron.emitter.kernels.writing.body import Body, Ssa, batches, largest_width
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.types import F32, TensorType
+
+BLOCK = 512  # features of a workgroup
+
+
+def causal_conv(
+    tokens: Tokens, features: int, positions: int, x: Columns, *, isa: Isa, bias: bool = False, activation: str | None = None
+) -> Kernel:
+    """y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), torch's `Conv1d` with one group a feature.
+
+    x [T, width], weight [n, features], (bias [features]), (positions i32 [T]), (length i32), state
+    [layers, n - 1, features], layer -> y [T, features], state. Rows of padding are zero.
+    """
+    T, n = tokens.count, positions
+    row = TensorType((features,), F32)
+    state_type = TensorType((tokens.layers, n - 1, features), F32)
+    operands: dict[str, TensorType | str] = {
+        "x": x.type(T),
+        "weight": TensorType((n, features), F32),
+        **({"bias": row} if bias else {}),
+        **tokens.operands,
+        "state": state_type,
+        "layer": INDEX,
+    }
+    step = largest_width(isa.lanes * isa.registers // 8, features)
+    width = min(step, isa.lanes)
+    units = -(-features // BLOCK)
+
+    def write(b: Body, state: Ssa, layer: Ssa, y: Ssa, weight: Ssa, **given: Ssa) -> None:
+        share = tokens.share(b, units, layer, given.get("positions"), given.get("length"))
+        low = b.mul(share.unit, BLOCK)
+        high = b.min(b.add(low, BLOCK), features)
+        with b.loop(low, high, step) as loop:
+            at = [b.add(loop.index, i) for i in range(0, step, width)]
+            filters = [[b.vload(weight, width, i, f) for f in at] for i in range(n)]
+            added = [b.vload(given["bias"], width, f) for f in at] if bias else None
+            window = [b.vload(state, width, share.at, i, f) for i in range(n - 1) for f in at]
+            with b.loop(share.low, share.end, carry=window) as t:
+                new = [b.vload(given["x"], width, t.index, b.add(f, x.first)) for f in at]
+                seen = [*batches(t.values, len(at)), new]
+                for i, place in enumerate(at):
+                    total = added[i] if added else None
+                    for values, factors in zip(seen, filters, strict=True):
+                        product = values[i], factors[i]
+                        total = b.mulf(*product) if total is None else b.fma(*product, total)
+                    assert total is not None, "a filter has at least one position"
+                    b.vstore(ACTIVATIONS[activation][0](b, total) if activation else total, y, t.index, place)
+                t.give(*(value for row in seen[1:] for value in row))
+            for i, value in enumerate(t.results):
+                b.vstore(value, state, share.at, i // len(at), at[i % len(at)])
+        with padding(b, share, low, high, width) as (idle, f):
+            b.vstore(b.splat(0.0, width), y, idle, f)
+
+    def reference(layer: int, weight: np.ndarray, state: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        rows, state, y = x.of(given["x"], features), state.copy(), np.zeros((T, features), np.float32)
+        for at, real in tokens.real(layer, given):
+            seen = np.concatenate([state[at], rows[real]])
+            total = sum(seen[i : i + len(real)] * weight[i] for i in range(n)) + given.get("bias", 0)
+            y[real] = ACTIVATIONS[activation][1](total) if activation else total
+            state[at] = seen[len(real) :]
+        return {"y": y, "state": state}
+
+    name = f"causal_conv_{tokens.suffix}_{n}x{features}_{x.name}" + "_bias" * bias + (f"_{activation}" if activation else "")
+    return write_kernel(
+        f"{name}_{isa.name}",
+        operands,
+        {"y": TensorType((T, features), F32), "state": state_type},
+        tokens.sequences * units,
+        write,
+        in_place={"state": "state"},
+        reference=reference,
+        flops=2 * T * n * features,
+        nbytes=4 * features * (2 * T + n + 2 * (n - 1) * tokens.sequences),
+    )

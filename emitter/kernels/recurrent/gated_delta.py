@@ -1,0 +1,240 @@
+"""The gated delta rule (arXiv:2412.06464), token by token, whatever there are of them, and the gated norm after it.
+
+Columns of the state do not meet, so that a few of them are carried through all tokens in the nearest cache: four operations for
+each number of the state, fewer than the products of matrices that take a chunk at once.
+
+    each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
+      for token: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim))                                        stack
+      for some vectors of columns:
+        several tokens: a copy of these columns of S                                                stack
+        for t < length:
+          held = sum over rows of k[row] * S[row]                                                   registers
+          new = beta * (v - decay * held / |k|) / |k|                                               registers
+          S[row] = decay * S[row] + k[row] * new                                                    stack or memory
+          out[t] = sum over rows of q[row] * S[row] / (|q| sqrt(k_dim))                             memory
+      with a norm: out[t] = out[t] / rms(out[t]) * weight * silu(z[t])                              memory
+      for t >= length: out[t] = 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.recurrent.tokens import Columns, Share, Tokens, alone, padding, sigmoid, softplus
+from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, largest_width, number
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
+from castiron.emitter.kernels.writing.vectors import exp, row_sum, tree
+from castiron.emitter.types import F32, TensorType
+
+LENGTH_EPS = 1e-6  # under the root of the length of q and of k
+DECAY, BETA, OF_K, OF_Q = range(4)  # what is known of a token before the state is read
+
+
+def gated_delta(
+    tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa, norm_eps: float | None = None
+) -> Kernel:
+    """As `recurrences.gated_delta` says; with `norm_eps` the RMS norm of each head follows, times silu(z).
+
+    shape: k_heads, heads, k_dim, v_dim. columns: of q, k, v, alpha and beta (a and b there), and with a norm z, [T, width]
+    each; rate and bias [heads], (norm [v_dim]), (positions i32 [T]), (length i32), state [layers, heads, k_dim, v_dim], layer
+    -> out [T, heads * v_dim], state. Rows of padding are zero.
+    """
+    k_heads, heads, k_dim, v_dim = shape
+    T = tokens.count
+    per_head, state_type = TensorType((heads,), F32), TensorType((tokens.layers, heads, k_dim, v_dim), F32)
+    operands: dict[str, TensorType | str] = {
+        **{name: own.type(T) for name, own in columns.items()},
+        "rate": per_head,
+        "bias": per_head,
+        **({} if norm_eps is None else {"norm": TensorType((v_dim,), F32)}),
+        **tokens.operands,
+        "state": state_type,
+        "layer": INDEX,
+    }
+    width = largest_width(isa.lanes, v_dim)
+    vectors, copied = _block(tokens, isa, k_dim, v_dim // width, width)
+
+    def write(b: Body, layer: Ssa, **given: Ssa) -> None:
+        share = tokens.share(b, heads, layer, given.get("positions"), given.get("length"))
+        group = b.div(share.unit, heads // k_heads)
+        sizes: dict[str, tuple[Index, int]] = {"q": (group, k_dim), "k": (group, k_dim)}
+        sizes |= {name: (share.unit, size) for name, size in (("v", v_dim), ("z", v_dim), ("alpha", 1), ("beta", 1))}
+        at = {name: b.add(b.mul(*sizes[name]), own.first) for name, own in columns.items()}
+        head = _Head(b, isa, (k_dim, v_dim, width, vectors), share, given, at, b.stack(4, tokens.in_turn))
+        with b.loop(share.low, share.end) as t:
+            head.know(t.index)
+        copy = b.stack(k_dim, vectors * width) if copied else None
+        with b.loop(0, v_dim, vectors * width) as block:
+            head.block(block.index, copy)
+        if norm_eps is not None:
+            with b.loop(share.low, share.end) as t:
+                head.gated_norm(t.index, norm_eps)
+        with padding(b, share, head.first, b.add(head.first, v_dim), width) as (row, d):
+            b.vstore(b.splat(0.0, width), given["out"], row, d)
+
+    def reference(layer: int, state: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        q, k = (_unit(columns[n].of(given[n], k_heads, k_dim)).repeat(heads // k_heads, 1) for n in "qk")
+        v, (a, beta) = columns["v"].of(given["v"], heads, v_dim), (columns[n].of(given[n], heads) for n in ("alpha", "beta"))
+        decay = np.exp(given["rate"] * np.logaddexp(0, a + given["bias"]))[..., None, None]
+        state, out = state.copy(), np.zeros((T, heads, v_dim))
+        for at, real in tokens.real(layer, given):
+            S = state[at].astype(np.float64)
+            for t in real:
+                S = S * decay[t]
+                new = (v[t] - np.einsum("hk,hkv->hv", k[t], S)) / (1 + np.exp(-beta[t]))[:, None]
+                S = S + np.einsum("hk,hv->hkv", k[t], new)
+                out[t] = np.einsum("hk,hkv->hv", q[t], S) * k_dim**-0.5
+            state[at] = S
+            if norm_eps is not None:
+                gate = ACTIVATIONS["silu"][1](columns["z"].of(given["z"], heads, v_dim)[real])
+                out[real] = rms_normed(out[real], given["norm"], norm_eps) * gate
+        return {"out": out.reshape(T, -1).astype(np.float32), "state": state}
+
+    name = f"gated_delta_{tokens.suffix}_{'x'.join(map(str, shape))}_" + "_".join(n + c.name for n, c in columns.items())
+    name += "" if norm_eps is None else f"_norm{number(norm_eps)}"
+    return write_kernel(
+        f"{name}_{isa.name}",
+        operands,
+        {"out": TensorType((T, heads * v_dim), F32), "state": state_type},
+        tokens.sequences * heads,
+        write,
+        in_place={"state": "state"},
+        reference=reference,
+        flops=T * heads * k_dim * v_dim * 7,
+        nbytes=4 * (2 * tokens.sequences * prod(state_type.shape[1:]) + T * (2 * k_heads * k_dim + 2 * heads * v_dim)),
+    )
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + LENGTH_EPS)
+
+
+def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
+    """Vectors of columns that are taken together, and whether the state's columns are copied for several tokens."""
+    most = isa.registers // 4
+    if tokens.in_turn > 1:
+        room = (STACK_BYTES - 16 * tokens.in_turn) // (4 * k_dim * width)
+        if room > 0:
+            return largest_width(1 << min(room, most).bit_length() - 1, vectors), True
+    return largest_width(most, vectors), False
+
+
+@dataclass
+class _Head:
+    """Writes what a workgroup does.
+
+    sizes: k_dim, v_dim, the width of a vector, and how many vectors of columns are taken together. given: operands and the
+    result by name. at: from what column on each operand's rows have what is this head's. known: [4, tokens] on the stack.
+    """
+
+    b: Body
+    isa: Isa
+    sizes: tuple[int, int, int, int]
+    share: Share
+    given: Mapping[str, Ssa]
+    at: Mapping[str, Index]
+    known: Ssa
+
+    @property
+    def first(self) -> Index:
+        """Its first column of the result."""
+        return self.b.mul(self.share.unit, self.sizes[1])
+
+    def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
+        """Elements from the head's d-th on of a row of an operand."""
+        return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
+
+    def _times(self, name: str, t: Index, d: Index) -> Ssa:
+        """One element in every lane."""
+        b = self.b
+        return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
+
+    def know(self, t: Index) -> None:
+        """Store what is known of a token."""
+        b, k_dim, head = self.b, self.sizes[0], self.share.unit
+
+        def inverse_length(name: str, factor: float) -> Ssa:
+            def square(d: Index, width: int) -> Ssa:
+                x = self._read(name, t, d, width)
+                return b.mulf(x, x)
+
+            return b.divf(b.f32(factor), b.sqrt(b.addf(row_sum(b, k_dim, self.isa.lanes, square), b.f32(LENGTH_EPS))))
+
+        alpha, beta = (b.load(self.given[name], t, self.at[name]) for name in ("alpha", "beta"))
+        step = softplus(b, alone(b, b.addf(alpha, b.load(self.given["bias"], head))))
+        decay = exp(b, b.mulf(step, alone(b, b.load(self.given["rate"], head))))
+        place = b.sub(t, self.share.low)
+        b.store(b.extract(decay, 0), self.known, DECAY, place)
+        b.store(b.extract(sigmoid(b, alone(b, beta)), 0), self.known, BETA, place)
+        b.store(inverse_length("k", 1.0), self.known, OF_K, place)
+        b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, place)
+
+    def block(self, column: Index, copy: Ssa | None) -> None:
+        """Some columns of the state through all tokens, in a copy on the stack if there is one."""
+        b, (k_dim, _, width, vectors) = self.b, self.sizes
+        state, offsets = self.given["state"], range(0, vectors * width, width)
+        own: list[Index] = [self.share.at, self.share.unit]
+
+        def place(row: Index, d: int) -> tuple[Ssa, list[Index]]:
+            return (state, [*own, row, b.add(column, d)]) if copy is None else (copy, [row, d])
+
+        if copy is not None:
+            with b.loop(0, k_dim) as row:
+                for d in offsets:
+                    b.vstore(b.vload(state, width, *own, row.index, b.add(column, d)), copy, row.index, d)
+        with b.loop(self.share.low, self.share.end) as token:
+            self._token(token.index, column, place)
+        if copy is not None:
+            with b.loop(0, k_dim) as row:
+                for d in offsets:
+                    b.vstore(b.vload(copy, width, row.index, d), state, *own, row.index, b.add(column, d))
+
+    def _token(self, t: Index, column: Index, place: Callable[[Index, int], tuple[Ssa, list[Index]]]) -> None:
+        b, (k_dim, _, width, vectors) = self.b, self.sizes
+        offsets, rows = range(0, vectors * width, width), largest_width(max(8 // vectors, 1), k_dim)
+        decay, beta, of_k, of_q = (b.load(self.known, i, b.sub(t, self.share.low)) for i in range(4))
+        zero = b.splat(0.0, width)
+        with b.loop(0, k_dim, rows, carry=[zero] * (rows * vectors)) as loop:
+            held, sums = iter(loop.values), []
+            for row in (b.add(loop.index, r) for r in range(rows)):
+                k = self._times("k", t, row)
+                for d in offsets:
+                    buffer, where = place(row, d)
+                    sums.append(b.fma(k, b.vload(buffer, width, *where), next(held)))
+            loop.give(*sums)
+        lost, written, left = (b.broadcast(x, width) for x in (b.mulf(decay, of_k), b.mulf(beta, of_k), decay))
+        new = []
+        for i, d in enumerate(offsets):
+            was = b.mulf(tree(b.addf, loop.results[i::vectors]), lost)
+            new.append(b.mulf(b.subf(self._read("v", t, b.add(column, d), width), was), written))
+        with b.loop(0, k_dim, rows, carry=[zero] * vectors) as loop:
+            sums = loop.values
+            for row in (b.add(loop.index, r) for r in range(rows)):
+                k, q, before, sums = self._times("k", t, row), self._times("q", t, row), sums, []
+                for value, total, d in zip(new, before, offsets, strict=True):
+                    buffer, where = place(row, d)
+                    after = b.fma(k, value, b.mulf(b.vload(buffer, width, *where), left))
+                    b.vstore(after, buffer, *where)
+                    sums.append(b.fma(q, after, total))
+            loop.give(*sums)
+        scale = b.broadcast(of_q, width)
+        for total, d in zip(loop.results, offsets, strict=True):
+            b.vstore(b.mulf(total, scale), self.given["out"], t, b.add(self.first, b.add(column, d)))
+
+    def gated_norm(self, t: Index, eps: float) -> None:
+        """The result of a token, normed, times silu(z)."""
+        b, (_, v_dim, width, _) = self.b, self.sizes
+        out, first = self.given["out"], self.first
+        read = lambda d, width: b.vload(out, width, t, b.add(first, d))
+        scale = b.broadcast(inverse_rms(b, read, v_dim, eps, self.isa.lanes), width)
+        with b.loop(0, v_dim, width) as d:
+            value = b.mulf(b.mulf(read(d.index, width), scale), b.vload(self.given["norm"], width, d.index))
+            gate = ACTIVATIONS["silu"][0](b, self._read("z", t, d.index, width))
+            b.vstore(b.mulf(value, gate), out, t, b.add(first, d.index))

@@ -1,0 +1,113 @@
+"""The scan of Mamba 2 (arXiv:2405.21060), token by token, whatever there are of them.
+
+Rows of the state do not meet, so that a few of them are carried through all tokens in the nearest cache: three operations for
+each number of the state, fewer than the products of matrices that take a chunk at once.
+
+    each workgroup: one head of one sequence, S [head_dim, n] = state[layer, head]
+      for token: step = softplus(dt + bias), decay = exp(rate * step)                               stack
+      for some rows p of S:
+        for t < length:
+          S[p] = decay * S[p] + (step * x[p]) * B                                                   memory, in place
+          y[t, p] = sum(S[p] * C) + D * x[p]                                                        memory
+      for t >= length: y[t] = 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, alone, padding, softplus
+from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width
+from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.writing.vectors import exp, lane_sums
+from castiron.emitter.types import F32, TensorType
+
+STEP, DECAY = range(2)
+
+
+def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa) -> Kernel:
+    """As `recurrences.selective_scan` says.
+
+    shape: groups, heads, head_dim, n. columns: of x, dt, B and C, [T, width] each; rate, bias and skip [heads],
+    (positions i32 [T]), (length i32), state [layers, heads, head_dim, n], layer -> y [T, heads * head_dim], state. Rows of
+    padding are zero.
+    """
+    groups, heads, head_dim, n = shape
+    T = tokens.count
+    per_head, state_type = TensorType((heads,), F32), TensorType((tokens.layers, heads, head_dim, n), F32)
+    operands: dict[str, TensorType | str] = {
+        **{name: own.type(T) for name, own in columns.items()},
+        **dict.fromkeys(("rate", "bias", "skip"), per_head),
+        **tokens.operands,
+        "state": state_type,
+        "layer": INDEX,
+    }
+    width = largest_width(isa.lanes, n)
+    rows = largest_width(min(width, isa.registers // 4), head_dim)
+
+    def write(b: Body, state: Ssa, layer: Ssa, y: Ssa, **given: Ssa) -> None:
+        share = tokens.share(b, heads, layer, given.get("positions"), given.get("length"))
+        head = share.unit
+        group = b.div(head, heads // groups)
+        x_at = b.add(b.mul(head, head_dim), columns["x"].first)
+        b_at, c_at = (b.add(b.mul(group, n), columns[name].first) for name in "BC")
+        known, first = b.stack(2, tokens.in_turn), b.mul(head, head_dim)
+        with b.loop(share.low, share.end) as token:
+            dt = b.load(given["dt"], token.index, b.add(head, columns["dt"].first))
+            step = softplus(b, alone(b, b.addf(dt, b.load(given["bias"], head))))
+            decay = exp(b, b.mulf(step, alone(b, b.load(given["rate"], head))))
+            for i, number in ((STEP, step), (DECAY, decay)):
+                b.store(b.extract(number, 0), known, i, b.sub(token.index, share.low))
+        skip = b.load(given["skip"], head)
+        with b.loop(0, head_dim, rows) as block, b.loop(share.low, share.end) as token:
+            t, own = token.index, [b.add(block.index, p) for p in range(rows)]
+            step, decay = (b.load(known, i, b.sub(t, share.low)) for i in (STEP, DECAY))
+            left = b.broadcast(decay, width)
+            new = [b.broadcast(b.mulf(step, b.load(given["x"], t, b.add(x_at, p))), width) for p in own]
+            with b.loop(0, n, width, carry=[b.splat(0.0, width)] * rows) as loop:
+                written, read = (
+                    b.vload(given[name], width, t, b.add(at, loop.index)) for name, at in (("B", b_at), ("C", c_at))
+                )
+                sums = []
+                for p, factor, total in zip(own, new, loop.values, strict=True):
+                    where = share.at, head, p, loop.index
+                    after = b.fma(factor, written, b.mulf(b.vload(state, width, *where), left))
+                    b.vstore(after, state, *where)
+                    sums.append(b.fma(after, read, total))
+                loop.give(*sums)
+            x = b.vload(given["x"], rows, t, b.add(x_at, block.index))
+            total = b.fma(b.broadcast(skip, rows), x, lane_sums(b, loop.results))
+            b.vstore(total, y, t, b.add(first, block.index))
+        with padding(b, share, first, b.add(first, head_dim), rows) as (idle, d):
+            b.vstore(b.splat(0.0, rows), y, idle, d)
+
+    def reference(layer: int, state: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        x, dt = columns["x"].of(given["x"], heads, head_dim), columns["dt"].of(given["dt"], heads)
+        written, read = (columns[name].of(given[name], groups, n).repeat(heads // groups, 1) for name in "BC")
+        step = np.logaddexp(0, dt + given["bias"])
+        decay = np.exp(given["rate"] * step)
+        state, y = state.copy(), np.zeros((T, heads, head_dim))
+        for at, real in tokens.real(layer, given):
+            S = state[at].astype(np.float64)
+            for t in real:
+                S = S * decay[t][:, None, None] + np.einsum("h,hp,hn->hpn", step[t], x[t], written[t])
+                y[t] = np.einsum("hpn,hn->hp", S, read[t]) + given["skip"][:, None] * x[t]
+            state[at] = S
+        return {"y": y.reshape(T, -1).astype(np.float32), "state": state}
+
+    name = f"selective_scan_{tokens.suffix}_{'x'.join(map(str, shape))}_" + "_".join(k + c.name for k, c in columns.items())
+    return write_kernel(
+        f"{name}_{isa.name}",
+        operands,
+        {"y": TensorType((T, heads * head_dim), F32), "state": state_type},
+        tokens.sequences * heads,
+        write,
+        in_place={"state": "state"},
+        reference=reference,
+        flops=T * heads * head_dim * n * 5,
+        nbytes=4 * (2 * tokens.sequences * prod(state_type.shape[1:]) + 2 * T * (heads * head_dim + groups * n)),
+    )
