@@ -22,18 +22,18 @@ from castiron.emitter.ir import Function, Module, Param, Value
 from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
-from castiron.emitter.models import attends_both_ways, build, family
+from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.quantise import convert
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting import calibrate
+from castiron.pipelines.casting.encoders import EncoderSizes, encoder_facts, encoder_sizes
 from castiron.pipelines.casting.kept import write_kept
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
-from castiron.pipelines.checkpoints.checkpoint import Encoding
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.hub_name import source_of
 from castiron.pipelines.places import model_name
@@ -43,15 +43,13 @@ from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.manifest import Accuracy, BundleError, Encoder, EntryPoint, Manifest, Tokens, Versions
+from castiron.vmfb.manifest import Accuracy, BundleError, EntryPoint, Manifest, Tokens, Versions
 from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, missing_features, resolve
 from castiron.vmfb.weights import write_irpa
 
 # Tokens a prefill call takes; a chunk runs at the smallest width that holds it.
 PREFILL_WIDTHS = (8, 32, 128)
-# And a call that encodes a part of a text; of a model that takes a text whole, a call of less than the longest.
-ENCODE_WIDTHS, WHOLE_WIDTHS = (32, 128), (32, 128, 512, 2048)
 _EVEN: Mapping[str, np.ndarray] = MappingProxyType({})
 DEFAULT_CONTEXT = 8192
 # For a machine other than this one.
@@ -135,31 +133,9 @@ def context_of(config: dict, asked: int | None) -> int:
     return asked if asked is not None else min(family(config).Config.read(config).max_positions, DEFAULT_CONTEXT)
 
 
-@dataclass(frozen=True)
-class EncoderSizes:
-    """context: positions of the states. widths: of the encode functions. most: tokens of a text. whole: in one call."""
-
-    context: int
-    widths: tuple[int, ...]
-    most: int
-    whole: bool
-
-
-def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
-    """What an encoder is compiled for, None for a model that generates; EmitError for widths of which none is usable."""
-    if checkpoint.encoding is None:
-        return None
-    c, context = family(checkpoint.config).Config.read(checkpoint.config), context_of(checkpoint.config, options.context)
-    most = min(context, checkpoint.encoding.max_tokens or context)
-    if attends_both_ways(c):
-        widths = tuple(sorted({most, *(w for w in options.embed or WHOLE_WIDTHS if w < most)}))
-        return EncoderSizes(most, widths, most, True)
-    widths = tuple(width for width in options.embed or ENCODE_WIDTHS if width <= context) or (context,)
-    # Padding of the last call takes rows too.
-    whole = -(-most // max(widths)) * max(widths)
-    if whole > c.max_positions:
-        whole = c.max_positions // max(widths) * max(widths)
-    return EncoderSizes(whole, widths, min(most, whole), False)
+def encoder_sizes_of(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
+    """What these options compile an encoder for, None for a model that generates."""
+    return encoder_sizes(checkpoint, context_of(checkpoint.config, options.context), options.embed)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
@@ -199,7 +175,7 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     verify = [width for width in options.speculate if width <= context]
     embed = [width for width in options.embed if width <= context]
     codec = lambda name: codecs.get(name, "f32")
-    if sizes := encoder_sizes(checkpoint, options):
+    if sizes := encoder_sizes_of(checkpoint, options):
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
         config = checkpoint.config
         module = build(config, codec, sizes.context, (), embeds=sizes.widths, cache=options.cache, pooling=pooling)
@@ -315,7 +291,7 @@ def compile_model(
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
         facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
-        sizes = encoder_sizes(checkpoint, options)
+        sizes = encoder_sizes_of(checkpoint, options)
         context = sizes.context if sizes else context_of(checkpoint.config, options.context)
         facts["work"] = {name: work_of(function, context) for name, function in module.functions.items()}
         products = products_of(module)
@@ -392,7 +368,7 @@ def entry_point(function: Function) -> EntryPoint:
 
 
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
-    first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
+    first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes_of(checkpoint, options)
     source = {
         "model": str(model), "path": os.path.abspath(checkpoint.path), "format": checkpoint.format,
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
@@ -414,7 +390,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         states=tuple(State(s.name, s.shape, s.dtype.name, s.kind) for s in first.states),
         functions=tuple(entry_point(function) for function in module.functions.values()),
         hidden=next((f.outputs[0].type.shape[-1] for f in module.functions.values() if f.role in ("embed", "encode")), 0),
-        encoder=_encoder(checkpoint.encoding, sizes) if checkpoint.encoding and sizes else None,
+        encoder=encoder_facts(checkpoint.encoding, sizes) if checkpoint.encoding and sizes else None,
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,
@@ -426,14 +402,6 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         source=source,
         compile=facts,
     )
-
-
-def _encoder(encoding: Encoding, sizes: EncoderSizes) -> Encoder:
-    pooling = encoding.pooling
-    return Encoder(
-        pooling.mode, pooling.normalised, sizes.whole, sizes.most, tuple(dense.features for dense in pooling.dense),
-        dict(encoding.prompts), encoding.default_prompt, encoding.lower_case,
-    )  # fmt: skip
 
 
 def existing(out: Path) -> Bundle | None:
