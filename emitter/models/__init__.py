@@ -1,7 +1,8 @@
 """Model families: one file each, which reads like its paper and is named as HF names things.
 
 A family offers `Config.read(config.json as a dict)`, `forward(step, config) -> logits`, and `states(config, context)` if they
-are not a KV cache of every layer. Adding a family is adding its file and its row here.
+are not a KV cache of every layer, of which a ring keeps those that the config's `windows`, if it has them, give a window. Adding
+a family is adding its file and its row here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import Noted
-from castiron.emitter.states import ROLES, kv_cache, stored_as
+from castiron.emitter.states import ROLES, State, cut_to_rings, layer_caches, ring_rows, stored_as
 from castiron.emitter.step import ModelModule, Step
 from castiron.emitter.types import EmitError
 
@@ -82,7 +84,7 @@ def build(
     cache: str = "f32",
 ) -> ModelModule:
     """The layer-operation module of a model, over states that are the family's `states(config, context)`, or where it has
-    none a KV cache.
+    none a KV cache; rings keep what these functions need (`states.cut_to_rings`).
 
     decode_step(token, position, *states): one token. prefill_T(tokens, start, length, *states) for each T of `widths`: a
     chunk. verify_T(tokens, start, *states) for each T of `verify`: T tokens, with argmax [T] and logits [T, vocab] at every
@@ -92,7 +94,7 @@ def build(
     states after the last norm, [T, hidden], and no logits.
 
     config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are. cache: how
-    positional states are stored, a key of `caches.CACHES`.
+    states that are not recurrent are stored, a key of `caches.CACHES`.
     Raises EmitError for a config or a cache that is not understood and for a context past the model's limit.
     """
     model = family(config)
@@ -102,14 +104,24 @@ def build(
         why = ", past which its rotary scaling would change the frequencies of every token" if cut else ""
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
     module = ModelModule("model", codecs)
-    states = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
+    most = max([1, *widths, *verify, *embeds])
     # Of a kind that no layer is of there is no state.
-    states = stored_as([state for state in states if state.shape[0]], cache)
+    states = [state for state in _states(model, c, context, most) if state.shape[0]]
+    states = stored_as(cut_to_rings(states, most), cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
         with module.step(role, width, states, context) as step:
             _finish(step, model.forward(step, c))
     return module
+
+
+def _states(model: ModuleType, c: Any, context: int, most: int) -> Sequence[State]:
+    """The states of the family, or a KV cache, with rows for the whole context; calls take `most` tokens."""
+    if hasattr(model, "states"):
+        return model.states(c, context)
+    # Layers whose rings would have all positions are like the others.
+    windows = [w if w and ring_rows(w, most) < context else None for w in getattr(c, "windows", ())]
+    return layer_caches(windows or [None] * c.layers, context, c.kv_heads, c.head_dim)
 
 
 def _finish(step: Step, logits: Value) -> None:
