@@ -224,4 +224,4 @@ def _check_states(manifest: Manifest) -> None:
             raise RecordError(f"{place} has {state.shape[1]} positions where the context is {manifest.context}")
         least = state.window + max(1, *(f.width for f in manifest.functions if f.role != "batch"))
         if (state.kind == "window") != (state.window > 0) or state.kind == "window" and state.shape[1] < least:
-            raise RecordError(f"{place} has a window of {state.window} and is a {state.kind} state of shape {list(state.shape)}")
+            raise RecordError(f"{place} has a window of {state.window}, which no {state.kind} state of {list(state.shape)} has")

@@ -42,7 +42,7 @@ class Session:
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
         self._position = 0
         states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
-        self._states = [KINDS[state.kind](buffer.array, state.window) for state, buffer in zip(manifest.states, states, strict=True)]
+        self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
         self._kept: deque[Snapshot] = deque(maxlen=KEPT)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         token, place, length = (program.zeros((), "i32") for _ in range(3))

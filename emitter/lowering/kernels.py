@@ -134,9 +134,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache, ring=ring)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
-    kernel = attention_prefill(
-        layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache, ring=ring
-    )
+    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache, ring=ring)
     out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 

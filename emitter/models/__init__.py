@@ -1,8 +1,8 @@
 """Model families: one file each, which reads like its paper and is named as HF names things.
 
 A family offers `Config.read(config.json as a dict)`, `forward(step, config) -> logits`, and `states(config, context)` if they
-are not a KV cache of every layer, of which a ring keeps those that the config's `windows`, if it has them, give a window. Adding
-a family is adding its file and its row here.
+are not a KV cache of every layer, where the config's `windows`, if it has them, say which layers may have rings. Adding a
+family is adding its file and its row here.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def build(
     module = ModelModule("model", codecs)
     most = max([1, *widths, *verify, *embeds])
     # Of a kind that no layer is of there is no state.
-    states = [state for state in _states(model, c, context, most) if state.shape[0]]
-    states = stored_as(cut_to_rings(states, most), cache)
+    held = [state for state in _states(model, c, context, most) if state.shape[0]]
+    states = stored_as(cut_to_rings(held, most), cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     for role, width in [(role, width) for role, widths in widths_of.items() for width in widths]:
         with module.step(role, width, states, context) as step:

@@ -99,7 +99,8 @@ def attention_decode(
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
     name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += ("" if batch is None else f"_b{batch}") + ("" if ring is None else f"_ring{ring}") + f"_{cache.name}" * (cache is not EXACT)
+    name += ("" if batch is None else f"_b{batch}") + ("" if ring is None else f"_ring{ring}")
+    name += f"_{cache.name}" * (cache is not EXACT)
 
     def write(b: Body, position: Ssa, layer: Ssa, **given: Ssa) -> None:
         unit: Index = b.workgroup()
@@ -159,8 +160,8 @@ def attention_decode(
             q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
             for rows_, new in (k_cache, k), (v_cache, v):
                 rows_[at, own % rows_.shape[1]] = cache.stored(new[0])
-            seen = (cache.values(by_position(rows_[at], own + 1)) for rows_ in (k_cache, v_cache))
-            out[i] = attend(q, *seen, [own], scores, given.get("sinks")).reshape(-1)
+            k, v = (cache.values(by_position(rows_[at], own + 1)) for rows_ in (k_cache, v_cache))
+            out[i] = attend(q, k, v, [own], scores, given.get("sinks")).reshape(-1)
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 

@@ -86,9 +86,7 @@ class Workgroup:
     [heads, head_dim]; and the new key [head_dim]. `first` is the kv head that comes first in them, `end` is past the last.
     """
 
-    def __init__(
-        self, b: Body, layout: HeadLayout, isa: Isa, held: int, shape: Shape, how: Scores, cache: Cache, turns: bool
-    ):
+    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, held: int, shape: Shape, how: Scores, cache: Cache, turns: bool):
         self.b, self.layout, self.held_rows, self.how, self.cache = b, layout, held, how, cache
         self.ring = held if turns else None
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
