@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from castiron.emitter.caches import EXACT, cache_of
+from castiron.emitter.caches import cache_of
 from castiron.emitter.ir import Op
+from castiron.emitter.states import ring_rows
 from castiron.emitter.types import F32, I32, TensorType
 from castiron.emitter.verifier import STABLEHLO, Rule, shapes_of
 
@@ -74,14 +75,15 @@ def _attention(op: Op) -> str | None:
         return "positions are not those of its mode"
     held = layers // (tokens if op.attrs["mode"] == "batch" else 1)
     window = op.attrs["window"]
-    turns = op.attrs["cache"] == "window"
+    taken = 1 if op.attrs["mode"] == "batch" else tokens
+    turned = op.attrs["cache"] == "window" and ring_rows(window or rows, taken) > rows
     cache = cache_of(k_cache.dtype)
-    if k_cache.type != v_cache.type or cache is None or turns and cache is not EXACT or cache.row(head_dim) != tuple(row):
+    if k_cache.type != v_cache.type or cache is None or cache.row(head_dim) != tuple(row):
         return "the two caches differ, or hold what no such cache does"
-    if op.attrs["bidirectional"] and (op.attrs["layer"] or turns):
+    if op.attrs["bidirectional"] and (op.attrs["layer"] or op.attrs["cache"] == "window"):
         return "what sees both ways is over rows of one layer, of all positions"
     ok = 0 <= op.attrs["layer"] < held and (window is None or window > 0)
-    return None if ok and not (turns and not 0 < (window or 0) <= rows) else "no such layer, or a window that its ring lacks"
+    return None if ok and not turned else "no such layer, or a ring that is too short for its window and tokens"
 
 
 def _activation(op: Op) -> str | None:

@@ -18,7 +18,7 @@ from castiron.emitter import ops, state_rows
 from castiron.emitter.caches import cache_of
 from castiron.emitter.ir import Value, append, current_path, fail, scope
 from castiron.emitter.rotary import Rotary
-from castiron.emitter.states import ROLES
+from castiron.emitter.states import ROLES, ring_rows
 from castiron.emitter.step import Step, Weight
 from castiron.emitter.types import F32, I32, TensorType
 
@@ -176,31 +176,35 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    cache: tuple[str, str] = ("k", "v"),
+    cache: tuple[str, str] | None = None,
     sinks: Value | None = None,
     bidirectional: bool = False,
 ) -> Value:
-    """Append k, v [T, kv_heads, head_dim] to layer `layer` of the states `cache`, then causal grouped-query attention.
+    """Append k, v [T, kv_heads, head_dim] to a layer's cache, then causal grouped-query attention.
+
+    layer: of the model, whose states `k` and `v`, or `k_sliding` and `v_sliding`, have it; or of the states `cache`.
 
     q is [T, heads, head_dim]; a query at position p sees positions j with j <= p and, under a window, p - j < window.
     Scores are `q . k * scale`, soft-capped as `softcap * tanh(score / softcap)` where given (Gemma 2, arXiv:2408.00118).
     sinks [heads] are scores of nothing: each is one more in the softmax of its head (gpt-oss, arXiv:2508.10925).
     bidirectional: a query sees later tokens too, |p - j| < window; in functions that take a whole text (role encode), whose
     states are rows of one layer that every layer writes anew.
-    The states are positional, or rings of at least `window` positions. What is appended is rounded as the states
-    store it (`emitter.caches`, of positional ones) before any query sees it; all else is f32. Returns [T, heads * head_dim].
+    The states are positional, or rings for such windows. What is appended is rounded as the states store it
+    (`emitter.caches`) before any query sees it; all else is f32. Returns [T, heads * head_dim].
     """
+    if bidirectional:
+        cache, layer = ("k", "v"), 0
+    if cache is None:
+        cache, layer = step.cache_of(layer)
     k_cache, v_cache = (step.states[name] for name in cache)
-    kind, (layers, rows, kv_heads, *row) = step.kinds[cache[0]], k_cache.shape
-    if kind == "window":
-        window = window or rows
+    kind, (layers, rows, kv_heads, *row) = step.kept[cache[0]].kind, k_cache.shape
+    turned = kind == "window" and (not window or ring_rows(window, 1 if step.mode == "batch" else q.shape[0]) > rows)
     held = cache_of(k_cache.dtype)
     ok = q.type.rank == 3 and k.type == v.type and k.shape[:2] == (q.shape[0], kv_heads)
     ok = ok and held is not None and held.row(k.shape[2]) == tuple(row)
-    layer = 0 if bidirectional else layer
     ok = ok and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0 and 0 <= layer < layers // step.sequences
     ok = ok and not (bidirectional and (step.role != "encode" or kind != "positional"))
-    if not ok or kind not in ("positional", "window") or kind == "window" and (window or 0) > rows:
+    if not ok or kind not in ("positional", "window") or turned:
         raise fail("attention", f"operands do not fit the {kind} cache {k_cache.type} at layer {layer}", (q, k, v))
     operands = (q, k, v, k_cache, v_cache, step.start) + ((step.length,) if step.length is not None else ())
     if sinks is not None:
@@ -216,7 +220,7 @@ def attention(
 def recurrent(step: Step, name: str, layer: int) -> Value:
     """The state `name` of a layer before the step's first token, [1, ...], or that of each sequence of a batch, [T, ...]."""
     state = step.states[name]
-    if step.kinds[name] != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
+    if step.kept[name].kind != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
         raise fail("recurrent", f"there is no recurrent state {name!r} at layer {layer}", (state,))
     return state_rows.of_layer(state, layer, step.sequences)
 

@@ -67,7 +67,7 @@ def _negative_exp(x: np.ndarray) -> np.ndarray:
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
     """Append the operation, whose result is of the type of `like`, and carry the state on; its rule checks the rest."""
     state = step.states[name]
-    if step.kinds[name] != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
+    if step.kept[name].kind != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
         raise fail(kind, f"there is no recurrent state {name!r} at layer {layer}", (*operands, state))
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
     attrs = {"layer": layer, "mode": step.mode}

@@ -12,7 +12,7 @@ import numpy as np
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Function, Module, Source, Value, append, current_path
-from castiron.emitter.states import State, function_name, token_inputs
+from castiron.emitter.states import SLIDING, State, function_name, token_inputs
 from castiron.emitter.types import F32, EmitError, TensorType
 
 
@@ -101,8 +101,7 @@ class ModelModule(Module):
         function.length = length[0] if length else None
         with self.defining(function):
             tokens = ops.reshape(tokens, (width,))
-            kinds = {s.name: s.kind for s in states}
-            yield Step(self, role, tokens, start, function.length, carried, kinds, context)
+            yield Step(self, role, tokens, start, function.length, carried, {s.name: s for s in states}, context)
 
     def weight(self, weight: Weight) -> Value:
         """The value of a weight in the function being built; one node a use."""
@@ -121,7 +120,8 @@ class Step:
     role: the function's, a key of `states.ROLES`. start: the first token's position, i32; in a batch the positions of
     T tokens of as many sequences, i32 [T], negative for a sequence that is left alone. length: how many tokens are real
     (None: all). states: by name, replaced as the model carries them on; in a batch each holds the layers of one sequence
-    after another. hidden: what `layers.lm_head` was given, the rows of the last layer's norm.
+    after another. kept: what each is in one sequence. hidden: what `layers.lm_head` was given, the rows of the last layer's
+    norm.
     """
 
     module: ModelModule
@@ -130,7 +130,7 @@ class Step:
     start: Value
     length: Value | None
     states: dict[str, Value]
-    kinds: Mapping[str, str]
+    kept: Mapping[str, State]
     context: int
     hidden: Value | None = None
 
@@ -143,6 +143,14 @@ class Step:
     def sequences(self) -> int:
         """How many sequences the states hold."""
         return self.tokens.shape[0] if self.mode == "batch" else 1
+
+    def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
+        """The states that have a layer's keys and values, and its number in them."""
+        for ending in (SLIDING, ""):
+            layers = self.kept[f"k{ending}"].layers if f"k{ending}" in self.kept else ()
+            if layer in layers:
+                return (f"k{ending}", f"v{ending}"), layers.index(layer)
+        return ("k", "v"), layer
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
         """The checkpoint tensor `<module path>.<name>`; `codec` overrides the stored one."""

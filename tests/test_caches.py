@@ -23,7 +23,9 @@ from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
 from castiron.vmfb.session import Session
 from tests.test_end_to_end import greedy, prompt
 
-CONTEXT = 160
+# Of Gemma with rings of 40 rows: a window of 8, and chunks of 32 tokens.
+CONTEXT = {"llama": 160, "gemma3_text": 100}
+WINDOWS = {"llama": {}, "gemma3_text": {"sliding_window": 8}}
 TOKENS = prompt(60, seed=4)
 # A number beside the middle of two that a cache holds is rounded to either, and a few such move logits, as parts of their range,
 # by less than this.
@@ -41,8 +43,8 @@ def bundles(tmp_path_factory):
         if (family, cache, lowering) not in made:
             checkpoint = folder / family
             if not checkpoint.exists():
-                tiny.tiny_model(family, checkpoint)
-            options = Options(context=CONTEXT, lowering=lowering, cache=cache, batch=(4,), speculate=(4,))
+                tiny.tiny_model(family, checkpoint, **WINDOWS[family])
+            options = Options(context=CONTEXT[family], lowering=lowering, cache=cache, batch=(4,), speculate=(4,))
             place = folder / f"{family}-{lowering}-{cache}"
             made[family, cache, lowering] = open_bundle(compile_model(checkpoint, place, options).bundle)
         return made[family, cache, lowering]
@@ -106,7 +108,9 @@ def test_the_manifest_and_the_memory_say_what_is_stored(cast, exact, capsys):
     assert cli.main(["inspect", str(cast.path)]) == 0
     shown = capsys.readouterr().out
     assert f"{cache} cache" in shown and str(needed(cast.manifest)) in shown
-    assert f"x{CACHES[cache].dtype.name} positional" in shown
+    kinds = {"positional", "window"} if family == "gemma3_text" else {"positional"}
+    assert {state.kind for state in cast.manifest.states} == kinds
+    assert all(f"x{CACHES[cache].dtype.name} {kind}" in shown for kind in kinds)
 
 
 def test_it_rounds_and_no_more_than_that(cast, exact):
@@ -225,10 +229,11 @@ def test_another_cache_is_another_bundle(bundles, tmp_path):
 
 
 def test_what_is_no_row_of_a_position_stays_f32():
-    states = [State(kind, (2, 8, 48), kind=kind) for kind in ("positional", "window", "recurrent")]
-    assert [state.dtype for state in stored_as(states, "f16")] == [F16, F32, F32]
-    assert [state.dtype for state in stored_as(states, "q8_0")] == [I8, F32, F32]
-    assert stored_as(states, "q8_0")[0].shape == (2, 8, 3, 20)
+    windows = {"positional": 0, "window": 6, "recurrent": 0}
+    states = [State(kind, (2, 8, 48), kind=kind, window=window) for kind, window in windows.items()]
+    assert [state.dtype for state in stored_as(states, "f16")] == [F16, F16, F32]
+    assert [state.dtype for state in stored_as(states, "q8_0")] == [I8, I8, F32]
+    assert [state.shape for state in stored_as(states, "q8_0")] == [(2, 8, 3, 20), (2, 8, 3, 20), (2, 8, 48)]
     assert stored_as(states, "f32") == tuple(states)
     for refusing in (lambda: stored_as(states, "f8"), lambda: Options(cache="f8")):
         with pytest.raises(EmitError, match="cache 'f8' is not one of f32, f16, q8_0"):

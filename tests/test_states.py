@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from castiron.vmfb.batch import Batch
+from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.session import KEPT, Session, SessionError
 from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle, logits_of
 
@@ -63,8 +64,8 @@ def test_a_session_goes_back_where_it_remembers_and_nowhere_else(cast, expected)
     session = Session(cast, 1)
     session.prefill(TOKENS[:20])
     session.keep()
-    session.prefill(TOKENS[20:31])
-    assert [session.reachable(p) for p in (31, 30, 20, 19, 0)] == [31, 20, 20, 0, 0]
+    session.prefill(TOKENS[20:])
+    assert [session.reachable(p) for p in (60, 25, 20, 19, 0)] == [60, 20, 20, 0, 0]
     with pytest.raises(SessionError, match="does not remember its state at position 25: it can go back to 20"):
         session.rewind(25)
     session.rewind(20)
@@ -75,20 +76,42 @@ def test_a_session_goes_back_where_it_remembers_and_nowhere_else(cast, expected)
     agrees(session, expected)
     session.rewind(0)
     assert session.reachable(0) == 0
-    session.prefill(TOKENS[:9])
+    session.prefill(TOKENS[:30])
     agrees(session, expected)
-    assert session.reachable(8) == 0, "what was kept of the tokens before is forgotten"
+    assert session.reachable(24) == (24 if ringed(cast) else 0), "what was kept of the tokens before is forgotten"
 
 
-def test_a_short_ring_has_forgotten_nothing(cast, expected):
+def test_a_ring_goes_back_as_far_as_its_rows_reach(cast, expected):
+    """Windows of 6 and chunks of 32 tokens: what stood 38 positions before the furthest one is gone."""
+    if not ringed(cast):
+        return
     session = Session(cast, 1)
-    session.prefill(TOKENS[:6])
-    ring = cast.manifest.states[0].kind == "window"
-    assert session.reachable(4) == (4 if ring else 0)
-    if ring:
-        session.rewind(4)
-        session.prefill(TOKENS[4:20])
-        agrees(session, expected)
+    assert {(state.shape[1], state.window) for state in cast.manifest.states} == {(38, 6)}
+    session.prefill(TOKENS[:38])
+    assert [session.reachable(p) for p in (38, 37, 1, 0)] == [38, 37, 1, 0]
+    session.prefill(TOKENS[38:55])
+    assert [session.reachable(p) for p in (54, 22, 21, 1)] == [54, 22, 0, 0]
+    session.rewind(22)
+    assert session.reachable(21) == 0 and session.snapshot(4).nbytes == 0
+    session.prefill(TOKENS[22:40])
+    agrees(session, expected)
+    assert [session.reachable(p) for p in (39, 22, 21)] == [39, 22, 0]
+    other = session.fork()
+    other.rewind(30)
+    other.prefill(TOKENS[30:])
+    agrees(other, expected)
+    assert [other.reachable(p) for p in (27, 26)] == [27, 0]
+    other.copy_from(session, 24)
+    assert [other.reachable(p) for p in (22, 21)] == [22, 0]
+    other.step(TOKENS[24])
+    agrees(other, expected)
+    session.rewind(0)
+    session.prefill(TOKENS[:9])
+    assert session.reachable(1) == 1
+
+
+def ringed(cast: Bundle) -> bool:
+    return cast.manifest.states[0].kind == "window"
 
 
 def test_few_places_are_kept_the_last_ones(cast):
@@ -96,8 +119,18 @@ def test_few_places_are_kept_the_last_ones(cast):
     for _ in range(KEPT + 3):
         session.prefill(TOKENS[:8])
         session.keep()
-    session.prefill(TOKENS[:7])
+    session.prefill(TOKENS)
     assert session.reachable(8 * 3) == 0 and session.reachable(8 * 4 + 7) == 8 * 4
+
+
+def test_of_large_ones_the_last_alone_is_kept(cast, monkeypatch):
+    monkeypatch.setattr("castiron.vmfb.session.KEPT_BYTES", 0)
+    session = Session(cast, 1)
+    for _ in range(2):
+        session.prefill(TOKENS[:8])
+        session.keep()
+    session.prefill(TOKENS)
+    assert [session.reachable(p) for p in (15, 17)] == [0, 16]
 
 
 def test_a_snapshot_holds_until_other_tokens_stand_before_it(cast, expected):
@@ -135,15 +168,15 @@ def test_a_beginning_is_copied_where_the_origin_remembers_it(cast, expected):
     first, second = batch.slots[:2]
     first.prefill(TOKENS[:10])
     first.keep()
-    first.prefill(TOKENS[10:25])
+    first.prefill(TOKENS[10:55])
     second.prefill(TOKENS[30:50])
-    for position in (25, 10, 0):
+    for position in (55, 10, 0, *[40] * ringed(cast)):
         second.copy_from(first, position)
         second.prefill(TOKENS[position : position + 12])
         agrees(second, expected)
-    with pytest.raises(SessionError, match="position 17 cannot be copied from a session at 25"):
+    with pytest.raises(SessionError, match="position 17 cannot be copied from a session at 55"):
         second.copy_from(first, 17)
-    first.step(TOKENS[25])
+    first.step(TOKENS[55])
     agrees(first, expected)
 
 

@@ -24,7 +24,9 @@ class Encoder:
             raise SessionError(f"{manifest.name} generates text and was not made to encode it: castiron run answers with it")
         self.facts, self.threads = manifest.encoder, program.threads
         states = [program.zeros(state.shape, state.dtype) for state in manifest.states]
-        self._states = [KINDS[state.kind](buffer.array) for state, buffer in zip(manifest.states, states, strict=True)]
+        self._states = [
+            KINDS[state.kind](buffer.array, state.window) for state, buffer in zip(manifest.states, states, strict=True)
+        ]
         start, length = (program.zeros((), "i32") for _ in range(2))
         self._start, self._length = start.words, length.words
         self._calls = {}
@@ -42,7 +44,7 @@ class Encoder:
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
             raise SessionError(f"tokens must be whole numbers below {vocab}, the size of the vocabulary")
         for state in self._states:
-            state.go_back(0)
+            state.go_back(0, 0)
         widest = max(self._calls)
         for start in range(0, ids.size, widest):
             part = ids[start : start + widest]

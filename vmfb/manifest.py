@@ -1,4 +1,4 @@
-"""What a bundle says of itself: `manifest.json`, schema 3."""
+"""What a bundle says of itself: `manifest.json`, schema 4."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from castiron.vmfb.record import Json, RecordError, from_json, to_json
 from castiron.vmfb.states import KINDS, State
 from castiron.vmfb.targets import Target
 
-SCHEMA = 3
+SCHEMA = 4
 # Of each role: the function's name, and its operands and first results as MLIR spells their types.
 ROLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "decode": ("decode_step", ("i32", "i32"), ("i32", "{V}xf32")),
@@ -161,11 +161,11 @@ class Manifest:
 
     @property
     def cache(self) -> str:
-        """How positional states are stored, as `castiron compile --cache` has it; f32 where there are none.
+        """How states are stored that are not recurrent, as `castiron compile --cache` has it; f32 where there are none.
 
         Of q8_0 a row is bytes, [groups, 4 + elements of a group]: a scale, f32, and the numbers.
         """
-        dtype = next((state.dtype for state in self.states if state.kind == "positional"), "f32")
+        dtype = next((state.dtype for state in self.states if state.kind != "recurrent"), "f32")
         return {"i8": "q8_0"}.get(dtype, dtype)
 
     @property
@@ -261,3 +261,6 @@ def _check_states(manifest: Manifest) -> None:
             raise RecordError(f"{place}.shape is {list(state.shape)}, which no {state.kind} state has")
         if state.kind == "positional" and state.shape[1] != manifest.context:
             raise RecordError(f"{place} has {state.shape[1]} positions where the context is {manifest.context}")
+        least = state.window + max(1, *(f.width for f in manifest.functions if f.role != "batch"))
+        if (state.kind == "window") != (state.window > 0) or state.kind == "window" and state.shape[1] < least:
+            raise RecordError(f"{place} has a window of {state.window}, which no {state.kind} state of {list(state.shape)} has")

@@ -16,6 +16,8 @@ from castiron.vmfb.states import KINDS, Snapshot
 
 # Positions that a session can come back to where its states do not remember them by themselves.
 KEPT = 4
+# Of what is kept of them, beyond which the last position alone is.
+KEPT_BYTES = 2**28
 
 
 class Session:
@@ -42,7 +44,7 @@ class Session:
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
         self._position = 0
         states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
-        self._states = [KINDS[state.kind](buffer.array) for state, buffer in zip(manifest.states, states, strict=True)]
+        self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
         self._kept: deque[Snapshot] = deque(maxlen=KEPT)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         token, place, length = (program.zeros((), "i32") for _ in range(3))
@@ -191,16 +193,17 @@ class Session:
         if position == self._position:
             return
         if all(state.returns(self._position, position) for state in self._states):
-            self._stand_at(position)
             for state in self._states:
-                state.go_back(position)
+                state.go_back(self._position, position)
+            self._stand_at(position)
         else:
             self.restore(self._kept_at(position))
 
     @alone
-    def snapshot(self) -> Snapshot:
-        """What `restore` needs to come back to this position, however far the session goes on from here."""
-        taken = Snapshot(self._position, tuple(state.save() for state in self._states))
+    def snapshot(self, ahead: int | None = None) -> Snapshot:
+        """What `restore` needs to come back to this position after up to `ahead` more, or however far the session goes on."""
+        ahead = self.context - self._position if ahead is None else ahead
+        taken = Snapshot(self._position, tuple(state.save(self._position, ahead) for state in self._states))
         self._snapshots.add(taken)
         return taken
 
@@ -210,15 +213,18 @@ class Session:
         if snapshot not in self._snapshots or snapshot.stale:
             raise SessionError(f"the snapshot of position {snapshot.position} is not of this session's present tokens")
         for state, saved in zip(self._states, snapshot.saved, strict=True):
-            state.restore(saved)
+            state.restore(self._position, snapshot.position, saved)
         self._stand_at(snapshot.position)
 
     @alone
     def keep(self) -> None:
-        """Remembers this position, so that `rewind` can come back to it whatever the states are; the last `KEPT` count."""
+        """Remembers this position, so that `rewind` can come back to it whatever the states are; the last `KEPT` count, fewer
+        if what they take is more than `KEPT_BYTES`."""
         everywhere = all(state.returns(self.context, self._position) for state in self._states)
         if not everywhere and all(kept.position != self._position for kept in self._kept):
             self._kept.append(self.snapshot())
+            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept) > KEPT_BYTES:
+                self._kept.popleft()
 
     @alone
     def copy_from(self, other: Session, position: int) -> None:
@@ -229,7 +235,7 @@ class Session:
         saved = (None,) * len(self._states) if direct else other._kept_at(position).saved
         self._stand_at(0)
         for mine, theirs, kept in zip(self._states, other._states, saved, strict=True):
-            mine.copy(theirs, position, kept)
+            mine.copy(theirs, other._position, position, kept)
         self._position = position
 
     def _kept_at(self, position: int) -> Snapshot:

@@ -92,7 +92,7 @@ def fuse(function: Function, norm_limit: int) -> Function:
     """
     graph = _Graph(function)
     for op in function.ops:
-        if op.kind == "attention" and op.attrs["cache"] == "positional":
+        if op.kind == "attention":
             graph.attentions[op] = _heads(graph, op)
         elif op.kind == "multiply":
             _glu(graph, op)

@@ -113,18 +113,21 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     rows = [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]]
     prepared = operands[count : count + len(names)]
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
-    (layers, context), tokens, cache = k_cache.shape[:2], rows[0].shape[0], cache_of(k_cache.dtype)
+    (layers, held), tokens, cache = k_cache.shape[:2], rows[0].shape[0], cache_of(k_cache.dtype)
     assert cache is not None, "the verifier knows every cache"
     attrs = op.attrs
     scores = Scores(attrs["scale"], attrs["window"], attrs["softcap"], attrs["sinks"], attrs["bidirectional"])
     sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
+    ring = held if op.attrs["cache"] == "window" else None
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
+    # A ring has fewer rows than there are positions.
+    context = given["cos"].shape[0] if ring and "cos" in given else held
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
     if op.attrs["mode"] in ("decode", "batch"):
         batch, parts = tokens if op.attrs["mode"] == "batch" else None, head_parts(layout, c.isa, cache)
         own = replace(layout, heads=layout.heads // parts)
-        kernel = attention_decode(layers, context, own, scores, isa=c.isa, batch=batch, cache=cache)
+        kernel = attention_decode(layers, context, own, scores, isa=c.isa, batch=batch, cache=cache, ring=ring)
         outs = []
         for part in range(parts):
             # Zeros that every layer leaves as zeros. Every part appends the same keys and values.
@@ -140,9 +143,9 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         out = ops.reshape(ops.concatenate(outs, 2), (tokens, layout.keys)) if parts > 1 else found["out"]
         return out, caches["k_cache"], caches["v_cache"]
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
-    kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache)
+    kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache, ring=ring)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
-    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache)
+    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache, ring=ring)
     out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 

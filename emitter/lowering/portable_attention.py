@@ -127,30 +127,28 @@ def _over_ring(
     start: Value,
     length: Value | None,
 ) -> tuple[Value, Value, Value]:
-    """Attention of one sequence over a ring of the last positions and the new ones, which then take their rows in it."""
+    """Attention of one sequence over a ring in which the real tokens have taken their rows."""
     tokens, rows = q.shape[0], k_cache.shape[1]
-    old_k, old_v = _of_layer(k_cache, layer), _of_layer(v_cache, layer)
-    shape = (tokens, rows)
-    held = ops.broadcast_in_dim(_held(start, rows), shape, (1,))
-    new = ops.add(ops.iota((tokens, tokens), 1), ops.broadcast_in_dim(start, (tokens, tokens), ()))
-    position = ops.concatenate((held, new), 1)
-    taken = ops.compare("GE", position, ops.constant(0, I32, position.shape))
-    seen = ops.and_(taken, _seen(_positions(start, position.shape), position, op.attrs["window"]))
-    out = _attend(op, sinks, q, ops.concatenate((old_k, k), 0), ops.concatenate((old_v, v), 0), seen)
-
+    every = ops.constant(tokens, I32, ())
     # Each row takes the last real position that falls on it, if that is a new one.
-    end = ops.add(start, ops.constant(tokens, I32, ()) if length is None else length)
-    last = ops.subtract(_held(end, rows), ops.broadcast_in_dim(start, (rows,), ()))
+    last = _held(ops.add(start, every if length is None else length), rows)
+    last = ops.subtract(last, ops.broadcast_in_dim(start, (rows,), ()))
     zeros = ops.constant(0, I32, (rows,))
     fresh, source = ops.compare("GE", last, zeros), ops.maximum(last, zeros)
 
-    def turned(old: Value, new: Value) -> Value:
+    def turned(cache: Value, x: Value) -> Value:
+        old, new = _of_layer(cache, layer), _rounded(x, cache)
         taken = ops.gather_rows(ops.reshape(new, (tokens, new.type.elements // tokens)), source)
         return ops.select(ops.broadcast_in_dim(fresh, old.shape, (0,)), ops.reshape(taken, old.shape), old)
 
+    held_k, held_v = turned(k_cache, k), turned(v_cache, v)
+    # As if every token were real: what another row of a padded chunk would have is nothing that a real token sees.
+    position = ops.broadcast_in_dim(_held(ops.add(start, every), rows), (tokens, rows), (1,))
+    taken = ops.compare("GE", position, ops.constant(0, I32, position.shape))
+    seen = ops.and_(taken, _seen(_positions(start, position.shape), position, op.attrs["window"]))
+    out = _attend(op, sinks, q, _widened(held_k), _widened(held_v), seen)
     zero = ops.constant(0, I32, ())
-    k_cache = _with_layer(k_cache, layer, turned(old_k, k), zero)
-    return out, k_cache, _with_layer(v_cache, layer, turned(old_v, v), zero)
+    return out, _with_layer(k_cache, layer, held_k, zero), _with_layer(v_cache, layer, held_v, zero)
 
 
 def _held(end: Value, rows: int) -> Value:

@@ -1,7 +1,8 @@
 """Model families: one file each, which reads like its paper and is named as HF names things.
 
 A family offers `Config.read(config.json as a dict)`, `forward(step, config) -> logits`, and `states(config, context)` if they
-are not a KV cache of every layer. Adding a family is adding its file and its row here.
+are not a KV cache of every layer, where the config's `windows`, if it has them, say which layers may have rings. Adding a
+family is adding its file and its row here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import Noted
 from castiron.emitter.pooling import Pooling
-from castiron.emitter.states import ROLES, State, kv_cache, stored_as
+from castiron.emitter.states import ROLES, State, cut_to_rings, kv_cache, layer_caches, ring_rows, stored_as
 from castiron.emitter.step import ModelModule, Step
 from castiron.emitter.types import EmitError
 
@@ -92,7 +93,7 @@ def build(
     pooling: Pooling | None = None,
 ) -> ModelModule:
     """The layer-operation module of a model, over states that are the family's `states(config, context)`, or where it has
-    none a KV cache.
+    none a KV cache; rings keep what these functions need (`states.cut_to_rings`).
 
     decode_step(token, position, *states): one token. prefill_T(tokens, start, length, *states) for each T of `widths`: a
     chunk. verify_T(tokens, start, *states) for each T of `verify`: T tokens, with argmax [T] and logits [T, vocab] at every
@@ -105,7 +106,7 @@ def build(
     the vector [features] of the text up to here, or of the whole text, from position 0 on, of a model that attends both ways.
 
     config: config.json as a dict. codecs: stored codec by tensor name. context: how many positions there are. cache: how
-    positional states are stored, a key of `caches.CACHES`.
+    states that are not recurrent are stored, a key of `caches.CACHES`.
     Raises EmitError for a config or a cache that is not understood, for a context past the model's limit, and for a model that
     attends both ways without `pooling`.
     """
@@ -122,8 +123,10 @@ def build(
             "this model attends to later tokens too, so it encodes texts and generates none, and nothing says how its states "
             "become a vector: give the directory with its modules.json"
         )
+    most = max([1, *widths, *verify, *embeds])
     # Of a kind that no layer is of there is no state.
-    states = stored_as([state for state in _states(model, c, context, pooling) if state.shape[0]], cache)
+    held = [state for state in _states(model, c, context, most, pooling) if state.shape[0]]
+    states = stored_as(cut_to_rings(held, most), cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     if pooling is not None:
         widths_of = {"encode": embeds}
@@ -151,12 +154,17 @@ def attends_both_ways(c: Any) -> bool:
     return getattr(c, "bidirectional", False)
 
 
-def _states(model: ModuleType, c: Any, context: int, pooling: Pooling | None) -> list[State]:
-    """Those of the family; a text that comes at once needs the rows of one layer alone, which the next writes over."""
+def _states(model: ModuleType, c: Any, context: int, most: int, pooling: Pooling | None) -> list[State]:
+    """The states of the family, or a KV cache, with rows for the whole context; calls take `most` tokens. A text that comes at
+    once needs the rows of one layer alone, which the next writes over."""
     if attends_both_ways(c):
         return [*kv_cache(1, context, c.kv_heads, c.head_dim)]
-    own = model.states(c, context) if hasattr(model, "states") else kv_cache(c.layers, context, c.kv_heads, c.head_dim)
-    return [*own, *(pooling.states(c.hidden) if pooling else ())]
+    further = pooling.states(c.hidden) if pooling else ()
+    if hasattr(model, "states"):
+        return [*model.states(c, context), *further]
+    # Layers whose rings would have all positions are like the others.
+    windows = [w if w and ring_rows(w, most) < context else None for w in getattr(c, "windows", ())]
+    return [*layer_caches(windows or [None] * c.layers, context, c.kv_heads, c.head_dim), *further]
 
 
 def _finish(step: Step, logits: Value) -> None:

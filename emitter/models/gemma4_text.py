@@ -28,7 +28,7 @@ from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig
 from castiron.emitter.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
 from castiron.emitter.rotary import Rotary
-from castiron.emitter.states import State, kv_cache
+from castiron.emitter.states import State, kv_cache, ring
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -162,8 +162,9 @@ def states(c: Config, context: int) -> tuple[State, ...]:
     full = kv_cache(c.own - sliding, context, c.kv_heads, c.head_dim)
     if not sliding:
         return full
-    k, v = kv_cache(sliding, context, c.sliding_kv_heads, c.sliding_head_dim)
-    return *full, State("k_sliding", k.shape), State("v_sliding", v.shape)
+    window = next(window for window in c.windows if window)
+    rows = kv_cache(sliding, context, c.sliding_kv_heads, c.sliding_head_dim)
+    return *full, *(ring(state, window) for state in rows)
 
 
 def unscaled_norm(step: Step, x: Value, eps: float) -> Value:

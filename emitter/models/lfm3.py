@@ -13,7 +13,7 @@ from castiron.emitter.models.decoder import decoder
 from castiron.emitter.models.lfm2 import CONV, FULL, feed_forward, short_conv
 from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape
 from castiron.emitter.rotary import Rotary
-from castiron.emitter.states import State, kv_cache
+from castiron.emitter.states import State, kv_cache, ring
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -71,7 +71,8 @@ class Config(lfm2.Config):
 
 def states(c: Config, context: int) -> tuple[State, ...]:
     """Keys and values of layers that see everything and of those with a window, and the rows of convolutions."""
-    sliding = (State(f"{s.name}_sliding", s.shape) for s in kv_cache(c.count(SLIDING), context, c.kv_heads, c.head_dim))
+    rows = kv_cache(c.count(SLIDING), context, c.kv_heads, c.head_dim)
+    sliding = (ring(state, c.window) for state in rows) if c.window else ()
     conv = State("conv", (c.count(CONV), c.conv_positions - 1, c.hidden), kind="recurrent")
     return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), *sliding, conv)
 

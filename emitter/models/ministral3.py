@@ -33,7 +33,7 @@ _ROPE = {
 class Config(DecoderConfig):
     """beta, original: a query at position p is multiplied by 1 + beta * log(1 + p // original)."""
 
-    window: int | None
+    windows: list[int | None]
     beta: float
     original: int
 
@@ -55,7 +55,7 @@ class Config(DecoderConfig):
                 eps=c.number("rms_norm_eps", 1e-5),
                 rotary=c.rotary(head_dim, positions),
             ),
-            window=c.nullable("sliding_window", None),
+            windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
             beta=float(beta),
             original=entry.get("original_max_position_embeddings") or positions,
         )
@@ -73,7 +73,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) 
     k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim), c.kv_heads)
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim), c.kv_heads)
     q, k = rope(step, q, tables[0]), rope(step, k, tables[1])
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden)
 
 

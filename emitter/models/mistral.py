@@ -14,7 +14,7 @@ from castiron.emitter.step import Step
 
 @dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    window: int | None
+    windows: list[int | None]
 
     @classmethod
     def read(cls, config: dict) -> Config:
@@ -22,7 +22,7 @@ class Config(DecoderConfig):
         c = ConfigReader(config)
         read = cls(
             **c.decoder(max_positions=131072),
-            window=c.nullable("sliding_window", 4096),
+            windows=[c.nullable("sliding_window", 4096)] * c.take("num_hidden_layers"),
         )
         c.finish()
         return read
@@ -33,7 +33,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim), c.kv_heads)
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim), c.kv_heads)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden)
 
 

@@ -16,7 +16,7 @@ from castiron.emitter.step import Step
 class Config(DecoderConfig):
     experts: int
     experts_per_token: int
-    window: int | None
+    windows: list[int | None]
 
     @classmethod
     def read(cls, config: dict) -> Config:
@@ -26,7 +26,7 @@ class Config(DecoderConfig):
             **c.decoder(max_positions=131072, theta=1000000.0, eps=c.number("rms_norm_eps", 1e-5)),
             experts=c.take("num_local_experts"),
             experts_per_token=c.take("num_experts_per_tok", 2),
-            window=c.nullable("sliding_window", None),
+            windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
         )
         c.finish()
         return read
@@ -37,7 +37,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim), c.kv_heads)
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim), c.kv_heads)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden)
 
 

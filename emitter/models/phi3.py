@@ -14,7 +14,7 @@ from castiron.emitter.step import Step
 
 @dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    window: int | None
+    windows: list[int | None]
 
     @classmethod
     def read(cls, config: dict) -> Config:
@@ -31,7 +31,7 @@ class Config(DecoderConfig):
                 kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
                 eps=c.number("rms_norm_eps", 1e-5),
             ),
-            window=c.nullable("sliding_window", None),
+            windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
         )
         c.finish()
         return read
@@ -42,7 +42,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     q, k, v = linear_parts(step, x, "qkv_proj", {"q_proj": c.heads * c.head_dim, "k_proj": kv, "v_proj": kv})
     q, k, v = split_heads(q, c.heads), split_heads(k, c.kv_heads), split_heads(v, c.kv_heads)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden)
 
 

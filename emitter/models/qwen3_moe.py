@@ -15,7 +15,7 @@ from castiron.emitter.step import Step
 @dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
     attention_bias: bool
-    window: int | None
+    windows: list[int | None]
     sparse: list[bool]
     experts: int
     experts_per_token: int
@@ -32,7 +32,7 @@ class Config(DecoderConfig):
         read = cls(
             **c.decoder(max_positions=32768),
             attention_bias=c.flag("attention_bias", False),
-            window=window if c.flag("use_sliding_window", False) else None,
+            windows=[window if c.flag("use_sliding_window", False) else None] * layers,
             sparse=sparse_layers(c, layers),
             # Saved by transformers 5 under the name that Mixtral gives it.
             experts=c.take("num_experts", c.take("num_local_experts", 128)),
@@ -56,7 +56,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
     q, k = rms_norm(step, q, "q_norm", c.eps), rms_norm(step, k, "k_norm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 

@@ -14,7 +14,7 @@ from castiron.emitter.step import Step
 
 @dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    window: int | None
+    windows: list[int | None]
     bias: bool
 
     @classmethod
@@ -32,7 +32,7 @@ class Config(DecoderConfig):
                 hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
                 tied=c.flag("tie_word_embeddings", True),
             ),
-            window=c.nullable("sliding_window", None),
+            windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
             bias=c.flag("use_bias", True),
         )
         c.finish()
@@ -44,7 +44,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.window)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden, c.bias)
 
 

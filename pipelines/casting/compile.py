@@ -67,7 +67,7 @@ class Options:
     context: positions of the cache; None takes the model's limit, at most 8192. weights: "native" keeps the checkpoint's
     own types, "f32", "bf16" and "f16" convert every matrix, the others quantise (`weights.codecs_of`). adapter: a directory
     of PEFT's, merged into the weights before that. calibrate: a text whose activations say how much each column of a weight
-    counts when it is quantised. cache: how states that have a row for every position are stored, "f32", "f16" or "q8_0";
+    counts when it is quantised. cache: how keys and values of positions are stored, "f32", "f16" or "q8_0";
     other states are f32. lowering: "kernels" or "portable". batch: numbers of sequences that are decoded at once. speculate:
     numbers of proposed tokens that are checked at once. embed: widths of the functions that give hidden states, for
     embeddings of texts; of a model that encodes texts, which has no others, of the functions that do. threads: how many will
@@ -387,7 +387,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         config=config,
         vocab=family(config).Config.read(config).vocab,
         context=sizes.context if sizes else context_of(config, options.context),
-        states=tuple(State(s.name, s.shape, s.dtype.name, s.kind) for s in first.states),
+        states=tuple(State(s.name, s.shape, s.dtype.name, s.kind, s.window) for s in first.states),
         functions=tuple(entry_point(function) for function in module.functions.values()),
         hidden=next((f.outputs[0].type.shape[-1] for f in module.functions.values() if f.role in ("embed", "encode")), 0),
         encoder=encoder_facts(checkpoint.encoding, sizes) if checkpoint.encoding and sizes else None,

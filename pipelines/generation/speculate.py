@@ -172,7 +172,7 @@ class Speculator:
         return max(rates, key=rates.get)
 
     def _check(self, token: int, width: int, most: int) -> list[int]:
-        session, before = self.session, self.session.snapshot()
+        session, before = self.session, self.session.snapshot(width)
         proposal = self.ngrams.propose(width - 1)
         says = session.verify([token, *proposal])
         margins = session.margins()

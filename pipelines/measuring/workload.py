@@ -55,7 +55,7 @@ class Workload:
         """Bytes of an element of the bundle's caches, with its share of a scale."""
         if self.manifest.cache != "q8_0":
             return STATE_ITEM_BYTES[self.manifest.cache]
-        size = next(state.shape[-1] for state in self.manifest.states if state.kind == "positional")
+        size = next(state.shape[-1] for state in self.manifest.states if state.kind != "recurrent")
         return size / (size - SCALE_BYTES)
 
     def cache_bytes(self, depth: int, tokens: int, item_bytes: float) -> float:

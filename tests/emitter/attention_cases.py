@@ -31,7 +31,7 @@ BATCH = 5  # sequences decoded at once
 @dataclass(frozen=True)
 class Case:
     """One layer's attention: heads and options, a chunk of `tokens`, long contexts split into `splits` parts, and caches
-    that are called `cache`."""
+    that are called `cache`, rings of `ring` rows if that is not None."""
 
     heads: int
     kv_heads: int
@@ -43,6 +43,7 @@ class Case:
     splits: int = 8
     seed: int = 0
     cache: str = "f32"
+    ring: int | None = None
 
     @property
     def layout(self) -> HeadLayout:
@@ -61,14 +62,15 @@ class Case:
         return Scores(self.scale, **self.scores)
 
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
-        options = {"splits": self.splits, "split_from": 24, "cache": self.rows}
+        options = {"splits": self.splits, "split_from": 24, "cache": self.rows, "ring": self.ring}
         return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, self.how, isa=isa, batch=batch, **options)
 
     def append(self, isa: Isa) -> Kernel:
-        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, cache=self.rows)
+        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, cache=self.rows, ring=self.ring)
 
     def prefill(self, isa: Isa) -> Kernel:
-        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa, cache=self.rows)
+        options = {"cache": self.rows, "ring": self.ring}
+        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa, **options)
 
 
 def cases() -> st.SearchStrategy[Case]:
@@ -135,6 +137,13 @@ def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarra
             if name.endswith("_cache"):
                 operands[name][:, real:] = -1 if type_.dtype is I8 else np.nan
     return operands
+
+
+def turned(rows: np.ndarray, end: int, ring: int) -> np.ndarray:
+    """The ring [layers, ring, ...] that has taken the positions below `end` of a cache [layers, context, ...]: the last that
+    fall on each row, and what the cache has at the end of the context where none does."""
+    last = end - 1 - (end - 1 - np.arange(ring)) % ring
+    return rows[:, np.where(last < 0, CONTEXT - 1, last)]
 
 
 def random(rng: np.random.Generator, type_: TensorType) -> np.ndarray:

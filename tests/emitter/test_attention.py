@@ -32,6 +32,7 @@ from tests.emitter.attention_cases import (
     rounding_of,
     running,
     stored_as,
+    turned,
 )
 from tests.emitter.kernel_runner import Runner, runnable
 
@@ -176,6 +177,44 @@ def test_every_sequence_of_a_batch_counts_its_own_parts(directory, cases):
         counts = runner(kernel, **operands)["counters"].reshape(BATCH, -1)
         assert (counts[3] > -1000).all() and (counts[3] < 0).all(), kernel.name
         assert not np.delete(counts, 3, axis=0).any(), kernel.name
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_ring_gives_the_bits_of_rows_of_every_position(directory, cache):
+    """However often it has turned: decode, a batch, append and prefill, whose rows of garbage are NaN."""
+    slides = [replace(REAL[2], cache=cache), Case(6, 2, 32, 16, {}, {"window": 40, "sinks": True}, 5, splits=2, cache=cache)]
+    rings = [replace(case, ring=case.scores["window"] + case.tokens) for case in slides]
+    (place := directory / "rings").mkdir(exist_ok=True)
+    runner, found = running(slides + rings, "host", 2, place)
+    kernels, isa = dict(found), ISAS[resolve("host").isa]
+
+    def same(plain, ringed, operands: dict, ends: list[tuple[int, int]], ring: int) -> None:
+        """ends: of each sequence where it ends before the call and after it."""
+        held = [name for name in ("k_cache", "v_cache") if name in operands]
+
+        def taken(caches: np.ndarray, after: bool) -> np.ndarray:
+            return np.concatenate([turned(x, end[after], ring) for x, end in zip(np.split(caches, len(ends)), ends)])
+
+        before = {name: taken(operands[name], False) for name in held}
+        want, got = runner(plain, **operands), runner(ringed, **{**operands, **before})
+        for name in set(held) & set(want):
+            own = np.arange(len(before[name])) % LAYERS == LAYER
+            want[name] = np.where(own.reshape(-1, *[1] * (before[name].ndim - 1)), taken(want[name], True), before[name])
+        for name in set(want) - {"parts"}:
+            assert np.array_equal(want[name], got[name], equal_nan=name in held), f"{ringed.name} to {ends}: {name}"
+
+    for case, ring in zip(slides, rings, strict=True):
+        for position in POSITIONS:
+            operands = fill(np.random.default_rng(position), kernels[case][0], position, position=position)
+            same(kernels[case][0], kernels[ring][0], operands, [(position, position + 1)], ring.ring)
+        positions = [CONTEXT - 1, 33, -1, 0, 144]
+        batches = [each.decode(isa, BATCH) for each in (case, ring)]
+        operands = fill(np.random.default_rng(1), batches[0], CONTEXT, position=positions)
+        same(*batches, operands, [(max(p, 0), p + 1) for p in positions], ring.ring)
+        for start, length in [(0, case.tokens), (47, 3), (CONTEXT - case.tokens, case.tokens), (150, 1)]:
+            for i, before in ((1, start), (2, start + length)):
+                operands = fill(np.random.default_rng(i), kernels[case][i], before, start=start, length=length)
+                same(kernels[case][i], kernels[ring][i], operands, [(before, start + length)], ring.ring)
 
 
 def test_token_by_token_equals_a_chunk(directory, cases):

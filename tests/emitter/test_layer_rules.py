@@ -45,10 +45,10 @@ DAMAGE = {
     "attention": [
         ("layer", 2, "no such layer"),
         ("layer", -1, "no such layer"),
-        ("window", 0, "no such layer, or a window"),
+        ("window", 0, "no such layer, or a ring"),
         ("mode", "batch", "positions are not those of its mode"),
         ("mode", "verify", "positions are not those of its mode"),
-        ("cache", "window", "no such layer, or a window that its ring lacks"),
+        ("cache", "window", "no such layer, or a ring that is too short for its window and tokens"),
         ("swap", (0, 1), "the results are not rows and the two caches"),
         ("sinks", True, "the sinks are not one a head"),
         ("drop", 6, "positions are not those of its mode"),
@@ -119,13 +119,12 @@ def test_what_families_write_holds_and_is_not_lowered(family):
         check(lower(module(family), "portable"), LAYERS)
 
 
-def test_a_ring_of_f16_is_caught():
+def test_a_ring_that_a_chunk_would_overwrite_is_caught():
+    """Sixteen rows for chunks of eight tokens."""
     _, _, op = operation("attention")
-    for cache in (*op.operands[3:5], *op.results[1:]):
-        cache.type = TensorType(cache.shape, F16)
-    assert LAYERS["attention"].problem(op) is None
-    op.attrs = {**op.attrs, "cache": "window", "window": 8}
-    assert "hold what no such cache does" in LAYERS["attention"].problem(op)
+    for window, problem in ((8, None), (9, "no such layer, or a ring that is too short for its window and tokens")):
+        op.attrs = {**op.attrs, "cache": "window", "window": window}
+        assert LAYERS["attention"].problem(op) == problem
 
 
 def test_what_sees_both_ways_is_over_rows_of_one_layer():

@@ -54,7 +54,8 @@ SHAPES: dict[str, list[dict]] = {
     ],
     "gemma3_text": [
         {},
-        {**ODD_UNTIED, "head_dim": 16, "attention_bias": True, "final_logit_softcapping": 7.0},
+        # Rings of 19 rows, which turn three times.
+        {**ODD_UNTIED, "head_dim": 16, "attention_bias": True, "final_logit_softcapping": 7.0, "sliding_window": 3},
         {
             **WIDE_HEADS,
             "num_hidden_layers": 4,
@@ -210,7 +211,14 @@ SHAPES: dict[str, list[dict]] = {
     ],
     "gpt_oss": [
         {},
-        {**ODD_TIED, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False},
+        {
+            **ODD_TIED,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            "sliding_window": 5,
+        },
         {**WIDE_HEADS, "rope_parameters": {**YARN, "truncate": False}, "swiglu_alpha": 1.0, "layer_types": None},
     ],
     "gemma4_text": [
@@ -223,6 +231,7 @@ SHAPES: dict[str, list[dict]] = {
             "num_global_key_value_heads": 3,
             "final_logit_softcapping": 7.0,
             "use_double_wide_mlp": True,
+            "sliding_window": 4,
         },
         {
             "enable_moe_block": True,

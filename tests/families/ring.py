@@ -1,4 +1,4 @@
-"""A model of attention that remembers its last positions only: its keys and values are rings of `sliding_window` rows."""
+"""A model of attention that remembers its last positions only: its keys and values are rings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Config:
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    return tuple(State(name, (c.layers, c.window, KV_HEADS, HEAD_DIM), kind="window") for name in ("keys", "values"))
+    rows = (c.layers, context, KV_HEADS, HEAD_DIM)
+    return tuple(State(name, rows, kind="window", window=c.window) for name in ("keys", "values"))
 
 
 def forward(step: Step, c: Config) -> Value:
@@ -45,7 +46,7 @@ def forward(step: Step, c: Config) -> Value:
             with scope(f"layers.{layer}"):
                 rows = zip("qkv", (HEADS, KV_HEADS, KV_HEADS))
                 q, k, v = (split_heads(linear(step, x, f"{name}_proj", n * HEAD_DIM), n) for name, n in rows)
-                out = attention(step, layer, q, k, v, scale=HEAD_DIM**-0.5, cache=("keys", "values"))
+                out = attention(step, layer, q, k, v, HEAD_DIM**-0.5, c.window, cache=("keys", "values"))
                 x = add(x, linear(step, out, "o_proj", c.hidden))
     return lm_head(step, wanted_rows(step, x), c.vocab, tied=False)
 

@@ -79,7 +79,7 @@ class Parrot:
     def keep(self):
         pass
 
-    def snapshot(self):
+    def snapshot(self, ahead):
         return SimpleNamespace(position=self.position)
 
     def restore(self, snapshot):

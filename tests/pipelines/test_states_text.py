@@ -140,9 +140,9 @@ def test_many_prompts_at_once_from_one_bundle(cast, text, fresh):
 def test_beginnings_are_found_where_they_are_remembered(cast, text, fresh):
     """A second prompt that goes on from the first one's end finds it; one that leaves it half-way begins anew."""
     scheduler = Scheduler(cast, 1)
-    base = tuple(text.encode("The system message is long enough"))
+    base = tuple(text.encode("The system message is long enough for what it says to be forgotten"))
     cached = []
-    for prompt in (base, (*base, *text.encode(" one")), (*base, *text.encode(" two")), (*base[:20], 9, 9, 9)):
+    for prompt in (base, (*base, *text.encode("one")), (*base, *text.encode("two")), (*base[:20], 9, 9, 9)):
         sequence = Sequence(prompt, scheduler.context, max_tokens=8)
         scheduler.submit(sequence)
         while not scheduler.idle:
@@ -155,14 +155,14 @@ def test_beginnings_are_found_where_they_are_remembered(cast, text, fresh):
 def test_a_cache_finds_no_more_than_a_slot_remembers(cast):
     session = Session(cast, 1)
     cache = PrefixCache([session])
-    prompt = np.arange(3, 43)
-    session.prefill(prompt[:30])
-    cache.fed(0, prompt[:30])
-    assert cache.common(prompt, 0) == 30 and cache.common(prompt[:12], 0) == 0
+    prompt = 3 + np.arange(100) * 7 % 40
+    session.prefill(prompt[:50])
+    cache.fed(0, prompt[:50])
+    assert cache.common(prompt, 0) == 50 and cache.common(prompt[:12], 0) == 0
     session.keep()
-    session.prefill(prompt[30:])
-    cache.fed(0, prompt[30:])
-    assert cache.common(prompt[:35], 0) == 30
+    session.prefill(prompt[50:])
+    cache.fed(0, prompt[50:])
+    assert cache.common(prompt[:60], 0) == 50
 
 
 def test_a_server_answers_several_at_once(cast, text, fresh, tmp_path):

@@ -76,7 +76,7 @@ def test_what_is_written_is_what_is_read(toy_dir):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_at("schema", 2), "has schema 2 and this castiron reads 3"),
+        (set_at("schema", 2), "has schema 2 and this castiron reads 4"),
         (delete("schema"), "has schema None"),
         (set_at("schema", True), "has schema True"),
         (set_at("colour", "red"), "colour is not a field that this version knows"),
@@ -95,6 +95,8 @@ def test_what_is_written_is_what_is_read(toy_dir):
         (set_at("states", 0, "shape", [24]), "states.k.shape is [24], which no positional state has"),
         (set_at("states", 1, "dtype", "f8"), "states.v.dtype is 'f8', not one of f32"),
         (set_at("states", 1, "kind", "odd"), "states.v.kind is 'odd', not one of positional, window, recurrent"),
+        (set_at("states", 0, "window", 5), "states.k has a window of 5, which no positional state of [2, 24, 1, 4] has"),
+        (set_at("states", 0, "kind", "window"), "states.k has a window of 0, which no window state of [2, 24, 1, 4] has"),
         (set_at("states", 1, "name", "k"), "states have the same name twice"),
         (set_at("functions", 1, "width", 5), "functions are not"),
         (set_at("functions", 0, "name", "evil"), "functions are not"),

@@ -30,7 +30,7 @@ import numpy as np
 
 from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
-from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
+from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
@@ -53,6 +53,7 @@ def attention_decode(
     split_from: int | None = None,
     batch: int | None = None,
     cache: Cache = EXACT,
+    ring: int | None = None,
 ) -> Kernel:
     """One token's attention in one dispatch, at a cost that follows its position.
 
@@ -69,7 +70,8 @@ def attention_decode(
     negative is idle: its caches stay as they are and its result is zero.
 
     Rows are rounded as `cache` stores them when they are appended, the token's own too before it counts, and widened where
-    they are read; everything else is f32.
+    they are read; everything else is f32. Of caches that are rings of `ring` rows, more than the window, these stand in place
+    of context.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     row_bytes = cache.row_bytes(hd)
@@ -85,7 +87,7 @@ def attention_decode(
     slots = max(per, splits)
     units = groups * slots
 
-    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, context, kv_heads, hd))
+    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, kv_heads, hd))
     kept = {**caches, "counters": TensorType((rows * groups,), I32)}
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
@@ -97,7 +99,8 @@ def attention_decode(
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
     name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += ("" if batch is None else f"_b{batch}") + f"_{cache.name}" * (cache is not EXACT)
+    name += ("" if batch is None else f"_b{batch}") + ("" if ring is None else f"_ring{ring}")
+    name += f"_{cache.name}" * (cache is not EXACT)
 
     def write(b: Body, position: Ssa, layer: Ssa, **given: Ssa) -> None:
         unit: Index = b.workgroup()
@@ -115,7 +118,7 @@ def attention_decode(
     def sequence(b: Body, token: Token, unit: Index) -> None:
         """Workgroup `unit` of those that a sequence's token has."""
         position, counters, out = token.position, token.given["counters"], token.given["out"]
-        work = Workgroup(b, layout, isa, context, shape, scores, cache)
+        work = Workgroup(b, layout, isa, ring or context, shape, scores, cache, turns=ring is not None)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
@@ -156,9 +159,9 @@ def attention_decode(
             at = i * (layers // rows) + layer
             q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
             for rows_, new in (k_cache, k), (v_cache, v):
-                rows_[at, own] = cache.stored(new[0])
-            seen = cache.values(k_cache[at]), cache.values(v_cache[at])
-            out[i] = attend(q, *seen, [own], scores, given.get("sinks")).reshape(-1)
+                rows_[at, own % rows_.shape[1]] = cache.stored(new[0])
+            k, v = (cache.values(by_position(rows_[at], own + 1)) for rows_ in (k_cache, v_cache))
+            out[i] = attend(q, k, v, [own], scores, given.get("sinks")).reshape(-1)
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 

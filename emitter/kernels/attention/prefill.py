@@ -34,7 +34,7 @@ import numpy as np
 from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Rows
-from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend
+from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
 from castiron.emitter.kernels.writing.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.writing.isa import Isa
@@ -56,19 +56,21 @@ def attention_prefill(
     isa: Isa,
     threads: int = 2,
     cache: Cache = EXACT,
+    ring: int | None = None,
 ) -> Kernel:
     """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees
     positions max(0, start + t - window + 1) .. start + t, and both ways as many of the real ones after it. Rows are widened
-    from how `cache` stores them; everything else is f32. `threads` are expected to run it.
+    from how `cache` stores them; everything else is f32. `threads` are expected to run it. Of caches that are rings of `ring`
+    rows, at least `window + T`, these stand in place of context.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
     scalar, rows = TensorType((), I32), TensorType((T, heads * hd), F32)
     chunk = {"q": rows, "start": scalar, "length": scalar, **scores.operands(heads)}
-    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, context, kv_heads, hd))
+    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, kv_heads, hd))
     name = f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
     items = kv_heads * (T * group // shape.columns)
     workgroups = min(items, PARTS * threads)
@@ -76,7 +78,7 @@ def attention_prefill(
     def write(
         b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, sinks: Ssa | None = None
     ) -> None:
-        keys, values = (Rows(b, buffer, cache, hd, shape.out_width) for buffer in (k_cache, v_cache))
+        keys, values = (Rows(b, buffer, cache, hd, shape.out_width, ring) for buffer in (k_cache, v_cache))
         work = _Tile(b, shape, group, scores, layer, keys, values)
         chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
@@ -111,7 +113,7 @@ def attention_prefill(
         positions = int(given["start"]) + np.arange(length)
         queries = given["q"][:length].reshape(-1, heads, hd).astype(np.float64)
         out = np.zeros((T, heads * hd), np.float32)
-        k, v = (cache.values(given[name][layer]) for name in caches)
+        k, v = (cache.values(by_position(given[name][layer], int(given["start"]) + length)) for name in caches)
         seen = attend(queries, k, v, positions, scores, given.get("sinks"))
         out[:length] = seen.reshape(-1, heads * hd)
         return {"out": out}
@@ -121,7 +123,7 @@ def attention_prefill(
         return sum(min(start + t + 1, window or context) + ahead(t) for t in range(T))
 
     return write_kernel(
-        name + f"_g{workgroups}" + f"_{cache.name}" * (cache is not EXACT),
+        name + f"_g{workgroups}" + f"_ring{ring}" * (ring is not None) + f"_{cache.name}" * (cache is not EXACT),
         {**chunk, **caches, "layer": INDEX},
         {"out": rows},
         workgroups,
@@ -256,7 +258,8 @@ class _Tile:
                 part.give(*self.products(part.index, shape.depth, part.values, lambda i, d: b.load(self.keys, i, d)))
             totals = part.results
         else:
-            key = lambda i, d: b.load(self.cached_keys.buffer, self.layer, rows[i], self.head, d)
+            places = [self.cached_keys.place((self.layer, row, self.head)) for row in rows]
+            key = lambda i, d: b.load(self.cached_keys.buffer, *places[i], d)
             totals = self.products(0, shape.hd, zeros, key)
         never = b.splat(NEVER, shape.width)
         for v, c in enumerate(self.lanes):

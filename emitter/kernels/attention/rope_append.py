@@ -26,26 +26,30 @@ from castiron.emitter.types import F32, I32, TensorType
 ROWS = 4  # tokens that a workgroup takes
 
 
-def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: Cache = EXACT) -> Kernel:
+def rope_append(
+    layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: Cache = EXACT, ring: int | None = None
+) -> Kernel:
     """Queries rotated, keys and values of a chunk of T tokens written into the caches.
 
     qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32, k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T, heads*head_dim], k_cache, v_cache. Token t stands at
-    position start + t; only rows t < length reach the caches, rounded as `cache` stores them.
+    position start + t; only rows t < length reach the caches, rounded as `cache` stores them. Of caches that are rings of
+    `ring` rows these stand in place of context.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)
-    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, context, layout.kv_heads, hd))
+    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, layout.kv_heads, hd))
     operands = {"qkv": TensorType((T, layout.row), F32), **layout.operands(context), "start": scalar, "length": scalar}
 
     parts = [f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}"]
+    parts += [f"ring{ring}"] * (ring is not None)
 
     def write(b: Body, qkv: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, q: Ssa, **given: Ssa) -> None:
         first = b.to_index(b.load(start))
         real = b.to_index(b.load(length))
         low = b.mul(b.workgroup(), ROWS)
         width = largest_width(isa.lanes, hd)
-        keys, values = (Rows(b, buffer, cache, hd, width) for buffer in (k_cache, v_cache))
+        keys, values = (Rows(b, buffer, cache, hd, width, ring) for buffer in (k_cache, v_cache))
         key = Span(b.stack(hd), [], 0)
         with b.loop(low, b.min(b.add(low, ROWS), T)) as token:
             t = token.index
@@ -67,7 +71,7 @@ def rope_append(layers: int, context: int, T: int, layout: HeadLayout, *, isa: I
         q, k, v = prepared_heads(layout, given["qkv"], positions, given)
         k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
         for rows, new in (k_cache, k), (v_cache, v):
-            rows[layer, positions[:length]] = cache.stored(new[:length])
+            rows[layer, positions[:length] % rows.shape[1]] = cache.stored(new[:length])
         return {"q": q.reshape(T, -1).astype(np.float32), "k_cache": k_cache, "v_cache": v_cache}
 
     return write_kernel(

@@ -4,6 +4,9 @@ append, of q8_0: for each group of the head
   d = max |x| / 127; n = round(x * (127 / max |x|))
   row[group] = d, n                                                                                  memory
 read: x = f32(n) * d, the scale loaded once a group                                               registers
+
+Of a ring the row of a position is its remainder by the ring's rows. Whatever goes over positions does so in their own order,
+so that a ring gives the bits that rows of every position give.
 """
 
 from __future__ import annotations
@@ -20,19 +23,32 @@ LINE_BITS = 512  # of the CPU's cache
 
 @dataclass(frozen=True)
 class Rows:
-    """The cache `buffer` of heads of `head_dim`, in vectors of `width`; a row stands at (layer, position, kv head)."""
+    """The cache `buffer` of heads of `head_dim`, in vectors of `width`, a ring of `ring` rows if that is not None.
+
+    A row is that of (layer, position, kv head).
+    """
 
     b: Body
     buffer: Ssa
     cache: Cache
     head_dim: int
     width: int
+    ring: int | None = None
+
+    def row(self, position: Index) -> Index:
+        """Which row a position has."""
+        return position if self.ring is None else self.b.rem(position, self.ring)
+
+    def place(self, at: Sequence[Index]) -> list[Index]:
+        """The indices in the buffer before those of a row's elements."""
+        layer, position, head = at
+        return [layer, self.row(position), head]
 
     def append(
         self, at: Sequence[Index], read: Callable[[Index], Ssa], kept: Callable[[Index, Ssa], None] | None = None
     ) -> None:
         """Store the head whose vector at d is `read(d)`; `kept(d, x)` gets each as whoever reads it there has it."""
-        b, group = self.b, self.cache.group(self.head_dim)
+        b, group, at = self.b, self.cache.group(self.head_dim), self.place(at)
         if not self.cache.grouped:
             with b.loop(0, self.head_dim, self.width) as d:
                 stored = b.narrowed(read(d.index), self.buffer)
@@ -53,7 +69,7 @@ class Rows:
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
         """Ask for the lines of a row."""
-        per_line = LINE_BITS // self.cache.dtype.bits
+        per_line, at = LINE_BITS // self.cache.dtype.bits, self.place(at)
         places: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
             places = [(g, 0) for g in range(self.head_dim // self.cache.group(self.head_dim))]
@@ -65,7 +81,7 @@ class Rows:
 
         `size` is one that `cache.cuts` allows. A scale is loaded when first asked for: where it is, it dominates.
         """
-        b, group, scales = self.b, self.cache.group(self.head_dim), dict[int, Ssa]()
+        b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.place(at)
         if not self.cache.grouped:
             return lambda offset: b.widened(b.vload(self.buffer, self.width, *at, b.add(first, offset)))
         base = b.div(first, group)

@@ -47,6 +47,11 @@ class Scores:
         return b.mulf(tanh(b, b.divf(scores, cap)), cap)
 
 
+def by_position(rows: np.ndarray, end: int) -> np.ndarray:
+    """Of a cache or a ring [rows, ...] the row of each position below `end`, [end, ...]."""
+    return rows[np.arange(end) % len(rows)]
+
+
 def attend(
     q: np.ndarray,
     k: np.ndarray,

@@ -86,8 +86,9 @@ class Workgroup:
     [heads, head_dim]; and the new key [head_dim]. `first` is the kv head that comes first in them, `end` is past the last.
     """
 
-    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, context: int, shape: Shape, how: Scores, cache: Cache):
-        self.b, self.layout, self.context, self.how, self.cache = b, layout, context, how, cache
+    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, held: int, shape: Shape, how: Scores, cache: Cache, turns: bool):
+        self.b, self.layout, self.held_rows, self.how, self.cache = b, layout, held, how, cache
+        self.ring = held if turns else None
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
         heads = shape.heads
@@ -105,7 +106,7 @@ class Workgroup:
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
         self.qkv, *caches = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
-        self.cached_keys, self.cached_values = (Rows(b, buffer, self.cache, hd, self.width) for buffer in caches)
+        self.cached_keys, self.cached_values = (Rows(b, buffer, self.cache, hd, self.width, self.ring) for buffer in caches)
         self.bases = [b.address(buffer) for buffer in caches]
         low = b.mul(first, self.group)
         with b.loop(low, b.mul(end, self.group)) as head:
@@ -194,7 +195,7 @@ class Workgroup:
         """Load a word of each of these lines from byte `at` on of the segments of the rows from `row` on."""
         b, row_bytes = self.b, self.cache.row_bytes(self.hd)
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
-        start = b.mul(b.add(b.mul(self.token.layer, self.context), row), size)
+        start = b.mul(b.add(b.mul(self.token.layer, self.held_rows), row), size)
         for line in lines:
             byte = b.add(at, line * LINE_BYTES)
             if segment < size:
@@ -207,7 +208,11 @@ class Workgroup:
         With `ahead`, this head's share of the values of these positions and of the keys of the next is read ahead.
         """
         b, shape = self.b, self.shape
-        following = b.min(b.add(row, rows), self.context - rows)
+        near, following = row, b.add(row, rows)
+        if self.ring:
+            near, following = (b.min(self.cached_keys.row(at), self.ring - rows) for at in (near, following))
+        else:
+            following = b.min(following, self.held_rows - rows)
         # Of these rows' bytes of this head, those that one turn of the loop stands for.
         turn = rows * self.cache.row_bytes(self.hd) * shape.unroll * self.width // self.hd
         lines = -(-turn // LINE_BYTES)
@@ -224,7 +229,7 @@ class Workgroup:
                         share = b.mul(b.sub(head, self.first), rows * self.cache.row_bytes(self.hd))
                         share = b.add(share, b.mul(b.div(loop.index, size), turn))
                         now = range(lines * low // size, lines * (low + shape.together) // size)
-                        for base, ahead_from in (self.bases[0], following), (self.bases[1], row):
+                        for base, ahead_from in (self.bases[0], following), (self.bases[1], near):
                             self.touch(base, ahead_from, share, now)
                     offsets = range(low, low + shape.together, self.width)
                     queries = [[b.vload(self.q, self.width, g, b.add(loop.index, d)) for g in held] for d in offsets]
