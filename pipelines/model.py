@@ -48,6 +48,9 @@ class Asking(TypedDict, total=False):
     stop_strings: str | Iterable[str]
     stop_tokens: Collection[int] | None
     template_args: Mapping[str, Any]
+    json_schema: Mapping[str, Any] | bool | None
+    regex: str | None
+    grammar: str | None
     sampling: Sampling
     temperature: float
     top_k: int
@@ -62,6 +65,7 @@ class Asking(TypedDict, total=False):
 
 # The rest of Asking is how to choose.
 LIMITS = {"max_tokens", "stop_strings", "stop_tokens", "template_args"}
+STRUCTURES = {"json_schema", "regex", "grammar"}
 
 
 class Stream(Iterator[str]):
@@ -95,7 +99,8 @@ class Model:
 
     A prompt is text, which is taken as it is; messages, {"role", "content"} each, for the chat template; or token ids.
     Questions say `max_tokens` (1024; None is as many as the context holds), `stop_strings`, `stop_tokens` (the model's own
-    end; () is none), `template_args` for the chat template, and how to choose tokens: `sampling`, or the fields of
+    end; () is none), `template_args` for the chat template, what the text has to be (a `json_schema`, a `regex`, or a
+    `grammar` of Lark's or GBNF), and how to choose tokens: `sampling`, or the fields of
     `Sampling` by name. Without these the likeliest token is taken. PipelineError, one sentence, for what cannot be run.
 
     What prompts share is read once, and a conversation that goes on costs only what is new. Several threads may ask one
@@ -254,8 +259,12 @@ class Model:
             raise PipelineError(f"{self.name} encodes texts and generates none: embed gives their vectors")
         client, known = Client(self._shared), dict[str, Any](asking)
         limits = {"max_tokens": USUAL_TOKENS} | {name: known.pop(name) for name in LIMITS & known.keys()}
+        structure = {name: value for name in STRUCTURES & known.keys() if (value := known.pop(name)) is not None}
+        if structure and self.text is None:
+            raise PipelineError(f"{self.name} has no tokenizer, so there is no text to hold to a {'_'.join(structure)}")
+        grammar = self.text.grammar(**structure) if structure and self.text else None
         sampling = replace(known.pop("sampling", Sampling()), **known)
-        return client, Request(client.manifest, client.context, self.text, sampling=sampling, **limits)
+        return client, Request(client.manifest, client.context, self.text, sampling=sampling, grammar=grammar, **limits)
 
 
 def _pieces(client: Client, sequence: Generated) -> Generator[str, None, None]:

@@ -1,4 +1,4 @@
-"""docs/serving.md, finetune.md, troubleshooting.md and index.md: every command runs, every snippet and number holds."""
+"""docs/serving.md, structured.md, finetune.md, troubleshooting.md and index.md: every command runs, every snippet and number holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from tests.pipelines import served as serving
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
-    name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("index", "serving", "finetune", "troubleshooting")
+    name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("index", "serving", "structured", "finetune", "troubleshooting")
 }
 MODEL = "smollm2-135m-instruct"
 # What the tests of other files run: README's, and those of pages with a test of their own.
@@ -44,7 +45,9 @@ def checkpoint(tmp_path_factory):
     """A tiny model with a tokenizer and a chat template, by the name of the one that the pages have."""
     place = tiny_model("llama", tmp_path_factory.mktemp("models") / MODEL, num_hidden_layers=1, max_position_embeddings=4096)
     serving.tokenizer().save(str(place / "tokenizer.json"))
-    config = {"chat_template": serving.TEMPLATE, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    # One that knows of tools, in the form of Llama 3.
+    template = '{% if tools %}{{ tools | tojson }} "parameters": dictionary{% endif %}' + serving.TEMPLATE
+    config = {"chat_template": template, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (place / "tokenizer_config.json").write_text(json.dumps(config))
     return place
 
@@ -114,6 +117,20 @@ def test_the_server_answers_its_clients_and_nobody_without_a_key(folder, tmp_pat
         without = [word for word in words[:1]] + [f"{running.url}/v1/models", "--silent", "--fail"]
         assert subprocess.run(without, capture_output=True).returncode != 0
         assert re.search(r"memory: weights .* states 8 x ", running.errors)
+
+
+@pytest.mark.slow
+def test_the_snippets_of_structured_output_run_against_a_server_and_without_one(folder, tmp_path, monkeypatch):
+    with serving.served(folder / "build" / MODEL, tmp_path / "log") as running:
+        here = lambda text: text.replace("http://127.0.0.1:8000", running.url)
+        asked = [line for line in lines("structured") if line.startswith("curl ")]
+        for line in asked:
+            done = subprocess.run([*shlex.split(here(line)), "--silent", "--fail"], capture_output=True, text=True)
+            assert done.returncode == 0 and json.loads(done.stdout)["choices"][0]["message"]["content"] in ("yes", "no")
+        monkeypatch.chdir(folder)
+        for code in blocks("structured", "python"):
+            exec(compile(here(code), "docs/structured.md", "exec"), {"__name__": "page"})
+    assert asked
 
 
 def serve_arguments(words: list[str]):

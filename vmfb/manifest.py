@@ -21,11 +21,19 @@ ROLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "embed": ("embed_{T}", ("{T}xi32", "i32", "i32"), ("{T}x{H}xf32",)),
     "encode": ("encode_{T}", ("{T}xi32", "i32", "i32"), ("{H}xf32",)),
 }
-MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
-    "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",
+MODEL, WEIGHTS, TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT = (
+    "model.vmfb", "weights.irpa", "tokenizer.json", "vocabulary.bin", "chat_template.jinja", "compile.log", "model.mlir",
 )  # fmt: skip
 # Every file that a bundle may hold besides the manifest, and whether it must.
-FILES: dict[str, bool] = {MODEL: True, WEIGHTS: True, TOKENIZER: False, TEMPLATE: False, LOG: False, TEXT: False}
+FILES: dict[str, bool] = {
+    MODEL: True,
+    WEIGHTS: True,
+    TOKENIZER: False,
+    VOCABULARY: False,
+    TEMPLATE: False,
+    LOG: False,
+    TEXT: False,
+}
 STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 
 
@@ -132,8 +140,9 @@ class File:
 class Manifest:
     """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, as it
     does `accuracy`, which is there where `numerics` are not exact and were compared. `hidden` is the length of a hidden state
-    where a function gives them, that of a text's vector with an `encoder`, else 0. `codecs` counts the weights' tensors by
-    codec. `files` is filled in by BundleWriter.
+    where a function gives them, that of a text's vector with an `encoder`, else 0; `tool_form` is how the chat template writes
+    calls of functions, None where it does not. `codecs` counts the weights' tensors by codec. `files` is filled in by
+    BundleWriter.
     """
 
     name: str
@@ -157,6 +166,7 @@ class Manifest:
     files: dict[str, File] = field(default_factory=dict)
     hidden: int = 0
     encoder: Encoder | None = None
+    tool_form: str | None = None
     schema: int = SCHEMA
 
     @property

@@ -35,6 +35,8 @@ from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, merge, open_adapter
 from castiron.pipelines.checkpoints.identity import checkpoint_sha256
+from castiron.pipelines.generation.tool_forms import form_of
+from castiron.pipelines.generation.vocabulary import Vocabulary
 from castiron.pipelines.hub_name import source_of
 from castiron.pipelines.places import model_name
 from castiron.pipelines.progress import clock
@@ -43,7 +45,7 @@ from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.manifest import Accuracy, BundleError, EntryPoint, Manifest, Tokens, Versions
+from castiron.vmfb.manifest import TOKENIZER, VOCABULARY, Accuracy, BundleError, EntryPoint, Manifest, Tokens, Versions
 from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, missing_features, resolve
 from castiron.vmfb.weights import write_irpa
@@ -287,7 +289,10 @@ def compile_model(
             ]
             weights = write_irpa(writer.path("weights.irpa"), entries, lambda done, total: told("pack", done / total))
         if checkpoint.tokenizer is not None:
-            writer.write("tokenizer.json", json.dumps(checkpoint.tokenizer, ensure_ascii=False))
+            tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
+            writer.write(TOKENIZER, tokenizer)
+            if vocabulary := vocabulary_of(tokenizer, module.functions["decode_step"].outputs[1].type.shape[0]):
+                writer.write(VOCABULARY, bytes(vocabulary))
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
         facts = {"key": key, "seconds": seconds, "iree_compile_seconds": result.seconds, "flags": list(result.flags)}
@@ -306,6 +311,16 @@ def compile_model(
             manifest = replace(manifest, accuracy=accuracy)
         bundle = writer.commit(manifest, hashes)
     return _report(bundle, False, seconds)
+
+
+def vocabulary_of(tokenizer: str, size: int) -> Vocabulary | None:
+    """Of a tokenizer.json, for a model of `size` tokens; None for one that cannot be read, which loading it tells."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Vocabulary.of(Tokenizer.from_str(tokenizer), size)
+    except Exception:  # tokenizers raises Exception itself
+        return None
 
 
 def products_of(module: Module) -> list[Product]:
@@ -399,6 +414,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         versions=Versions(castiron.__version__, compiler_version()),
         tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),
         generation=checkpoint.generation_config,
+        tool_form=form_of(checkpoint.chat_template),
         source=source,
         compile=facts,
     )

@@ -111,6 +111,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         *(("module", f"not castiron's: {made['module']} ({made['sha256'][:16]}…)") for made in repacked(manifest.compile)),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
+        ("tool calls", manifest.tool_form or "none that the chat template has a known form for"),
         *(("accuracy", str(value)) for value in [manifest.accuracy] if value),
         *(("speed", json.dumps(value)) for value in [manifest.speed] if value),
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),

@@ -29,6 +29,7 @@ from castiron.pipelines.commands.generating import (
 from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.grammar import Grammar
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.pipelines.generation.thoughts import Thought
@@ -44,6 +45,8 @@ examples:
   echo "Translate to French: good morning" | castiron run build/model
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
   castiron run build/model -f edit-this-code.txt --speculate ngram
+  castiron run build/model "Invent a person." --json-schema person.json
+  castiron run build/model "Is ice cold?" --regex "(yes|no), because [a-z ]{10,80}"
 
 --json prints one object: tokens, text (null without a tokenizer), thoughts (null without any), prompt_tokens, finish_reason
 (stop, length or context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
@@ -66,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
     add_template_argument(parser)
+    group = parser.add_argument_group("structured output", "What the text has to be; tokens that do not fit are never chosen.")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="JSON that holds to the JSON schema in a file")
+    form.add_argument("--regex", metavar="RE", help="a text that a regular expression matches as a whole")
+    form.add_argument("--grammar", metavar="FILE", help="a text of the grammar in a file, Lark's or llama.cpp's GBNF")
     add_sampling_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -103,6 +111,7 @@ def main(args: argparse.Namespace) -> int:
     bundle = generating(bundle_of(args.bundle))
     warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)
+    grammar = read_grammar(args, text)
     session = Session(bundle, threads=args.threads)
     load_seconds = time.perf_counter() - start
     with Progress() as progress:
@@ -110,6 +119,7 @@ def main(args: argparse.Namespace) -> int:
             session, prompt, max_tokens=asked or at_most(usual, room(session.context, 0, len(prompt))), sampling=sampling,
             stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, stop_strings=args.stop, text=text,
             speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop, thoughts=not (args.raw or args.tokens),
+            grammar=grammar,
             progress=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         told = generation.stream() if text else (f"{token} " for token in generation)
@@ -141,7 +151,8 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
         vocab = bundle.manifest.vocab
         if max(args.tokens) >= vocab:
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
-        return args.tokens, load_text(bundle) if bundle.tokenizer and (args.stop or not args.json) else None
+        needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
+        return args.tokens, load_text(bundle) if bundle.tokenizer and needed else None
     text = load_text(bundle, template_args(args))
     words = prompt_words(args)
     if args.raw or text.chat_template is None:
@@ -150,6 +161,22 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
         return text.encode(words), text
     system = [{"role": "system", "content": args.system}] if args.system else []
     return text.encode_chat([*system, {"role": "user", "content": words}]), text
+
+
+def read_grammar(args: argparse.Namespace, text: Text | None) -> Grammar | None:
+    """What --json-schema, --regex or --grammar says that the text has to be; PipelineError for what cannot be honoured."""
+    if args.json_schema is args.regex is args.grammar is None:
+        return None
+    if text is None:
+        raise PipelineError("structured output needs a tokenizer, and this bundle has none")
+    if args.regex is not None:
+        return text.grammar(regex=args.regex)
+    if args.grammar:
+        return text.grammar(grammar=decoded(Path(args.grammar).read_bytes()))
+    try:
+        return text.grammar(json_schema=json.loads(Path(args.json_schema).read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise PipelineError(f"{args.json_schema} is not JSON: {error}") from None
 
 
 def prompt_words(args: argparse.Namespace) -> str:

@@ -55,6 +55,16 @@ def variables_of(template: str) -> list[str]:
     return sorted(found - set(OWN) - set(environment.globals))
 
 
+def reads_tools(template: str | None) -> bool:
+    """Whether a template tells the model of the functions that it may call."""
+    from jinja2 import TemplateSyntaxError, meta
+
+    try:
+        return "tools" in meta.find_undeclared_variables(_environment().parse(template or ""))
+    except TemplateSyntaxError:
+        return False
+
+
 def check_variables(template: str | None, given: Mapping[str, object]) -> None:
     """PipelineError, which names it, for a variable of `given` that `template` does not read."""
     known = variables_of(template) if given and template else []

@@ -1,8 +1,11 @@
 """Tokens out of a session, one after another."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import stand
@@ -10,6 +13,9 @@ from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.thoughts import Thought
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.grammar import Grammar
 
 
 class Generation:
@@ -25,7 +31,8 @@ class Generation:
     prompt. `speculate` checks several proposed tokens at once where the text repeats itself: the same tokens, sooner.
     `history`: the tokens that stand in the session already, for the repeat penalty and for proposals. `repetition_stop` ends a
     text that goes round in a circle; `repeated` then tells so. With `thoughts` those pieces of `stream` that a reasoning model
-    thinks before it answers are `Thought`, without the marks around them. PipelineError at once if the prompt is empty, if
+    thinks before it answers are `Thought`, without the marks around them. `grammar`, as `text.grammar` makes it, is what the
+    text has to be; tokens that it forces are read together. PipelineError at once if the prompt is empty, if
     prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy; nothing has run then.
     PipelineError, too, once something else has moved the session meanwhile.
 
@@ -50,6 +57,7 @@ class Generation:
         history: Collection[int] = (),
         repetition_stop: bool = False,
         thoughts: bool = False,
+        grammar: Grammar | None = None,
     ):
         self.session = session
         self.prompt = list(prompt)
@@ -57,7 +65,7 @@ class Generation:
             self.prompt, session.context, position=session.position, max_tokens=max_tokens, text=text,
             sampler=sampler or Sampler(sampling), stop_strings=stop_strings, history=history,
             stop_tokens=session.manifest.tokens.eos if stop_tokens is None else stop_tokens,
-            repetition_stop=repetition_stop, thoughts=thoughts,
+            repetition_stop=repetition_stop, thoughts=thoughts, grammar=grammar,
         )  # fmt: skip
         self.speculator = self._speculator([*history, *self.prompt]) if speculate else None
         self.progress = progress
@@ -66,8 +74,8 @@ class Generation:
         self.steps = 0
         # Tokens that are known and not yet asked for; the session stands before the last of them.
         self._ahead: deque[int] = deque()
-        # Where this generation has put the session.
-        self._position = session.position
+        # Where the prompt began, and where this generation has put the session.
+        self._start = self._position = session.position
 
     @property
     def prompt_tokens(self) -> int:
@@ -126,26 +134,31 @@ class Generation:
             events = self.sequence.advance(argmax, self.session.logits)
             self.prefill_seconds = time.perf_counter() - start
         else:
-            if not self._ahead:
+            if not self._ahead and not self.sequence.forced:
                 self._run_model()
-            events = self.sequence.advance(self._ahead.popleft(), self.session.logits)
+            argmax = self._ahead.popleft() if self._ahead else 0
+            events = self.sequence.advance(argmax, self.session.logits)
+            self.steps += 1
             self.decode_seconds += time.perf_counter() - start
         if self.finish_reason is not None:
             self.settle()
         return events
 
     def _run_model(self) -> None:
-        """Feeds the last token; what follows it is then known, several tokens where speculation was right."""
+        """Feeds the last token, and those before it that were forced; what follows is then known, several tokens where
+        speculation was right."""
+        unread = self.tokens[self.session.position - self._start - len(self.prompt) :]
         if self.speculator:
-            self._ahead.extend(self.speculator.advance(self.tokens[-1], self.sequence.limit - len(self.tokens)))
+            self._ahead.extend(self.speculator.advance(unread, self.sequence.limit - len(self.tokens)))
+        elif len(unread) > 1:
+            self._ahead.append(self.session.prefill(unread))
         else:
-            self._ahead.append(self.session.step(self.tokens[-1]))
+            self._ahead.append(self.session.step(unread[0]))
         self._position = self.session.position
-        self.steps += len(self._ahead)
 
     def _speculator(self, history: list[int]):
         from castiron.pipelines.generation.speculate import Speculator
 
         if self.sequence.sampler.sampling.needs_logits:
             raise PipelineError("speculation needs greedy decoding; drop --temperature and --repeat-penalty")
-        return Speculator(self.session, history)
+        return Speculator(self.session, history, constraint=self.sequence.constraint)

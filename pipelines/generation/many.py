@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.grammar import Grammar
 from castiron.pipelines.generation.request import Prompt, Request
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
@@ -44,6 +45,7 @@ def generate_many(
     stop_tokens: Collection[int] | None = None,
     stop_strings: str | Iterable[str] = (),
     template_args: Mapping[str, Any] = {},
+    grammar: Grammar | None = None,
     text: Text | None = None,
     threads: int | None = None,
 ) -> Iterator[Result]:
@@ -52,16 +54,16 @@ def generate_many(
     A prompt is taken when a slot is free for it, so that `prompts` may be without end; all that is kept is what runs.
     Nothing runs but between one result and the next, and closing the iterator lets go of what has not ended. Each gets
     the tokens that it gets alone: at most `max_tokens`, and as many as the context has room for. stop_tokens None are
-    the bundle's own; `text` defaults to its tokenizer. A Scheduler in place of a bundle keeps its caches for the next
-    call, and runs nothing else meanwhile. PipelineError for options that no prompt can be run with; a prompt that cannot
-    be run has a result that says why.
+    the bundle's own; `text` defaults to its tokenizer; `grammar`, which `text.grammar` makes, is what every text has to
+    be. A Scheduler in place of a bundle keeps its caches for the next call, and runs nothing else meanwhile.
+    PipelineError for options that no prompt can be run with; a prompt that cannot be run has a result that says why.
     """
     scheduler = bundle if isinstance(bundle, Scheduler) else Scheduler(bundle, threads)
     if text is None and scheduler.bundle and scheduler.bundle.tokenizer:
         text = load_text(scheduler.bundle)
     request = Request(
         scheduler.manifest, scheduler.context, text, max_tokens=max_tokens, sampling=sampling, stop_tokens=stop_tokens,
-        stop_strings=stop_strings, template_args=template_args,
+        stop_strings=stop_strings, template_args=template_args, grammar=grammar,
     )  # fmt: skip
     return results(scheduler, prompts, request)
 

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.grammar import Grammar
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Sequence
@@ -32,12 +33,15 @@ class Request:
         stop_tokens: Collection[int] | None = None,
         stop_strings: str | Iterable[str] = (),
         template_args: Mapping[str, Any] = {},
+        grammar: Grammar | None = None,
     ):
-        """`template_args`: variables for the chat template. PipelineError for what no prompt can be run with."""
+        """`template_args`: variables for the chat template. `grammar`: what every text has to be; an answer to messages comes
+        after the model's thoughts, which are then no part of it. PipelineError for what no prompt can be run with."""
         self.manifest, self.context, self.text = manifest, context, text
         self.max_tokens, self.sampling, self.template_args = max_tokens, sampling, template_args
         self.stop_tokens = manifest.tokens.eos if stop_tokens is None else tuple(stop_tokens)
         self.stop_strings = stop_strings if isinstance(stop_strings, str) else tuple(stop_strings)
+        self.grammar = grammar
         self.sequence([0])
 
     def sequence(self, prompt: Prompt) -> Sequence:
@@ -47,7 +51,8 @@ class Request:
         limit = at_most(self.max_tokens, room(self.context, 0, len(ids)))
         return Sequence(
             ids, self.context, max_tokens=limit, text=self.text, sampler=Sampler(self.sampling),
-            stop_tokens=self.stop_tokens, stop_strings=self.stop_strings,
+            stop_tokens=self.stop_tokens, stop_strings=self.stop_strings, grammar=self.grammar,
+            thoughts=self.grammar is not None and are_messages(prompt),
         )  # fmt: skip
 
     def encode(self, prompt: Any) -> Collection[int]:

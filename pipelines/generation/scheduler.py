@@ -55,9 +55,10 @@ class Scheduler:
                 ...
 
     A turn reads one chunk of one prompt and decodes one token of every other sequence, so that a long prompt delays
-    the others by a chunk, not by its length. Among prompts the one with the fewest tokens left goes first; one that
-    shares its beginning with a prompt being read waits until it finds it in the cache. A sequence that fails ends
-    alone; a decode step that fails ends those that were in it.
+    the others by a chunk, not by its length. Tokens that a grammar forces are read together, as a prompt is. Among
+    prompts the one with the fewest tokens left goes first; one that shares its beginning with a prompt being read waits
+    until it finds it in the cache. A sequence that fails ends alone; a decode step that fails
+    ends those that were in it.
     """
 
     def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None):
@@ -159,9 +160,16 @@ class Scheduler:
         return slot
 
     def _decode(self, events: Events) -> None:
-        """One token for every sequence that has a token to go on from."""
-        tokens = {slot: sequence.tokens[-1] for slot, sequence in self.decoding.items()}
-        sequences = dict(self.decoding)
+        """One token for every sequence that has a token to go on from; several that are forced are read first."""
+        sequences, tokens = {}, {}
+        for slot, sequence in list(self.decoding.items()):
+            unread = sequence.tokens[self.batch.slots[slot].position - len(sequence.prompt) :]
+            if len(unread) > 1:
+                self._read_forced(slot, sequence, unread, events)
+            else:
+                sequences[slot], tokens[slot] = sequence, unread[0]
+        if not tokens:
+            return
         try:
             found = self.batch.step(tokens)
         except Exception as error:
@@ -172,15 +180,31 @@ class Scheduler:
             self.cache.fed(slot, [tokens[slot]])
             self._advance(slot, sequence, found[slot], events)
 
-    def _advance(self, slot: int, sequence: Sequence, argmax: int, events: Events) -> None:
-        before = sequence.last
+    def _read_forced(self, slot: int, sequence: Sequence, tokens: list[int], events: Events) -> None:
+        """Tokens of a sequence that are certain; behind the last of them comes one of the model's."""
+        chunk = tokens[: self.interleaved]
         try:
-            told = sequence.advance(argmax, self.batch.slots[slot].logits)
+            argmax = self.batch.slots[slot].prefill(chunk)
+            self.cache.fed(slot, chunk)
         except Exception as error:
             self._fail([sequence], error, events)
             return
-        self.observer.token(sequence, sequence.last - before if before else None)
-        events += [(sequence, event) for event in told]
+        if len(chunk) == len(tokens):
+            self._advance(slot, sequence, argmax, events)
+
+    def _advance(self, slot: int, sequence: Sequence, argmax: int, events: Events) -> None:
+        """The next token, and those that it forces."""
+        forced = True
+        while forced:
+            before = sequence.last
+            try:
+                told = sequence.advance(argmax, self.batch.slots[slot].logits)
+            except Exception as error:
+                self._fail([sequence], error, events)
+                return
+            self.observer.token(sequence, sequence.last - before if before else None)
+            events += [(sequence, event) for event in told]
+            forced = sequence.forced
         if told and isinstance(told[-1], Finished):
             self._leave(sequence, told[-1].reason)
 

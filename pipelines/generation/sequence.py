@@ -3,20 +3,32 @@
 Whoever runs the model drives it: a `Generation` pulls its session, the `Scheduler` pushes what a batch has found.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.constraint import Constraint
 from castiron.pipelines.generation.positions import check_room
 from castiron.pipelines.generation.repetition import Repetition
 from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, log_probabilities
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Detokeniser, Text
 from castiron.pipelines.generation.thoughts import Thought
+from castiron.pipelines.generation.tool_calls import CallPart, Tools
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.grammar import Grammar
+
+
+def _none() -> np.ndarray:
+    raise RuntimeError("a token that is not forced needs logits")
 
 
 @dataclass(frozen=True)
@@ -37,12 +49,14 @@ class Token:
 class Delta:
     """Text that is certain, and the tokens that it came from; of a sequence without a tokenizer its tokens alone.
 
-    `thought` is what the model thought before it said `text`, where a sequence tells them apart.
+    `thought` is what the model thought before it said `text`, and `calls` are the functions that it calls, where a sequence
+    tells them apart.
     """
 
     text: str
     tokens: tuple[Token, ...] = ()
     thought: str = ""
+    calls: tuple[CallPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,12 +100,16 @@ class Sequence:
         history: Collection[int] = (),
         repetition_stop: bool = False,
         thoughts: bool = False,
+        grammar: Grammar | None = None,
+        tools: Tools | None = None,
     ):
         """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop or the
         end of the context. stop_tokens None are those of the model that runs it. Without `text` there are tokens alone, and no
         stop strings. top_logprobs None tells no log-probabilities, N >= 0 those of the token and of the N likeliest.
         `repetition_stop` ends a text that repeats one cycle of tokens over and over (`generation.repetition`). `thoughts` tells
-        what a reasoning model thinks apart from its answer.
+        what a reasoning model thinks apart from its answer. `grammar`: what the text has to be, behind its thoughts where they
+        are told apart; tokens that it leaves no choice about are `forced`. `tools`: functions whose calls are told apart from
+        the text.
 
         PipelineError if the prompt is empty, if it and max_tokens do not fit in the context, or for stop strings that
         cannot be looked for.
@@ -118,6 +136,17 @@ class Sequence:
         self.text = text
         self._detokeniser = text and Detokeniser(text)
         self._thoughts = text.thoughts(self._recent) if text and thoughts else None
+        self.constraint: Constraint | None = None
+        if grammar:
+            if text is None:
+                raise PipelineError("a grammar needs a tokenizer, and there is none")
+            # Calls may be in a channel of their own.
+            marks = text.marks if grammar.calls else text.answer_marks
+            self.constraint = grammar.constraint(*(marks, text.end_of(self._recent)) if thoughts else ())
+        if text and text.tool_form and thoughts and text.tool_form.kind == "harmony":
+            # Its answers are messages to channels, whether there are functions or not.
+            tools = tools or Tools(text.tool_form)
+        self._calls = tools.reader() if tools and text else None
         self._stops = StopStrings((stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings))
         if self._stops.strings and text is None:
             raise PipelineError("stop strings (--stop) need a tokenizer, and there is none")
@@ -125,13 +154,19 @@ class Sequence:
         self._waiting: list[Token] = []
         self._decoded = self._told = 0
 
-    def advance(self, argmax: int, logits: Callable[[], np.ndarray]) -> list[Event]:
+    @property
+    def forced(self) -> bool:
+        """Whether the next token is certain, so that `advance` needs nothing of the model."""
+        return bool(self.constraint and self.constraint.forced) and self.top_logprobs is None and self.finish_reason is None
+
+    def advance(self, argmax: int = 0, logits: Callable[[], np.ndarray] = _none) -> list[Event]:
         """Takes the next token, where the model has found `argmax` and `logits()` gives f32 [vocab]; what there is to
         tell, a Finished last if this was the end."""
         self.last = time.monotonic()
         self.first = self.first or self.last
         token = self._choose(argmax, logits)
-        if self.stop_tokens and token.id in self.stop_tokens:
+        whole = bool(self.constraint and self.constraint.done)
+        if self.stop_tokens and token.id in self.stop_tokens or whole and token.id in self.constraint.eos:
             return self._finish("stop")
         self.tokens.append(token.id)
         self._waiting.append(token)
@@ -139,21 +174,30 @@ class Sequence:
         if self._repetition and self._repetition.add(token.id) and not self._stops.stopped:
             self.repeated = True
             return events + self._finish("stop")
+        if whole:
+            return events + self._finish("stop")
+        if self._calls and self._calls.full:
+            return events + self._finish("stop")
         if self._stops.stopped or len(self.tokens) == self.limit:
             return events + self._finish(self.limit_reason)
         return events
 
     def _choose(self, argmax: int, logits: Callable[[], np.ndarray]) -> Token:
-        sampling = self.sampler.sampling
-        if not sampling.needs_logits and self.top_logprobs is None:
-            return Token(argmax, self._decoded)
-        found = logits()
+        sampling, constraint = self.sampler.sampling, self.constraint
         token = argmax
+        if constraint and constraint.forced:
+            token = constraint.forced[0]
+        elif sampling.needs_logits:
+            found = logits()
+            token = self.sampler.choose(constraint.masked(found) if constraint else found, self._recent, self._counts)
+        elif constraint:
+            token = constraint.best(argmax, logits)
+        if constraint:
+            constraint.accept(token)
         if sampling.needs_logits:
-            token = self.sampler.choose(found, self._recent, self._counts)
             self._recent = [*self._recent[1 - REPEAT_WINDOW :], token]
             self._counts[token] += 1
-        probabilities = () if self.top_logprobs is None else log_probabilities(found, token, self.top_logprobs)
+        probabilities = () if self.top_logprobs is None else log_probabilities(logits(), token, self.top_logprobs)
         return Token(token, self._decoded, *probabilities)
 
     def _release(self, text: str | None, rest: bool = False) -> list[Event]:
@@ -175,7 +219,12 @@ class Sequence:
             pieces = self._thoughts.add(certain) + (self._thoughts.finish() if rest else [])
             thought = "".join(piece for piece in pieces if isinstance(piece, Thought))
             delta = Delta("".join(piece for piece in pieces if not isinstance(piece, Thought)), told, thought)
-        return [delta] if delta.text or delta.thought or told else []
+        if self._calls:
+            found = self._calls.add(delta.text) + (self._calls.finish() if rest else [])
+            said = "".join(piece for piece in found if isinstance(piece, str) and not isinstance(piece, Thought))
+            thought = delta.thought + "".join(piece for piece in found if isinstance(piece, Thought))
+            delta = Delta(said, told, thought, tuple(piece for piece in found if isinstance(piece, CallPart)))
+        return [delta] if delta.text or delta.thought or delta.calls or told else []
 
     def _finish(self, reason: str) -> list[Event]:
         events = self._release(self._detokeniser.finish() if self._detokeniser else None, rest=True)

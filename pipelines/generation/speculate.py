@@ -5,12 +5,17 @@ last tokens that stands earlier in the context proposes what came after it there
 Leviathan et al., arXiv 2211.17192, in its greedy form). A proposal is kept only as far as it is what the model says.
 """
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.constraint import Constraint
 from castiron.vmfb.states import Snapshot
 
 # Of a match, the fewest tokens that are looked up and the most that are counted.
@@ -124,10 +129,16 @@ class Speculator:
     `proposed` and `accepted` count proposed tokens, `passes` the verify calls.
     """
 
-    def __init__(self, session, history: Sequence[int], clock: Callable[[], float] = time.perf_counter):
-        """`history`: the tokens that stand in the session, which is where `advance` goes on. PipelineError for a bundle
-        that was compiled without verify functions."""
-        self.session, self.clock = session, clock
+    def __init__(
+        self,
+        session,
+        history: Sequence[int],
+        clock: Callable[[], float] = time.perf_counter,
+        constraint: Constraint | None = None,
+    ):
+        """`history`: the tokens that stand in the session, which is where `advance` goes on. `constraint`: that of the text,
+        which its sequence moves on. PipelineError for a bundle that was compiled without verify functions."""
+        self.session, self.clock, self.constraint = session, clock, constraint
         self.widths = session.manifest.widths("verify")
         if not self.widths:
             raise PipelineError("this bundle was compiled without verify functions; compile it with --speculate 4,8")
@@ -137,9 +148,14 @@ class Speculator:
         self._spent = self._lost = 0.0
         self._step_next = False
 
-    def advance(self, token: int, most: int) -> list[int]:
-        """Feeds `token` and returns the 1 to `most` tokens that follow it greedily; the last of them is not fed."""
-        self._note(token)
+    def advance(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Feeds `tokens` and returns the 1 to `most` that follow them greedily; the last of them is not fed. One that the
+        constraint does not allow comes by itself, for the sequence to choose another."""
+        for each in tokens:
+            self._note(each)
+        if len(tokens) > 1:
+            return [self.session.prefill(tokens)]
+        (token,) = tokens
         start = self.clock()
         width = self._width(most)
         found = self._check(token, width, most) if width > 1 else [self.session.step(token)]
@@ -166,18 +182,36 @@ class Speculator:
         if not length or self._step_next or self._lost > LOSS * self._spent or not self.costs.known:
             return 1
         rates = {1: 1 / self.costs.of(1)}
+        most = min(most, 1 + self._fitting(max(self.widths)))
+        if most == 1:
+            return 1
         for width in self.widths:
             if width <= room:
                 rates[width] = min(self.odds.tokens(length, width), most) / self.costs.of(width)
         return max(rates, key=rates.get)
+
+    def _fitting(self, width: int) -> int:
+        """How many tokens of a proposal the constraint allows; of one that it cuts there are `width` - 1 at most."""
+        if not self.constraint:
+            return width
+        trial, count = self.constraint.copy(), 0
+        for each in self.ngrams.propose(width - 1):
+            if trial.done or not trial.allows(each):
+                break
+            trial.accept(each)
+            count += 1
+        return count
 
     def _check(self, token: int, width: int, most: int) -> list[int]:
         session, before = self.session, self.session.snapshot(width)
         proposal = self.ngrams.propose(width - 1)
         says = session.verify([token, *proposal])
         margins = session.margins()
+        most = min(width, most)
+        if self.constraint:
+            most = min(most, self._follow(self.constraint.copy(), proposal, says, margins))
         good = 0
-        while good < min(width, most) - 1 and says[good] == proposal[good]:
+        while good < most - 1 and says[good] == proposal[good]:
             good += 1
         self.passes += 1
         self.proposed += width - 1
@@ -190,6 +224,26 @@ class Speculator:
         self.accepted += good
         self._take_back(before, [token, *proposal][: good + 1])
         return says[: good + 1]
+
+    def _follow(self, constraint: Constraint, proposal: list[int], says: list[int], margins: list[float]) -> int:
+        """Puts the likeliest allowed tokens into `says` and their margins into `margins`, as far as the proposal is right;
+        how many tokens there are before the text is whole."""
+        logits = None
+        for i, wanted in enumerate([*proposal, None]):
+            if constraint.forced:
+                says[i], margins[i] = constraint.forced[0], np.inf
+            elif not constraint.allows(says[i]):
+                logits = self.session.verified_logits() if logits is None else logits
+                allowed = constraint.masked(logits[i])
+                says[i] = int(allowed.argmax())
+                second, first = np.partition(allowed, -2)[-2:]
+                margins[i] = float((first - second) / np.abs(logits[i]).max())
+            if says[i] != wanted:
+                break
+            constraint.accept(wanted)
+            if constraint.done:
+                return i + 1
+        return len(says)
 
     def _take_back(self, before: Snapshot, tokens: list[int]) -> None:
         """Leaves the session with `tokens` after `before`, the first of those that were checked."""

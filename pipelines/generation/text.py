@@ -1,13 +1,24 @@
 """Between text and token ids: a bundle's tokenizer, and detokenising as the tokens come."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat_template import check_variables, render
-from castiron.pipelines.generation.thoughts import Thoughts, marks_of
+from castiron.pipelines.generation.thoughts import Marks, Thoughts, marks_of
+from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
+from castiron.pipelines.generation.tool_grammar import ToolGrammar
+from castiron.pipelines.generation.vocabulary import Vocabulary
 from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.manifest import VOCABULARY
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.grammar import Grammar, Grammars
 
 REPLACEMENT = "\ufffd"
 # Tokens at the end of a prompt in which a mark that begins thoughts may stand.
@@ -24,15 +35,21 @@ class Text:
         bos: int | None = None,
         eos: Sequence[int] = (),
         template_args: Mapping[str, object] | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
+        tool_form: ToolForm | None = None,
     ):
         """`template_args`: values for variables of the template, unless a call gives others; PipelineError for one that
-        the template does not read."""
+        the template does not read. `vocabulary` reads that of the bundle; the tokenizer's own without it. `tool_form`: how
+        the template has functions called.
+        """
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.bos = bos
         self.eos = tuple(eos)
         self.template_args = dict(template_args or {})
         check_variables(chat_template, self.template_args)
+        self.tool_form = tool_form
+        self._vocabulary = vocabulary or (lambda: Vocabulary.of(tokenizer, tokenizer.get_vocab_size()))
         self.marks = marks_of(chat_template or "", (str(t.content) for t in tokenizer.get_added_tokens_decoder().values()))
 
     def encode(self, text: str) -> list[int]:
@@ -57,8 +74,40 @@ class Text:
         that has no marks for them."""
         if not self.marks:
             return None
-        # A mark is a few tokens at most.
-        return Thoughts(self.marks, self.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False))
+        return Thoughts(self.marks, self.end_of(prompt))
+
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt's last tokens, with its special ones: enough for a mark, which is a few at most."""
+        return self.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
+
+    @property
+    def answer_marks(self) -> Marks:
+        """What stands around all that comes before an answer, which a grammar leaves free."""
+        harmony = self.tool_form and self.tool_form.name == "harmony"
+        return (("", "<|channel|>final<|message|>"),) if harmony else self.marks
+
+    def call_grammar(self, schemas: Mapping[str, Any], parallel: bool) -> Grammar:
+        """What holds a generation to calls of these functions, in the form of the template; `schemas` are of their
+        parameters."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {added[i].content: i for i in self.grammars.special if i in added}
+        grammar = self.grammar(grammar=ToolGrammar(self.tool_form, special).text(schemas, parallel))
+        grammar.calls = True
+        return grammar
+
+    def grammar(
+        self, *, json_schema: Mapping[str, Any] | bool | None = None, regex: str | None = None, grammar: str | None = None
+    ) -> Grammar:
+        """What holds a generation to a JSON schema, a regular expression or a grammar, one of them, as `Grammars.compile`
+        says."""
+        return self.grammars.compile(json_schema=json_schema, regex=regex, grammar=grammar)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The vocabulary's, made when first asked for."""
+        from castiron.pipelines.generation.grammar import Grammars
+
+        return Grammars(self.tokenizer, self._vocabulary(), self.eos)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -87,15 +136,23 @@ def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] |
     except Exception as error:  # tokenizers raises Exception itself
         raise PipelineError(f"{bundle.tokenizer} is not a tokenizer: {error}") from None
     special = {str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    hidden = {mark for pair in marks_of(bundle.chat_template or "", special) for mark in pair if mark in special}
+    form = FORMS.get(bundle.manifest.tool_form or "")
+    marks = [*marks_of(bundle.chat_template or "", special), (form.begin, form.end, *form.marks) if form else ()]
+    hidden = {mark for several in marks for mark in several if mark in special}
     if hidden:
         # Special tokens are left out of the text, and these must be seen.
         described = json.loads(data)
         for token in described["added_tokens"]:
             token["special"] = token["special"] and token["content"] not in hidden
         tokenizer = Tokenizer.from_str(json.dumps(described))
-    tokens = bundle.manifest.tokens
-    return Text(tokenizer, bundle.chat_template, tokens.bos, tokens.eos, template_args)
+    manifest = bundle.manifest
+
+    def vocabulary() -> Vocabulary:
+        if VOCABULARY in manifest.files:
+            return Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
+        return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
+
+    return Text(tokenizer, bundle.chat_template, manifest.tokens.bos, manifest.tokens.eos, template_args, vocabulary, form)
 
 
 class Detokeniser:

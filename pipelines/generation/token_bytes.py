@@ -2,8 +2,6 @@
 
 import json
 
-from castiron.pipelines.generation.text import Text
-
 
 class TokenBytes:
     """Bytes of single tokens, where text is not enough: many tokens are a part of a character.
@@ -12,10 +10,10 @@ class TokenBytes:
     space as U+2581 and bytes without a character as <0xE4>.
     """
 
-    def __init__(self, text: Text):
-        self.tokenizer = text.tokenizer
-        self.added = {i: token.content for i, token in text.tokenizer.get_added_tokens_decoder().items()}
-        self.byte_level = "ByteLevel" in json.dumps(json.loads(text.tokenizer.to_str()).get("decoder"))
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self.byte_level = "ByteLevel" in json.dumps(described(tokenizer.decoder))
         self.alphabet = byte_alphabet()
 
     def __call__(self, token: int) -> bytes:
@@ -32,6 +30,11 @@ class TokenBytes:
     def text(self, token: int) -> str:
         """With U+FFFD where the token ends inside a character."""
         return self(token).decode("utf-8", "replace")
+
+
+def described(part) -> dict:
+    """The JSON of a part of a tokenizer, its decoder or normalizer; empty for none."""
+    return json.loads(part.__getstate__()) if part else {}
 
 
 def byte_alphabet() -> dict[str, int]:

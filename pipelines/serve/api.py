@@ -6,20 +6,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.chat_template import check_variables, variables_of
+from castiron.pipelines.generation.chat_template import check_variables, reads_tools, variables_of
 from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.grammar import Grammar, GrammarError
 from castiron.pipelines.generation.model_sampling import model_sampling, settings
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finished, Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
+from castiron.pipelines.generation.tool_calls import Tools
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
-from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating
-from castiron.pipelines.serve.text_api import Limits, TextApi
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
+from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 from castiron.vmfb.manifest import Manifest
 
+# The parameters of a function that names none.
+NOTHING = {"properties": {}, "additionalProperties": False}
 # OpenAI's defaults.
 TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
 
@@ -61,7 +65,7 @@ class Api(TextApi):
         self.sampling = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
         if limits.temperature is not None:
             self.sampling = replace(self.sampling, temperature=limits.temperature)
-        self.token_bytes = TokenBytes(text)
+        self.token_bytes = TokenBytes(text.tokenizer)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -69,13 +73,20 @@ class Api(TextApi):
 
     async def chat(self, body: ChatRequest) -> Job:
         """Starts a chat completion."""
-        prompt = await self.render(body.messages, self._template_args(body))
+        tools, forced = self._tools(body)
+        given = {"tools": [tool.plain() for tool in body.tools or ()]} if tools else {}
+        prompt = await self.render(body.messages, self._template_args(body) | given)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
         top = (body.top_logprobs or 0) if body.logprobs else None
-        reply = ChatReply(self.names[0], self.token_bytes, top is not None)
-        return self._start(body, [prompt], "messages", limit, top, reply, thoughts=True)
+        reply, grammar = ChatReply(self.names[0], self.token_bytes, top is not None), await self._grammar(body)
+        if forced:
+            if grammar:
+                message = "tool_choice asks for calls, and another field for a text of another form; give one of them"
+                raise ApiError(400, message, "tool_choice", "invalid_value")
+            grammar = await self._call_grammar(forced, not tools.single)
+        return self._start(body, [prompt], "messages", limit, top, reply, thoughts=True, grammar=grammar, tools=tools)
 
     async def complete(self, body: CompletionRequest) -> Job:
         """Starts a completion of every prompt of the request."""
@@ -92,7 +103,61 @@ class Api(TextApi):
         texts = [p if isinstance(p, str) else self.text.decode(p) for p in parts] if body.echo else [""] * len(parts)
         echoes = [text for text in texts for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs is not None, echoes)
-        return self._start(body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS)
+        grammar = await self._grammar(body)
+        return self._start(body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS, grammar=grammar)
+
+    def _tools(self, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:
+        """What reads the calls out of an answer, None for one that has none, and the functions of which one must be called;
+        ApiError for what the model cannot do."""
+        form, choice = self.text.tool_form, body.tool_choice
+        if not body.tools:
+            if choice not in (None, "none", "auto"):
+                raise ApiError(400, "tool_choice needs tools", "tool_choice", "invalid_value")
+            return None, {}
+        if not reads_tools(self.text.chat_template):
+            raise ApiError(
+                400, "tools: this model's chat template knows of none; leave them out", "tools", "unsupported_parameter"
+            )
+        if form is None:
+            message = "tools: the form in which this model calls them is not known; give them in a message of your own"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+        if choice == "none":
+            return None, {}
+        schemas = {tool.function.name: tool.function.parameters or NOTHING for tool in body.tools}
+        forced: dict[str, Any] = schemas if choice == "required" else {}
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            if name not in schemas:
+                raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools", "tool_choice", "invalid_value")
+            forced = {name: schemas[name]}
+        return Tools(form, schemas, single=body.parallel_tool_calls is False or isinstance(choice, NamedTool)), forced
+
+    async def _call_grammar(self, schemas: dict[str, Any], parallel: bool) -> Grammar:
+        """What an answer has to be that is calls; ApiError for parameters that cannot be held to."""
+        try:
+            return await on_the_side(self.text.call_grammar, schemas, parallel)
+        except PipelineError as error:
+            raise ApiError(400, f"tools: {error}", "tools", "unsupported_parameter") from None
+
+    async def _grammar(self, body: Generating) -> Grammar | None:
+        """What the answer has to be, by response_format, grammar or regex; ApiError for one that cannot be honoured."""
+        asked = dict[str, tuple[str, Any]]()
+        if (form := body.response_format) and form.type != "text":
+            if (form.json_schema is None) == (form.type == "json_schema"):
+                message = f"response_format: json_schema goes with the type json_schema, and the type is {form.type}"
+                raise ApiError(400, message, "response_format.json_schema", "invalid_value")
+            asked["response_format"] = "json_schema", form.json_schema.wanted if form.json_schema else {"type": "object"}
+        asked |= {name: (name, value) for name in ("grammar", "regex") if (value := getattr(body, name)) is not None}
+        if not asked:
+            return None
+        if len(asked) > 1:
+            first, second = list(asked)[:2]
+            raise ApiError(400, f"{first} and {second} each say what the answer has to be; give one", second, "invalid_value")
+        ((param, (kind, value)),) = asked.items()
+        try:
+            return await on_the_side(lambda: self.text.grammar(**{kind: value}))
+        except GrammarError as error:
+            raise ApiError(400, str(error), param, "unsupported_parameter") from None
 
     def _template_args(self, body: ChatRequest) -> dict[str, Any]:
         """Variables of the chat template, from chat_template_kwargs and reasoning_effort; ApiError for one that it does not
@@ -116,7 +181,7 @@ class Api(TextApi):
 
     def _start(
         self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply,
-        usual: int | None = None, thoughts: bool = False,
+        usual: int | None = None, thoughts: bool = False, grammar: Grammar | None = None, tools: Tools | None = None,
     ) -> Job:  # fmt: skip
         """Queues a sequence for every choice: of `limit` tokens, or where the request names none of `usual` or of as
         many as there is room for."""
@@ -129,7 +194,7 @@ class Api(TextApi):
                     prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
                     sampler=Sampler(self._sampling(body, choice)), stop_strings=stops, top_logprobs=top,
                     stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
-                    thoughts=thoughts,
+                    thoughts=thoughts, grammar=grammar, tools=tools,
                 )  # fmt: skip
                 job.prompts.append(index)
                 job.sequences.append(sequence)
@@ -178,7 +243,9 @@ class Api(TextApi):
         async for index, event in self._events(job):
             if isinstance(event, Delta):
                 one = said[index]
-                said[index] = Delta(one.text + event.text, one.tokens + event.tokens, one.thought + event.thought)
+                said[index] = Delta(
+                    one.text + event.text, one.tokens + event.tokens, one.thought + event.thought, one.calls + event.calls
+                )
             else:
                 ends[index] = event
         choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(said, ends))]

@@ -4,9 +4,11 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from castiron.pipelines.generation.sequence import Delta, Finished, Sequence, Token
 from castiron.pipelines.generation.token_bytes import TokenBytes
+from castiron.pipelines.generation.tool_calls import CallPart, joined
 
 # What OpenAI calls the ends of a sequence.
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
@@ -26,15 +28,30 @@ def usage(choices: list[tuple[int, Sequence]]) -> dict:
     }
 
 
-def ending(end: Finished | None) -> dict:
-    """What a choice says of its end; "stop_reason" is castiron's, for a text that went round in a circle."""
-    found = {"finish_reason": end and FINISH_REASONS[end.reason]}
+def ending(end: Finished | None, called: bool = False) -> dict:
+    """What a choice says of its end, which is that of its calls where it `called` a function; "stop_reason" is castiron's,
+    for a text that went round in a circle."""
+    reason = end and FINISH_REASONS[end.reason]
+    found = {"finish_reason": "tool_calls" if called and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
 
 
 def _reasoning(thoughts: str) -> dict:
     """What a message says of its thoughts; the name is vLLM's and DeepSeek's, OpenAI's API shows none."""
     return {"reasoning_content": thoughts} if thoughts else {}
+
+
+def _call_id() -> str:
+    """Letters and digits, 9 of them, are what every template takes."""
+    return uuid.uuid4().hex[:9]
+
+
+def _part(part: CallPart) -> dict:
+    """A piece of a call as a stream has it."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": _call_id(), "type": "function", "function": function}
 
 
 class Reply(ABC):
@@ -68,20 +85,32 @@ class Reply(ABC):
 class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
+        super().__init__(model, token_bytes, logprobs)
+        # Choices of a stream that have called a function.
+        self._called: set[int] = set()
+
     def choice(self, index: int, said: Delta, end: Finished) -> dict:
         message = {"role": "assistant", "content": said.text, **_reasoning(said.thought), "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(said.tokens), **ending(end)}
+        if said.calls:
+            calls = [{"name": name, "arguments": arguments} for name, arguments in joined(said.calls)]
+            message["tool_calls"] = [{"id": _call_id(), "type": "function", "function": call} for call in calls]
+            message["content"] = said.text or None
+        return {"index": index, "message": message, "logprobs": self._logprobs(said.tokens), **ending(end, bool(said.calls))}
 
     def opening(self, index: int) -> dict:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, **ending(None)}
 
     def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
-        delta = _reasoning(more.thought)
+        delta: dict[str, Any] = _reasoning(more.thought)
+        if more.calls:
+            self._called.add(index)
+            delta["tool_calls"] = [_part(part) for part in more.calls]
         if more.text or not (end or delta):
             delta["content"] = more.text
         logprobs = self._logprobs(more.tokens) if more.tokens else None
-        return {"index": index, "delta": delta, "logprobs": logprobs, **ending(end)}
+        return {"index": index, "delta": delta, "logprobs": logprobs, **ending(end, index in self._called)}
 
     def _logprobs(self, tokens: Collection[Token]) -> dict | None:
         if not self.logprobs:

@@ -4,6 +4,7 @@ A field is honoured, or refused by its name unless it asks for nothing; what onl
 taken and changes nothing.
 """
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -42,9 +43,25 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Body):
+    """What `strict` says it is: every answer holds to its schema."""
+
+    name: str | None = None
+    description: str | None = None
+    wanted: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text of an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Generating(Body):
-    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop and
-    ignore_eos are castiron's."""
+    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop,
+    ignore_eos, grammar and regex are castiron's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -65,6 +82,9 @@ class Generating(Body):
     ignore_eos: bool | None = None
     repetition_stop: bool | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
+    regex: str | None = None
 
 
 class ContentPart(Body):
@@ -85,13 +105,64 @@ class Message(BaseModel):
         """As chat templates want it: content is one string, and the developer's role has its older name."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": "system" if self.role == "developer" else self.role, "content": text}
+        extra = dict(self.model_extra or {})
+        if isinstance(calls := extra.get("tool_calls"), list):
+            extra["tool_calls"] = [_with_object(call) for call in calls]
+        return {**extra, "role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+def _with_object(call: Any) -> Any:
+    """A call with its arguments as an object, as chat templates want it, where they are JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not (isinstance(function, dict) and isinstance(function.get("arguments"), str)):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Function(Body):
+    """`parameters` is a JSON schema of an object; without it there are none."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict:
+        """As chat templates want it."""
+        function = {"name": self.function.name, "description": self.function.description or "",
+                    "parameters": self.function.parameters or {"type": "object", "properties": {}}}  # fmt: skip
+        return {"type": "function", "function": function}
 
 
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -109,12 +180,8 @@ class ChatRequest(Generating):
     prompt_cache_options: Annotated[Any, Harmless()] = None
     prediction: Annotated[Any, Harmless()] = None
     verbosity: Annotated[Any, Harmless("medium")] = None
-    parallel_tool_calls: bool | None = None
-    tools: Annotated[Any, Harmless([])] = None
-    tool_choice: Annotated[Any, Harmless("none", "auto")] = None
     functions: Annotated[Any, Harmless([])] = None
     function_call: Annotated[Any, Harmless("none", "auto")] = None
-    response_format: Annotated[Any, Harmless({"type": "text"})] = None
     audio: Annotated[Any, Harmless()] = None
     modalities: Annotated[Any, Harmless(["text"])] = None
     moderation: Annotated[Any, Harmless()] = None
@@ -183,6 +250,7 @@ WANTED = {
     "prompt": "a string, a list of token ids, or a list of at most 128 of either, none of them without ids",
     "input": "a string, a list of token ids, or a list of at most 2048 of either, none of them without ids",
     "content": "a string or a list of parts of type text",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
 
 

@@ -207,7 +207,7 @@ def test_sampling_is_given_whole_or_by_its_fields(model):
     assert drawn == model.generate("Hello", max_tokens=20, stop_tokens=(), sampling=Sampling(1.0), seed=5).tokens
     assert drawn != model.generate("Hello", max_tokens=20, stop_tokens=()).tokens
     fields = {field.name for field in dataclasses.fields(Sampling)}
-    assert set(model_file.Asking.__annotations__) == fields | model_file.LIMITS | {"sampling"}
+    assert set(model_file.Asking.__annotations__) == fields | model_file.LIMITS | model_file.STRUCTURES | {"sampling"}
 
 
 def test_a_bundle_without_a_tokenizer_or_template_says_so(tmp_path):

@@ -17,7 +17,6 @@ from castiron.pipelines.generation.sampling import Sampler, Sampling, log_probab
 from castiron.pipelines.generation.scheduler import ModelFailed
 from castiron.pipelines.generation.sequence import Delta, Finished, Sequence
 from castiron.pipelines.generation.stops import StopStrings
-from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.api import Limits
 from castiron.pipelines.serve.app import open_app
@@ -127,14 +126,14 @@ def test_log_probabilities_are_of_the_models_own_distribution(logits, token, cou
 )
 def test_bytes_of_tokens_join_to_the_bytes_of_the_text(kind, words):
     text = TEXTS[kind]
-    token_bytes = TokenBytes(text)
+    token_bytes = TokenBytes(text.tokenizer)
     joined = b"".join(map(token_bytes, text.tokenizer.encode(words, add_special_tokens=False).ids))
     # Sentencepiece puts a space before a text.
     assert joined in (words.encode(), b" " + words.encode())
 
 
 def test_every_id_has_bytes():
-    token_bytes = TokenBytes(Text(byte_level()))
+    token_bytes = TokenBytes(byte_level())
     assert token_bytes(byte_level().token_to_id("<|end|>")) == b"<|end|>"
     assert token_bytes(10**6) == b""
 
@@ -164,8 +163,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
             "frobnicate",
             "Unrecognized request argument supplied: frobnicate",
         ),
-        (ChatRequest, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
-        (ChatRequest, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (ChatRequest, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools.0.function", "you must provide"),
+        (ChatRequest, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
         (CompletionRequest, {"prompt": []}, "prompt", "token ids"),
         (CompletionRequest, {"prompt": [1, "a"]}, "prompt", "token ids"),
         (CompletionRequest, {"prompt": [-1]}, "prompt", "token ids"),

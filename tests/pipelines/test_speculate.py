@@ -96,7 +96,7 @@ def parrot_tokens(session, prompt, n):
     speculator = Speculator(session, session.text[:prompt], session.clock)
     tokens = [session.prefill(session.text[:prompt])]
     while len(tokens) < n:
-        found = speculator.advance(tokens[-1], n - len(tokens))
+        found = speculator.advance(tokens[-1:], n - len(tokens))
         assert 1 <= len(found) <= n - len(tokens)
         tokens += found
         assert session.position == prompt + len(tokens) - 1
