@@ -291,7 +291,8 @@ def compile_model(
         if checkpoint.tokenizer is not None:
             tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
             writer.write(TOKENIZER, tokenizer)
-            if vocabulary := vocabulary_of(tokenizer, module.functions["decode_step"].outputs[1].type.shape[0]):
+            step = module.functions.get("decode_step")
+            if step and (vocabulary := vocabulary_of(tokenizer, step.outputs[1].type.shape[0])):
                 writer.write(VOCABULARY, bytes(vocabulary))
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
