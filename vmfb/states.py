@@ -60,6 +60,14 @@ class Positional:
         """Take over what `other` had at `position`: as it is there, or as `save` kept it."""
         self.array[:, :position] = other.array[:, :position]
 
+    def rows(self, position: int) -> np.ndarray:
+        """What there is of a sequence that stands at `position`: a view, which `take` takes over elsewhere."""
+        return self.array[:, :position]
+
+    def take(self, rows: np.ndarray, position: int) -> None:
+        """The sequence stands at `position`, where another had `rows`, or further on."""
+        self.array[:, :position] = rows[:, :position]
+
 
 class Window(Positional):
     """One sequence's last rows."""
@@ -90,6 +98,12 @@ class Recurrent(Window):
     def copy(self, other: Positional, position: int, saved: np.ndarray | None) -> None:
         super().copy(other, position, saved)
         self.go_back(position)
+
+    def rows(self, position: int) -> np.ndarray:
+        return self.array
+
+    def take(self, rows: np.ndarray, position: int) -> None:
+        self.array[:] = rows
 
 
 KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window, "recurrent": Recurrent}

@@ -17,7 +17,13 @@ import argparse
 import os
 import re
 
-from castiron.pipelines.commands.generating import add_bundle_argument, add_template_argument, template_args
+from castiron.pipelines.commands.generating import (
+    add_bundle_argument,
+    add_prefix_cache_arguments,
+    add_template_argument,
+    prefix_store,
+    template_args,
+)
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
 
@@ -51,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
                         "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     add_template_argument(parser)
+    add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait for a slot (default: 64)")
@@ -79,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
         say_memory(bundle.manifest, slots_of(bundle.manifest))
         app = open_app(
             bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
-            quiet=args.quiet, cors=pages, template_args=template_args(args),
+            quiet=args.quiet, cors=pages, template_args=template_args(args), store=prefix_store(args, bundle.manifest),
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if slots == 1:
