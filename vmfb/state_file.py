@@ -66,6 +66,11 @@ def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.n
         return file.tell()
 
 
+def file_bytes(tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
+    """The size of the file of a state."""
+    return _HEAD + sum(_padded(array.nbytes) for array in (tokens, *rows))
+
+
 def read_head(path: Path) -> StateFile:
     """Whose state a file is and of which tokens; StateError for another file, OSError. Whether it is whole shows when it is
     read."""
@@ -87,12 +92,9 @@ def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
     """What the states held, where it lies in the file: arrays `like` those that were written. StateError for a file that is
     not what was written, byte for byte, OSError."""
     data = Part.of(state.path).map()
-    starts, end = [], _HEAD + _padded(state.tokens.nbytes)
-    for array in like:
-        starts.append(end)
-        end += _padded(array.nbytes)
+    starts = [file_bytes(state.tokens, like[:n]) for n in range(len(like))]
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])
-    if len(data) != end or hashlib.sha256(data[_HASHED:]).hexdigest().encode() != digest:
+    if len(data) != file_bytes(state.tokens, like) or hashlib.sha256(data[_HASHED:]).hexdigest().encode() != digest:
         raise StateError(f"{state.path} is not the state that was written (sha256)")
     return [
         np.frombuffer(data, array.dtype, array.size, start).reshape(array.shape)

@@ -71,7 +71,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, model_default: bo
                        "itself: the same greedy tokens, sooner" + ", and greedy is then the default" * bool(own))  # fmt: skip
 
 
-def add_template_argument(parser: argparse.ArgumentParser) -> None:
+def add_template_argument(parser: argparse._ActionsContainer) -> None:
     """The option of `template_args`."""
     parser.add_argument("--template-arg", action="append", default=[], type=template_arg, metavar="NAME=VALUE", help="set a "
                         "variable of the chat template, such as enable_thinking=false; the value is JSON, or text where it "
@@ -94,7 +94,7 @@ def template_args(args: argparse.Namespace) -> dict[str, Any]:
     return dict(args.template_arg)
 
 
-def add_prefix_cache_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prefix_cache_arguments(parser: argparse._ActionsContainer) -> None:
     """The options of `prefix_store`."""
     parser.add_argument("--prefix-cache", metavar="DIR", help="keep the states of long beginnings in this "
                         "folder and go on from them: the same tokens, sooner; several processes may share it")  # fmt: skip

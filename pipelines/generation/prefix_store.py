@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +17,10 @@ import numpy as np
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.prefix_cache import shared
 from castiron.pipelines.progress import say
+from castiron.pipelines.sizes import megabytes
 from castiron.vmfb.cache import ABANDONED_SECONDS
 from castiron.vmfb.manifest import Manifest
-from castiron.vmfb.state_file import StateError, StateFile, identity, read_head, read_rows, write_state
+from castiron.vmfb.state_file import StateError, StateFile, file_bytes, identity, read_head, read_rows, write_state
 
 if TYPE_CHECKING:
     from castiron.vmfb.session import Session
@@ -94,6 +95,21 @@ class PrefixStore:
         if place in self._places(session, prompt):
             self.keep(session, prompt[:place])
 
+    def prepare(self, session: Session, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
+        """Reads `tokens` i32 [n], which prompts will begin with, by a session at its beginning, and keeps the state; returns of
+        how many tokens. PipelineError if they are no whole chunk, or if the state cannot be written."""
+        place = self._whole(len(tokens))
+        if not place:
+            raise PipelineError(
+                f"the text has {len(tokens)} tokens, and a state is kept of {self.width} or more: so few are read at once"
+            )
+        known = self.take(session, np.append(tokens[:place], 0))
+        if known < place:
+            session.prefill(tokens[known:place], progress=progress)
+            if not self.keep(session, tokens[:place]).result():
+                raise PipelineError(f"the state of {place} tokens is not kept in {self.directory}")
+        return place
+
     def keep(self, session: Session, tokens: np.ndarray) -> Future:
         """Keeps the state of `session`, which stands behind these tokens; of what comes out the file's size, 0 if it could not
         be written."""
@@ -159,9 +175,8 @@ class PrefixStore:
             say(f"{error}; it is not used, and its tokens are read again")
 
     def _write(self, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-        size = tokens.nbytes + sum(array.nbytes for array in rows)
-        if size > self.most:
-            say(f"a state of {len(tokens)} tokens takes {size} bytes, more than --prefix-cache-size: it is not kept")
+        if (size := file_bytes(tokens, rows)) > self.most:
+            say(f"a state of {len(tokens)} tokens takes {megabytes(size)}, more than --prefix-cache-size: it is not kept")
             return 0
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:32] + SUFFIX
         try:

@@ -68,8 +68,8 @@ def open_app(
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
     chat template, where a request gives no others. `store`: where states of long beginnings are kept. Without `quiet` each
-    request is a line on stderr. Its lifespan starts and stops the thread that runs the model, so that it serves once. PipelineError for a bundle without a tokenizer, and for a
-    variable that its template does not read.
+    request is a line on stderr. Its lifespan starts and stops the thread that runs the model, so that it serves once.
+    PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     if bundle.tokenizer is None:
