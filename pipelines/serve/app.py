@@ -62,19 +62,21 @@ def open_app(
     cors: Sequence[str] = (),
     template_args: Mapping[str, object] | None = None,
     store: PrefixStore | None = None,
+    metrics: Metrics | None = None,
 ) -> Front:
     """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
-    chat template, where a request gives no others. `store`: where states of long beginnings are kept. Without `quiet` each
-    request is a line on stderr. Its lifespan starts and stops the thread that runs the model, so that it serves once.
+    chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
+    where several applications count together. Without `quiet` each request is a line on stderr. Its lifespan starts and
+    stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
-    text, manifest, metrics = load_text(bundle, template_args), bundle.manifest, Metrics()
+    text, manifest, metrics = load_text(bundle, template_args), bundle.manifest, metrics or Metrics()
     scheduler = Scheduler(bundle, threads, metrics, store)
     metrics.watch(scheduler)
     names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
