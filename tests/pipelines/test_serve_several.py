@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import threading
+import weakref
 from pathlib import Path
 
 import openai
@@ -40,13 +41,16 @@ class Doors:
 
     def __init__(self, *shut: str):
         self.opened: list[str] = []
+        self.programs: list[weakref.ref] = []
         self.shut = {name: threading.Event() for name in shut}
 
     def __call__(self, bundle, name, metrics) -> Front:
         if name in self.shut:
             assert self.shut[name].wait(20)
         self.opened.append(name)
-        return open_app(bundle, threads=1, name=name, metrics=metrics)
+        front = open_app(bundle, threads=1, name=name, metrics=metrics)
+        self.programs.append(weakref.ref(front.api.engine.scheduler.batch.program))
+        return front
 
 
 class Answer:
@@ -157,6 +161,9 @@ def test_a_model_that_nobody_uses_is_closed_and_opened_again(paths, alone):
         async with Asking(paths, doors, keep=0.05) as asking:
             await asking.says("tiny")
             await asking.until(False, False)
+            async with asyncio.timeout(20):
+                while doors.programs[0]():
+                    await asyncio.sleep(0.01)
             assert await asking.says("tiny") == alone.says(RENDERED, 12) and doors.opened == ["tiny", "tiny"]
             assert "castiron_generated_tokens_total 24\n" in (await asking.get("/metrics")).text
 
