@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         # argparse gives such an argument up at the first option after the one before it.
         found, unknown = super().parse_known_args(args, namespace)
         positional = self._get_positional_actions()
-        if positional and (last := positional[-1]).nargs == argparse.ZERO_OR_MORE:
+        if positional and (last := positional[-1]).nargs in (argparse.ZERO_OR_MORE, argparse.ONE_OR_MORE):
             words = [word for word in unknown if not word.startswith("-")]
             setattr(found, last.dest, [*getattr(found, last.dest), *words])
             unknown = [word for word in unknown if word.startswith("-")]

@@ -22,6 +22,7 @@ USER_ERRORS = (
     ("castiron.vmfb.manifest", "BundleError"),
     ("castiron.vmfb.weights", "WeightsError"),
     ("castiron.vmfb.program", "SessionError"),
+    ("castiron.vmfb.state_file", "StateError"),
 )
 
 

@@ -18,6 +18,7 @@ from castiron.pipelines.embedding import Embedder, cut_to
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.many import Result, results
 from castiron.pipelines.generation.positions import USUAL_TOKENS, stand
+from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.request import Prompt, Request, is_prompt
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
@@ -107,8 +108,8 @@ class Model:
     model: what they ask runs together in the bundle's batch, and each gets the tokens that it gets alone.
     """
 
-    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """`threads` default to the physical cores."""
+    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None):
+        """`threads` default to the physical cores. `prefix_cache`: a folder that keeps states of long beginnings."""
         self.bundle = open_bundle(bundle)
         # One of the two: a model encodes texts or generates them.
         self._embedder: Embedder | None = None
@@ -119,7 +120,8 @@ class Model:
             self.threads: int = self._embedder.encoder.threads
         else:
             self.text = load_text(self.bundle) if self.bundle.tokenizer else None
-            scheduler = Scheduler(self.bundle, threads)
+            store = PrefixStore(prefix_cache, self.bundle.manifest) if prefix_cache else None
+            scheduler = Scheduler(self.bundle, threads, store=store)
             self.threads = scheduler.batch.program.threads
             self._shared = SharedScheduler(scheduler)
         # For embeddings, which leave the conversations' states as they are; made when first asked for.
@@ -288,6 +290,7 @@ def load(
     *,
     threads: int | None = None,
     progress: Callable[[str, float], None] | None = None,
+    prefix_cache: str | Path | None = None,
     **options: Any,
 ) -> Model:
     """The model at a path or of a name: a bundle, a GGUF file, an HF directory, a name from the catalogue, or
@@ -295,7 +298,10 @@ def load(
 
     What is no bundle yet is compiled, with `options` as `castiron.compile` takes them, into castiron's cache, and found there
     the next time. `threads`, which default to the physical cores, run it. `progress(stage, done)` hears of a compile; a
-    terminal has a bar without it. BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
+    terminal has a bar without it. `prefix_cache`: a folder that keeps the states of long beginnings of prompts, for other
+    processes too. BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
     """
     ready = is_bundle(model) and not options
-    return Model(bundle_of(model, None if ready else options_of(**{"threads": threads, **options}), progress), threads)
+    return Model(
+        bundle_of(model, None if ready else options_of(**{"threads": threads, **options}), progress), threads, prefix_cache
+    )

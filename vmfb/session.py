@@ -42,7 +42,9 @@ class Session:
         if manifest.encoder:
             raise SessionError(f"{manifest.name} encodes texts and generates none: castiron embed gives their vectors")
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
-        self._position = 0
+        self._position = self._whole = 0
+        # What `whole` counts.
+        self.widest = max(manifest.prefill_widths, default=1)
         states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
         self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
         self._kept: deque[Snapshot] = deque(maxlen=KEPT)
@@ -66,6 +68,12 @@ class Session:
     def position(self) -> int:
         """How many tokens the states have taken in; the next one goes here."""
         return self._position
+
+    @property
+    def whole(self) -> int:
+        """How many tokens, from the first on, came in whole chunks of the `widest` prefill function. What the states hold of
+        them is the same to the last bit whatever came after, or before in other sessions: a long prompt goes by such chunks."""
+        return self._whole
 
     @alone
     def step(self, token: int) -> int:
@@ -98,7 +106,9 @@ class Session:
         done, total = 0, int(ids.size)
         best = 0
         for width, count in chunks(total, self._position, self.context, self.manifest.prefill_widths, self._padding):
+            whole = self._whole == self._position and width == count == self.widest
             best = self._chunk(width, ids[done : done + count])
+            self._whole += whole * count
             done += count
             if progress:
                 progress(done, total)
@@ -237,6 +247,34 @@ class Session:
         for mine, theirs, kept in zip(self._states, other._states, saved, strict=True):
             mine.copy(theirs, other._position, position, kept)
         self._position = position
+        self._whole = self._whole_before(position, other._whole)
+
+    def rows(self, position: int) -> list[np.ndarray]:
+        """What each state holds of the first `position` tokens, of which the session has taken in no more: views."""
+        return [state.rows(position) for state in self._states]
+
+    def begins(self, tokens: int, position: int) -> bool:
+        """Whether the rows after so many tokens are also those after the first `position` of them."""
+        return all(state.begins(tokens, position) for state in self._states)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing was read past the present position that a state still holds."""
+        return all(state.settled(self._position) for state in self._states)
+
+    @alone
+    def take(self, rows: Sequence[np.ndarray], position: int, whole: int = 0) -> None:
+        """Stands at `position`, with the `rows` that a session of this bundle had there, or further on where `begins` allows
+        it; `whole` as that session had it."""
+        self._stand_at(0)
+        for state, array in zip(self._states, rows, strict=True):
+            state.take(array, position)
+        self._position = position
+        self._whole = self._whole_before(position, whole)
+
+    def _whole_before(self, position: int, whole: int) -> int:
+        """Of `whole` tokens, what is left at `position`."""
+        return min(whole, position // self.widest * self.widest)
 
     def _kept_at(self, position: int) -> Snapshot:
         return next(kept for kept in self._kept if kept.position == position)
@@ -244,6 +282,7 @@ class Session:
     def _stand_at(self, position: int) -> None:
         """Notes a position not after the present one; snapshots after it hold no longer."""
         self._position, self._last = position, None
+        self._whole = self._whole_before(position, self._whole)
         for snapshot in self._snapshots:
             snapshot.stale |= snapshot.position > position
         self._kept = deque((kept for kept in self._kept if not kept.stale), KEPT)

@@ -70,6 +70,22 @@ class Positional:
         """Take over what `other`, which stands at `now`, had at `position`: as it is there, or as `save` kept it."""
         self.array[:, :position] = other.array[:, :position]
 
+    def rows(self, position: int) -> np.ndarray:
+        """What there is of a sequence that stands at `position`: a view, which `take` takes over elsewhere."""
+        return self.array[:, :position]
+
+    def settled(self, position: int) -> bool:
+        """Whether nothing was written past a sequence that stands at `position`."""
+        return True
+
+    def begins(self, written: int, position: int) -> bool:
+        """Whether the rows of `written` tokens, settled, are also those of the first `position` of them."""
+        return True
+
+    def take(self, rows: np.ndarray, position: int) -> None:
+        """The sequence stands at `position`, where another had `rows`, or further on where `begins` allows it."""
+        self.array[:, :position] = rows[:, :position]
+
 
 class Window(Positional):
     """One sequence's last rows. `furthest` is the end of what has been written, where that is past the sequence."""
@@ -78,7 +94,7 @@ class Window(Positional):
 
     def returns(self, now: int, position: int) -> bool:
         forgotten = max(self.furthest, now) - self.array.shape[1]
-        return position in (now, 0) or max(0, position - self.window + 1) >= forgotten
+        return position in (now, 0) or self._seen(position) >= forgotten
 
     def go_back(self, now: int, position: int) -> None:
         # At the beginning nothing is seen of what was written.
@@ -95,6 +111,20 @@ class Window(Positional):
 
     def copy(self, other: Any, now: int, position: int, saved: Saved | None) -> None:
         self._take(position, *(saved or (other.array, max(other.furthest, now))))
+
+    def settled(self, position: int) -> bool:
+        return self.furthest <= position
+
+    def begins(self, written: int, position: int) -> bool:
+        return self._seen(position) >= written - self.array.shape[1]
+
+    def take(self, rows: np.ndarray, position: int) -> None:
+        # How far it had been written nobody says: as far as is possible.
+        self._take(position, rows, self._seen(position) + self.array.shape[1])
+
+    def _seen(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        return max(0, position - self.window + 1)
 
     def _take(self, position: int, rows: np.ndarray, furthest: int) -> None:
         """Before the ring has turned the rows from the position on are nobody's."""
@@ -121,6 +151,15 @@ class Recurrent(Positional):
     def copy(self, other: Any, now: int, position: int, saved: Saved | None) -> None:
         self.array[:] = other.array if saved is None else saved[0]
         self.go_back(now, position)
+
+    def rows(self, position: int) -> np.ndarray:
+        return self.array
+
+    def begins(self, written: int, position: int) -> bool:
+        return position == written
+
+    def take(self, rows: np.ndarray, position: int) -> None:
+        self.array[:] = rows
 
 
 KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window, "recurrent": Recurrent}

@@ -11,9 +11,11 @@ import sys
 from castiron.pipelines.commands.generating import (
     add_bundle_argument,
     add_length_argument,
+    add_prefix_cache_arguments,
     add_sampling_arguments,
     add_template_argument,
     length_of,
+    prefix_store,
     sampling_of,
     template_args,
 )
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_length_argument(parser)
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add_sampling_arguments(parser, model_default=True)
+    add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep what was typed in other sessions")
     parser.add_argument("--quiet", action="store_true", help="do not print speed and context used after each answer")
@@ -65,6 +68,7 @@ def main(args: argparse.Namespace) -> int:
     chat = Chat(
         Session(bundle, threads=args.threads), text, sampling=sampling, system=args.system, stops=args.stop,
         max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop,
+        store=prefix_store(args, bundle.manifest),
     )  # fmt: skip
     if args.load:
         chat.load(args.load)

@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.model_sampling import model_sampling
@@ -13,14 +13,18 @@ from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.progress import say
 
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.prefix_store import PrefixStore
+    from castiron.vmfb.manifest import Manifest
+
 # What changes nothing where the likeliest token is always taken.
 DRAWING = ("top_k", "top_p", "min_p", "seed")
 
 
-def add_bundle_argument(parser: argparse.ArgumentParser) -> None:
+def add_bundle_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The argument of `castiron.pipelines.casting.named.bundle_of`; shared by every command that generates."""
-    parser.add_argument("bundle", metavar="DIR|MODEL", help="a bundle, a directory or packed; or a GGUF file, an HF directory, "
-                        "a name of the catalogue, or org/name[:FILE] on the hub, which is cast first")  # fmt: skip
+    parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs, help="a bundle, a directory or packed; or a GGUF "
+                        "file, an HF directory, a name of the catalogue, or org/name[:FILE] on the hub, which is cast first")  # fmt: skip
 
 
 def add_length_argument(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +71,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, model_default: bo
                        "itself: the same greedy tokens, sooner" + ", and greedy is then the default" * bool(own))  # fmt: skip
 
 
-def add_template_argument(parser: argparse.ArgumentParser) -> None:
+def add_template_argument(parser: argparse._ActionsContainer) -> None:
     """The option of `template_args`."""
     parser.add_argument("--template-arg", action="append", default=[], type=template_arg, metavar="NAME=VALUE", help="set a "
                         "variable of the chat template, such as enable_thinking=false; the value is JSON, or text where it "
@@ -88,6 +92,25 @@ def template_arg(text: str) -> tuple[str, Any]:
 def template_args(args: argparse.Namespace) -> dict[str, Any]:
     """What --template-arg sets; of two values for one name the last."""
     return dict(args.template_arg)
+
+
+def add_prefix_cache_arguments(parser: argparse._ActionsContainer) -> None:
+    """The options of `prefix_store`."""
+    parser.add_argument("--prefix-cache", metavar="DIR", help="keep the states of long beginnings in this "
+                        "folder and go on from them: the same tokens, sooner; several processes may share it")  # fmt: skip
+    parser.add_argument("--prefix-cache-size", type=float, default=4.0, metavar="GB", help="what that folder may hold; then "
+                        "goes what was unused longest (default: 4)")  # fmt: skip
+
+
+def prefix_store(args: argparse.Namespace, manifest: "Manifest") -> "PrefixStore | None":
+    """Where --prefix-cache keeps the states of a bundle; None without it."""
+    if not 0 < args.prefix_cache_size < float("inf"):
+        raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")
+    if args.prefix_cache is None:
+        return None
+    from castiron.pipelines.generation.prefix_store import PrefixStore
+
+    return PrefixStore(args.prefix_cache, manifest, int(args.prefix_cache_size * 1e9))
 
 
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> Sampling:

@@ -15,14 +15,19 @@ import os
 import select
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from castiron.pipelines.commands.generating import (
     add_bundle_argument,
     add_length_argument,
+    add_prefix_cache_arguments,
     add_sampling_arguments,
     add_template_argument,
     length_of,
+    prefix_store,
     sampling_of,
     template_args,
 )
@@ -48,8 +53,9 @@ examples:
   castiron run build/model "Invent a person." --json-schema person.json
   castiron run build/model "Is ice cold?" --regex "(yes|no), because [a-z ]{10,80}"
 
---json prints one object: tokens, text (null without a tokenizer), thoughts (null without any), prompt_tokens, finish_reason
-(stop, length or context), prefill_tok_s, decode_tok_s, ttft_ms (from the start of prefill), load_s, peak_rss_mb.
+--json prints one object: tokens, text (null without a tokenizer), thoughts (null without any), prompt_tokens, cached_tokens (of
+them by --prefix-cache), finish_reason (stop, length or context), prefill_tok_s (of the others), decode_tok_s, ttft_ms (from the
+start of prefill), load_s, peak_rss_mb.
 """
 STDIN = 0
 # How long nothing may come there before a word is said.
@@ -75,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--regex", metavar="RE", help="a text that a regular expression matches as a whole")
     form.add_argument("--grammar", metavar="FILE", help="a text of the grammar in a file, Lark's or llama.cpp's GBNF")
     add_sampling_arguments(parser)
+    add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
@@ -109,18 +116,28 @@ def main(args: argparse.Namespace) -> int:
     if args.template_arg and (args.tokens or args.raw):
         raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
     bundle = generating(bundle_of(args.bundle))
+    store = prefix_store(args, bundle.manifest)
     warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)
     grammar = read_grammar(args, text)
     session = Session(bundle, threads=args.threads)
     load_seconds = time.perf_counter() - start
+    ids = np.array(prompt)
+    known = store.take(session, ids) if store else 0
+    kept = Kept(known, time.perf_counter() - start - load_seconds)
+
+    def read(done: int, total: int) -> None:
+        if store:
+            store.offer(session, ids)
+        progress("reading the prompt", done / total)
+
     with Progress() as progress:
         generation = Generation(
-            session, prompt, max_tokens=asked or at_most(usual, room(session.context, 0, len(prompt))), sampling=sampling,
-            stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, stop_strings=args.stop, text=text,
+            session, prompt[known:], max_tokens=asked or at_most(usual, room(session.context, 0, len(prompt))),
+            sampling=sampling, history=prompt[:known], text=text, progress=read,
+            stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, stop_strings=args.stop,
             speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop, thoughts=not (args.raw or args.tokens),
             grammar=grammar,
-            progress=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         told = generation.stream() if text else (f"{token} " for token in generation)
         told = itertools.chain([next(told, "")], told)
@@ -132,7 +149,7 @@ def main(args: argparse.Namespace) -> int:
             words = text.decode(generation.tokens) if text else None
         thoughts = "".join(piece for piece in pieces if isinstance(piece, Thought))
         # Now, since letting go of a large vocabulary takes a tenth of a second.
-        print(json.dumps(report(generation, words, thoughts or None, load_seconds), ensure_ascii=False), flush=True)
+        print(json.dumps(report(generation, words, thoughts or None, load_seconds, kept), ensure_ascii=False), flush=True)
         return 0
     spoken, thinking = Spoken(), False
     try:
@@ -141,7 +158,7 @@ def main(args: argparse.Namespace) -> int:
         thinking = spoken.thinking
         spoken.write("\n")
     finally:
-        print(speed(generation, usual, thinking), file=sys.stderr)
+        print(speed(generation, usual, thinking, kept), file=sys.stderr)
     return 0
 
 
@@ -212,31 +229,42 @@ def read_stdin() -> bytes:
         return b""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What --prefix-cache had of a prompt, and how long it took to map."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 def rate(tokens: int, seconds: float) -> float | None:
     """Tokens per second, if there were any."""
     return tokens / seconds if tokens and seconds else None
 
 
-def report(generation: Generation, text: str | None, thoughts: str | None, load_seconds: float) -> dict:
+def report(generation: Generation, text: str | None, thoughts: str | None, load_seconds: float, kept: Kept) -> dict:
     """What --json prints."""
     return {
         "tokens": generation.tokens,
         "text": text,
         "thoughts": thoughts,
-        "prompt_tokens": generation.prompt_tokens,
+        "prompt_tokens": kept.tokens + generation.prompt_tokens,
+        "cached_tokens": kept.tokens,
         "finish_reason": generation.finish_reason,
         "prefill_tok_s": rate(generation.prompt_tokens, generation.prefill_seconds),
         "decode_tok_s": rate(generation.steps, generation.decode_seconds),
-        "ttft_ms": generation.prefill_seconds * 1e3,
+        "ttft_ms": (kept.seconds + generation.prefill_seconds) * 1e3,
         "load_s": load_seconds,
         "peak_rss_mb": peak_rss_mb(),
     }
 
 
-def speed(generation: Generation, usual: int | None, thinking: bool = False) -> str:
+def speed(generation: Generation, usual: int | None, thinking: bool = False, kept: Kept = Kept()) -> str:
     """The line that ends an answer: its speed, and why it is no longer; `usual` as `length_of` has it, `thinking` whether
     it never came to its answer."""
-    parts = [f"prompt {generation.prompt_tokens} tokens, first token after {generation.prefill_seconds * 1e3:.0f} ms"]
+    cached = f" ({kept.tokens} cached)" if kept.tokens else ""
+    seconds = kept.seconds + generation.prefill_seconds
+    parts = [f"prompt {kept.tokens + generation.prompt_tokens} tokens{cached}, first token after {seconds * 1e3:.0f} ms"]
     if decode := rate(generation.steps, generation.decode_seconds):
         parts.append(f"{len(generation.tokens)} tokens at {decode:.1f} tok/s")
     if generation.speculator and generation.speculator.proposed:

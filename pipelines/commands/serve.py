@@ -1,4 +1,4 @@
-"""Serves a bundle over HTTP with OpenAI's API, several requests at once, and a chat page at /.
+"""Serves one or several bundles over HTTP with OpenAI's API, several requests at once, and a chat page at /.
 
 A model that encodes texts has /v1/embeddings (input of strings or token ids, encoding_format, dimensions; besides
 prompt_name, one of the model's prompts, and truncate, for texts longer than it takes). Of other models:
@@ -14,13 +14,22 @@ it, and else as in OpenAI's API; /v1/models shows it under "sampling".
 A bundle compiled with --batch 4,8 decodes up to 8 sequences at once and reads the weights once for all of them; on one
 without batch functions requests run one after another. What two prompts begin with is computed once, as long as it is
 in the cache.
+
+Of several bundles each is opened when a request first names it in its field "model" (the first of them where it names none),
+while requests for the others go on, and is closed when none has for --keep seconds or another one needs its memory.
 """
 
 import argparse
 import os
 import re
 
-from castiron.pipelines.commands.generating import add_bundle_argument, add_template_argument, template_args
+from castiron.pipelines.commands.generating import (
+    add_bundle_argument,
+    add_prefix_cache_arguments,
+    add_template_argument,
+    prefix_store,
+    template_args,
+)
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
 
@@ -28,6 +37,7 @@ EXAMPLES = """\
 examples:
   castiron serve smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct
+  castiron serve build/smollm2-135m-instruct build/gemma-3-270m --keep 600
   curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
@@ -35,11 +45,13 @@ examples:
 Requests beyond --queue get status 503, larger ones than --max-body 413, prompts past the context 400 with the numbers.
 SIGTERM or Ctrl-C takes no more requests, lets those under way finish for --grace seconds and ends with status 0.
 """
+# Seconds without a request after which one of several models is closed.
+KEEP = 300.0
 KEY_VARIABLE = "CASTIRON_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_bundle_argument(parser)
+    add_bundle_argument(parser, nargs="+")
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen; 0.0.0.0 is everywhere "
                         "(default: 127.0.0.1, this machine alone)")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes any that is free")
@@ -54,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
                         "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     add_template_argument(parser)
+    add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait for a slot (default: 64)")
@@ -62,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "seconds, waiting included (default: 600)")  # fmt: skip
     limits.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds that running requests have to "
                         "finish after SIGTERM (default: 10)")  # fmt: skip
+    limits.add_argument("--keep", type=float, metavar="S", help="close a model that no request has used for so many seconds "
+                        "(default: 300 of several models, of one never)")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="do not log each request to stderr")
 
 
@@ -71,19 +86,32 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.generation.model_sampling import in_words
     from castiron.pipelines.measuring.memory import say_memory, slots_of
     from castiron.pipelines.serve.api import Api
-    from castiron.pipelines.serve.app import open_app
+    from castiron.pipelines.serve.app import Front, open_app
     from castiron.pipelines.serve.server import listen, serve, url
+    from castiron.pipelines.serve.several import Several
     from castiron.pipelines.serve.text_api import Limits
 
     check(args)
     keys, pages = api_keys(args), origins(args)
     limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
+    shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": template_args(args)}
     with listen(args.host, args.port) as listening:
-        bundle = bundle_of(args.bundle)
+        bundles = [bundle_of(place) for place in args.bundle]
+        if len(bundles) > 1 or args.keep is not None:
+            open_one = lambda bundle, name, metrics: open_app(
+                bundle, name=name, store=prefix_store(args, bundle.manifest), metrics=metrics, **shared
+            )
+            several = Several(bundles, open_one, keep=KEEP if args.keep is None else args.keep, limits=limits)
+            front = Front(several, several, several.metrics, several.paths, keys, args.quiet, pages)
+            names = ", ".join(model.name for model in several.models)
+            say(f"{names} at {url(listening)} (each opened when a request names it)")
+            serve(front, several, listening, args.grace)
+            return 0
+        (bundle,) = bundles
         say_memory(bundle.manifest, slots_of(bundle.manifest))
         app = open_app(
-            bundle, threads=args.threads, queue=args.queue, name=args.name, api_keys=keys, limits=limits,
-            quiet=args.quiet, cors=pages, template_args=template_args(args),
+            bundle, name=args.name, api_keys=keys, quiet=args.quiet, cors=pages, store=prefix_store(args, bundle.manifest),
+            **shared,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if isinstance(api, Api) and slots == 1:
@@ -106,11 +134,14 @@ def check(args: argparse.Namespace) -> None:
         ("queue", args.queue >= 0, "0 or more"),
         ("max-body", 0 < args.max_body < float("inf"), "above 0"),
         ("timeout", 0 < args.timeout < float("inf"), "above 0"),
+        ("keep", args.keep is None or 0 <= args.keep < float("inf"), "0 or more"),
         ("grace", 0 <= args.grace < float("inf"), "0 or more"),
     )
     for name, holds, wanted in ranges:
         if not holds:
             raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")
+    if args.name and (len(args.bundle) > 1 or args.keep is not None):
+        raise PipelineError("--name is for one model that stays open; others have their own names, or their directories'")
 
 
 def origins(args: argparse.Namespace) -> list[str]:

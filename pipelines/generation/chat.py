@@ -10,16 +10,21 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.positions import at_most, room, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
+from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.thoughts import Thought
+from castiron.pipelines.progress import say
 from castiron.vmfb.cache import write_atomically
+from castiron.vmfb.state_file import StateError, identity, read_head, read_rows, write_state
 
 # Share of the context that is kept free for an answer without --max-tokens when turns have to go.
 ANSWER_SHARE = 4
 # Share of the context that goes at once: what stays is read again, which is then not due after every turn.
 DROPPED_SHARE = 4
 ROLES = ("system", "user", "assistant")
+# Behind the name of a conversation's file: the state that has read it.
+STATE = ".state"
 
 
 class Chat:
@@ -42,14 +47,16 @@ class Chat:
         usual_tokens: int | None = None,
         speculate: bool = False,
         repetition_stop: bool = True,
+        store: PrefixStore | None = None,
     ):
         """An answer has at most `max_tokens`, for which turns are dropped and without room for which a message is
-        refused; without them at most `usual_tokens`, or what room there is; without both it may fill the context."""
+        refused; without them at most `usual_tokens`, or what room there is; without both it may fill the context.
+        `store`: where states of long beginnings are kept."""
         self.session, self.text, self.sampler = session, text, Sampler(sampling)
         self.system, self.stops, self.speculate = system, tuple(stops), speculate
         self.max_tokens, self.usual_tokens, self.repetition_stop = max_tokens, usual_tokens, repetition_stop
         stand(session, 0)
-        self.cache = PrefixCache([session])
+        self.cache = PrefixCache([session], store)
         self.generation: Generation | None = None
         self.dropped = 0
         self.reset()
@@ -95,10 +102,17 @@ class Chat:
 
     def _ask(self, messages: list[dict], progress: Callable[[int, int], None] | None) -> Iterator[str]:
         messages, prompt, self.dropped = self._fit(messages)
-        _, known = self.cache.take(np.array(prompt), [0])
+        _, known = self.cache.take(ids := np.array(prompt), [0])
+
+        def read(done: int, total: int) -> None:
+            if self.cache.store:
+                self.cache.store.offer(self.session, ids)
+            if progress:
+                progress(done, total)
+
         self.generation = generation = Generation(
             self.session, prompt[known:], sampler=self.sampler, max_tokens=self._limit(prompt), text=self.text,
-            stop_tokens=self.text.eos, stop_strings=self.stops, progress=progress, speculate=self.speculate,
+            stop_tokens=self.text.eos, stop_strings=self.stops, progress=read, speculate=self.speculate,
             history=prompt[:known], repetition_stop=self.repetition_stop, thoughts=True,
         )  # fmt: skip
         return self._speak(generation, messages, known)
@@ -149,16 +163,26 @@ class Chat:
         return messages, prompt, dropped
 
     def save(self, path: str | Path) -> None:
-        """Writes the messages as JSON, {"messages": [{"role", "content"}, ...]}; PipelineError if that cannot be done."""
+        """Writes the messages as JSON, {"messages": [{"role", "content"}, ...]}, and beside it the state that has read them,
+        which `load` goes on from; PipelineError if that cannot be done."""
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
+        place, position = Path(path).resolve(), self.session.position
+        state = place.with_name(place.name + STATE)
         try:
             # A conversation that was saved under this name before stays until this one is whole.
-            write_atomically(Path(path).resolve(), text.encode())
+            write_atomically(place, text.encode())
+            if position:
+                tokens = self.cache.tokens[0, :position]
+                write_state(state, identity(self.session.manifest), tokens, self.session.rows(position))
+            else:
+                state.unlink(missing_ok=True)
         except OSError as error:
             raise PipelineError(f"{path} cannot be written: {error.strerror}") from None
 
     def load(self, path: str | Path) -> None:
-        """Takes the messages of a file that `save` wrote; PipelineError for another file, the conversation stays then."""
+        """Takes the messages of a file that `save` wrote, and the state beside it; PipelineError for another file, the
+        conversation stays then. A state that cannot be used is said, and the conversation is read again with the next
+        question."""
         try:
             messages = json.loads(Path(path).read_text("utf-8"))["messages"]
             proper = isinstance(messages, list) and all(message["role"] in ROLES for message in messages)
@@ -171,3 +195,17 @@ class Chat:
             raise PipelineError(f"{path} is not a conversation that /save wrote")
         self.messages = messages
         self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        self._load_state(Path(f"{path}{STATE}"))
+
+    def _load_state(self, place: Path) -> None:
+        try:
+            state = read_head(place)
+            if state.bundle != identity(self.session.manifest):
+                raise StateError(f"{place} is a state of another bundle")
+            count = len(state.tokens)
+            self.session.take(read_rows(state, self.session.rows(count)), count)
+            self.cache.tokens[0, :count] = state.tokens
+        except FileNotFoundError:
+            return
+        except (StateError, OSError) as error:
+            say(f"{error if isinstance(error, StateError) else f'{place}: {error.strerror}'}; the conversation is read again")

@@ -1,10 +1,16 @@
 """Which tokens each slot's caches hold, and the slot where a prompt costs least."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from castiron.pipelines.generation.positions import stand
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.prefix_store import PrefixStore
 
 # A prompt goes on from a slot where at most so many tokens at its end are others: an answer's last ones may come back
 # from a client in another tokenisation.
@@ -15,11 +21,12 @@ class PrefixCache:
     """The tokens behind the caches of `sessions`, one a slot, up to each session's position.
 
     Caches outlive the sequence that filled them. A prompt that begins as one of them, at rest or in use, takes that
-    beginning over: in place where it goes on from there, as a copy where something else hangs on it.
+    beginning over: in place where it goes on from there, as a copy where something else hangs on it. Where a `store` of states
+    on disk has a whole chunk more of it than any slot, it comes from there.
     """
 
-    def __init__(self, sessions: Sequence):
-        self.sessions = sessions
+    def __init__(self, sessions: Sequence, store: PrefixStore | None = None):
+        self.sessions, self.store = sessions, store
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.used = [0] * len(sessions)
         self.clock = 0
@@ -31,22 +38,32 @@ class PrefixCache:
 
     def longest(self, prompt: np.ndarray) -> int:
         """What `take` would find in the cache."""
-        return max(self.common(prompt, slot) for slot in range(len(self.sessions)))
+        held = max(self.common(prompt, slot) for slot in range(len(self.sessions)))
+        return max(held, self.store.place(self.sessions[0], prompt)) if self.store else held
 
     def take(self, prompt: np.ndarray, free: Collection[int]) -> tuple[int, int]:
         """A slot of `free`, which is not empty, prepared for `prompt`, and how many of its tokens it holds already."""
         common = [self.common(prompt, slot) for slot in range(len(self.sessions))]
         best = max(common)
+        if self.store and self.store.place(self.sessions[0], prompt) >= best + self.store.width:
+            slot = self._given_away(free)
+            if found := self.store.take(self.sessions[slot], prompt):
+                self.tokens[slot, :found] = prompt[:found]
+                self.touch(slot)
+                return slot, found
         slot = max(free, key=lambda s: (common[s], -s))
         goes_on = common[slot] == best and self.sessions[slot].position - best <= REWRITTEN
         if not goes_on:
             # What shares only a beginning with this prompt keeps its slot; what was in use longest ago goes.
-            slot = min(free, key=lambda s: (self.used[s], s))
+            slot = self._given_away(free)
         source = slot if common[slot] == best else common.index(best)
         stand(self.sessions[slot], best, source=self.sessions[source])
         self.tokens[slot, :best] = self.tokens[source, :best]
         self.touch(slot)
         return slot, best
+
+    def _given_away(self, free: Collection[int]) -> int:
+        return min(free, key=lambda s: (self.used[s], s))
 
     def fed(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
         """The slot's session has just appended `tokens`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache, shared
+from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
 
@@ -61,9 +62,10 @@ class Scheduler:
     ends those that were in it.
     """
 
-    def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None):
+    def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None, store: PrefixStore | None = None):
         """Over as many slots as the bundle's batch functions have rows, one without them; `threads` defaults to the
-        physical cores. `bundle` may also be its path, or a `castiron.vmfb.batch.Batch` that nothing else uses."""
+        physical cores. `bundle` may also be its path, or a `castiron.vmfb.batch.Batch` that nothing else uses. `store`: where
+        states of the beginnings of its prompts are kept."""
         self.bundle, self.batch = None, bundle
         if isinstance(bundle, Bundle | Path | str):
             from castiron.vmfb.batch import Batch
@@ -73,7 +75,7 @@ class Scheduler:
         self.slots, self.context = self.batch.size, self.batch.slots[0].context
         self.manifest = self.batch.slots[0].manifest
         self.observer = observer or Observer()
-        self.cache = PrefixCache(self.batch.slots)
+        self.cache = PrefixCache(self.batch.slots, store)
         self.waiting: deque[Sequence] = deque()
         self.reading: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -123,6 +125,8 @@ class Scheduler:
             chunk = sequence.prompt[session.position :][:width]
             argmax = session.prefill(chunk)
             self.cache.fed(slot, chunk)
+            if self.cache.store:
+                self.cache.store.offer(session, sequence.prompt)
         except Exception as error:
             self._fail([sequence], error, events)
             return

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from castiron.pipelines.embedding import Embedder
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import Engine
+from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
@@ -69,25 +70,28 @@ def open_app(
     quiet: bool = True,
     cors: Sequence[str] = (),
     template_args: Mapping[str, object] | None = None,
+    store: PrefixStore | None = None,
+    metrics: Metrics | None = None,
 ) -> Front:
     """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
-    chat template, where a request gives no others. Without `quiet` each request is a line on stderr. Its lifespan starts and
-    stops the thread that runs the model, so that it serves once. PipelineError for a bundle without a tokenizer, and for a
-    variable that its template does not read.
+    chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
+    where several applications count together. Without `quiet` each request is a line on stderr. Its lifespan starts and
+    stops the thread that runs the model, so that it serves once.
+    PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: it cannot serve text")
-    manifest, metrics = bundle.manifest, Metrics()
+    manifest, metrics = bundle.manifest, metrics or Metrics()
     names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
     api: TextApi
     if manifest.encoder:
         api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics), names, limits)
     else:
-        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics)
+        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics, store)
         metrics.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)
     return create_app(api, metrics, api_keys=api_keys, quiet=quiet, cors=cors)

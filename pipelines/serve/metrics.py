@@ -1,5 +1,6 @@
 """Counters, gauges and histograms in Prometheus' text format (exposition format 0.0.4)."""
 
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from castiron.pipelines.generation.sequence import Sequence
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SMALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+# Every model counts in a thread of its own.
+_lock = threading.Lock()
 
 
 class Counter:
@@ -22,7 +25,8 @@ class Counter:
         self.values: dict[tuple, float] = {} if labels else {(): 0}
 
     def add(self, amount: float = 1, *values: str) -> None:
-        self.values[values] = self.values.get(values, 0) + amount
+        with _lock:
+            self.values[values] = self.values.get(values, 0) + amount
 
     def lines(self, name: str) -> list[str]:
         return [f"{name}{_labels(zip(self.labels, v))} {_number(n)}" for v, n in sorted(self.values.items())]
@@ -50,8 +54,9 @@ class Histogram:
         self.counts, self.sum = [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+        with _lock:
+            self.counts[bisect_left(self.bounds, value)] += 1
+            self.sum += value
 
     def lines(self, name: str) -> list[str]:
         found, below = [], 0
@@ -64,15 +69,17 @@ class Histogram:
 class Metrics(Observer):
     """Everything that is measured while serving; the name on the wire is the attribute's with castiron_ before it.
 
-    As the observer of a scheduler it counts what that does, and shows what that holds once it is told to `watch` it.
+    As the observer of schedulers it counts what they do, and shows what those hold that it is told to `watch`.
     """
 
     def __init__(self) -> None:
         self.requests_total = Counter("HTTP requests answered.", "path", "status")
         self.sequences_total = Counter("Sequences ended, by how.", "reason")
-        self.requests_running = Gauge("Sequences that have a slot.")
-        self.requests_waiting = Gauge("Sequences that wait for a slot.")
-        self.slots = Gauge("Sequences that can run at once.")
+        self._watched: list[Scheduler] = []
+        total = lambda read: lambda: sum(read(scheduler) for scheduler in list(self._watched))
+        self.requests_running = Gauge("Sequences that have a slot.", total(lambda s: len(s.reading) + len(s.decoding)))
+        self.requests_waiting = Gauge("Sequences that wait for a slot.", total(lambda s: len(s.waiting)))
+        self.slots = Gauge("Sequences that can run at once.", total(lambda s: s.slots))
         self.prompt_tokens_total = Counter("Tokens of prompts, cached ones included.")
         self.prefix_cache_tokens_total = Counter("Tokens of prompts that were in the cache.")
         self.prefix_cache_hits_total = Counter("Prompts of which a part was in the cache.")
@@ -87,9 +94,11 @@ class Metrics(Observer):
         self.request_generated_tokens = Histogram("Length of answers.", TOKENS)
 
     def watch(self, scheduler: Scheduler) -> None:
-        self.requests_running.read = lambda: len(scheduler.reading) + len(scheduler.decoding)
-        self.requests_waiting.read = lambda: len(scheduler.waiting)
-        self.slots.read = lambda: scheduler.slots
+        self._watched.append(scheduler)
+
+    def forget(self, scheduler: Scheduler) -> None:
+        """What it counted stays."""
+        self._watched.remove(scheduler)
 
     def began(self, sequence: Sequence) -> None:
         self.prefix_cache_queries_total.add()
@@ -121,6 +130,8 @@ class Metrics(Observer):
         """The page that Prometheus reads."""
         lines = []
         for attribute, metric in vars(self).items():
+            if attribute == "_watched":
+                continue
             name = f"castiron_{attribute}"
             lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *metric.lines(name)]
         return "\n".join(lines) + "\n"
