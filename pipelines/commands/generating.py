@@ -23,8 +23,9 @@ DRAWING = ("top_k", "top_p", "min_p", "seed")
 
 def add_bundle_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The argument of `castiron.pipelines.casting.named.bundle_of`; shared by every command that generates."""
-    parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs, help="a bundle, a directory or packed; or a GGUF "
-                        "file, an HF directory, a name of the catalogue, or org/name[:FILE] on the hub, which is cast first")  # fmt: skip
+    parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs, help="a bundle, a directory or packed; or a GGUF file, an "
+                        "HF directory, a name of the catalogue, or org/name[:FILE] on the hub, which is cast first",
+                        )  # fmt: skip
 
 
 def add_length_argument(parser: argparse.ArgumentParser) -> None:

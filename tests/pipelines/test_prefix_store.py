@@ -46,6 +46,10 @@ def program(cast):
     return Session(cast, 1).program
 
 
+def recurrent(cast: Bundle) -> bool:
+    return any(state.kind == "recurrent" for state in cast.manifest.states)
+
+
 def stored(cast: Bundle, folder: Path, **options) -> PrefixStore:
     """As another process has it, which knows nothing but the folder."""
     return PrefixStore(folder / "states", cast.manifest, **options)
@@ -85,15 +89,30 @@ def test_a_run_from_a_state_is_the_run_without_it_to_the_last_bit(cast, program,
 
 
 def test_prompts_that_part_share_their_beginning(cast, program, tmp_path):
-    """Rows of positions are taken as far as they go; of others a state is kept where two prompts part."""
+    """Rows of positions are taken as far as they go, and rings as far back as they reach; of recurrent states one is kept where
+    two prompts part."""
     common = 77 // stored(cast, tmp_path).width * stored(cast, tmp_path).width
     _, expected = says(Session(program), None, PARTS)
     read(Session(program), stored(cast, tmp_path), TOKENS)
-    rows = all(state.kind == "positional" for state in cast.manifest.states)
-    assert says(Session(program), stored(cast, tmp_path), PARTS) == (common if rows else 0, expected)
+    assert says(Session(program), stored(cast, tmp_path), PARTS) == (0 if recurrent(cast) else common, expected)
     third = np.concatenate([TOKENS[:77], OTHERS[:20]])
     known, found = says(Session(program), stored(cast, tmp_path), third)
     assert (known, found) == (common, says(Session(program), None, third)[1])
+
+
+def test_what_a_ring_lost_to_later_tokens_is_not_kept(cast, program, tmp_path):
+    """A session that has been further on holds rows of what it took back, in the place of the first that its window sees."""
+    session, store = Session(program), stored(cast, tmp_path)
+    place = (len(TOKENS) - 1) // store.width * store.width
+    session.prefill(TOKENS[:place])
+    assert session.settled and session.whole == place
+    snapshot = session.snapshot()
+    session.prefill(OTHERS[:3])
+    session.restore(snapshot)
+    store.offer(session, TOKENS)
+    store.finish()
+    rings = any(state.kind == "window" for state in cast.manifest.states)
+    assert session.settled != rings and len(list(store.directory.glob("*/*"))) == (not rings)
 
 
 def test_a_scheduler_finds_what_another_has_read(cast, tmp_path):
