@@ -14,6 +14,7 @@ from castiron.emitter import ops
 from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import Noted
+from castiron.emitter.shown import shown, shown_list
 from castiron.emitter.states import ROLES, kv_cache, stored_as
 from castiron.emitter.step import ModelModule, Step
 from castiron.emitter.types import EmitError
@@ -60,7 +61,7 @@ def family(config: dict) -> ModuleType:
     """The family module of a config, or EmitError with the list of those there are."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+        raise EmitError(f"model type {shown(model_type)} is not supported; supported are {shown_list(FAMILIES, most=150)}")
     return import_module(f"castiron.emitter.models.{model_type}")
 
 

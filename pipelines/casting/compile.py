@@ -25,10 +25,12 @@ from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.quantise import convert
+from castiron.emitter.shown import shown_list
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting import calibrate
 from castiron.pipelines.casting.kept import write_kept
+from castiron.pipelines.casting.soundness import refuse_unsound
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
@@ -167,7 +169,7 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:
-        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {'; '.join(problems)}")
+        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {shown_list(problems, '; ')}")
     return module
 
 
@@ -249,6 +251,7 @@ def compile_model(
 
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
+        refuse_unsound(checkpoint, vocab_of(module))
         text = print_module(module)
     importance = _EVEN
     if options.calibrate and not up_to_date:
@@ -338,6 +341,11 @@ def work_of(function: Function, context: int) -> dict[str, dict]:
     return found
 
 
+def vocab_of(module: Module) -> int:
+    """How many logits there are after a token."""
+    return module.functions["decode_step"].outputs[1].type.shape[0]
+
+
 def entry_point(function: Function) -> EntryPoint:
     """How the manifest describes a function of a module."""
 
@@ -349,7 +357,6 @@ def entry_point(function: Function) -> EntryPoint:
 
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
     decode = module.functions["decode_step"]
-    vocab = decode.outputs[1].type.shape[0]
     source = {
         "model": str(model), "path": os.path.abspath(checkpoint.path), "format": checkpoint.format,
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
@@ -364,7 +371,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
     return Manifest(
         name=model_name(checkpoint.path),
         config=checkpoint.config,
-        vocab=vocab,
+        vocab=vocab_of(module),
         context=context_of(checkpoint.config, options.context),
         states=tuple(State(s.name, s.shape, s.dtype.name, s.kind) for s in decode.states),
         functions=tuple(entry_point(function) for function in module.functions.values()),

@@ -20,7 +20,7 @@ QUANTISED = (*ENCODERS, *MIXES)
 WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
 _HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "transformer.wte.weight")
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d{1,9})\.")
 # A router chooses experts by small differences, positions and what mixes embeddings into layers are added as they are; all are
 # small, and llama.cpp leaves them alone.
 _KEPT = re.compile(r".*\.(gate|router|router\.layer|shared_expert_gate|wpe|per_layer_model_projection)\.weight")

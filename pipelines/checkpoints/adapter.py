@@ -18,7 +18,8 @@ import numpy as np
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.emitter.quantise import convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.hf_directory import chat_template, json_object
+from castiron.pipelines.checkpoints.hf_directory import chat_template
+from castiron.pipelines.checkpoints.json_files import json_object
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
