@@ -54,6 +54,7 @@ _POSITIVE = is_positive, "a number above 0"
 _NUMBER = is_number, "a number"
 _FACTORS = lambda value: isinstance(value, list | tuple) and all(map(is_positive, value)), "a list of numbers above 0"
 _WORD = lambda value: isinstance(value, str), "a word"
+_LONGEST = 1 << 16
 # Kinds of layers that have an entry of their own.
 _LAYERS = ("full_attention", "sliding_attention")
 # Of each key what holds for its values, and that in words.
@@ -211,7 +212,8 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
     if missing or unknown:
         problem = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown key {shown_list(sorted(unknown))}"
         raise EmitError(f"rope scaling {kind!r} {problem}")
-    found = build(float(theta), rotary_dim, scaling, max_positions)
+    with np.errstate(all="ignore"):
+        found = build(float(theta), rotary_dim, scaling, max_positions)
     if not np.isfinite(found.inv_freq).all() or not is_positive(found.attention_factor):
         raise EmitError(f"rope scaling {kind!r} with the base {theta} gives frequencies that are not numbers")
     return found
@@ -221,5 +223,7 @@ def _check_base(theta: float, rotary_dim: int) -> None:
     # Frequencies are powers of it that become smaller, and YaRN divides by its logarithm.
     if not is_positive(theta) or theta <= 1:
         raise EmitError(f"'rope_theta' is {shown(theta)}, which is not a number above 1")
+    if rotary_dim > _LONGEST:
+        raise EmitError(f"a rotary embedding of {rotary_dim} elements of a head is longer than any head, of {_LONGEST} at most")
     if rotary_dim < 1:
         raise EmitError("a rotary embedding turns some elements of a head, and 'partial_rotary_factor' leaves none")
