@@ -273,6 +273,35 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
     return result.reshape(len(parts.codes), -1)
 
 
+# Of a type of float, or of the f16 at these bytes of a block: bits that are all set in infinities and what is no number.
+_EXPONENTS = {"f32": ("<u4", 0x7F800000), "f16": ("<u2", 0x7C00), "bf16": ("<u2", 0x7F80)}
+_HALVES = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+    "q2_k": (80, 82), "q3_k": (108,), "iq4_nl": (0,), "iq4_xs": (0,), "tq1_0": (52,), "tq2_0": (64,), "mxfp4": (),
+}  # fmt: skip
+# Twelve, E2M1's largest, of a larger power is no f32.
+_LARGEST_EXPONENT = 252
+
+
+def are_finite(codec_name: str, raw: np.ndarray) -> bool:
+    """Whether what raw [..., row_bytes] u8 stands for are finite numbers; most bytes of blocks are not read for it."""
+    codec = codec_of(codec_name)
+    rows = raw.reshape(-1, raw.shape[-1])
+    step = rows_at_once(raw.shape[-1])
+    return all(_are_finite(codec, rows[start : start + step]) for start in range(0, len(rows), step))
+
+
+def _are_finite(codec: Codec, rows: np.ndarray) -> bool:
+    if not codec.quantised:
+        kind, exponent = _EXPONENTS[codec.name]
+        return not ((np.ascontiguousarray(rows).view(kind) & exponent) == exponent).any()
+    blocks = np.ascontiguousarray(rows).reshape(-1, codec.block_bytes)
+    if codec.exponents:
+        return blocks[:, 0].max() <= _LARGEST_EXPONENT
+    kind, exponent = _EXPONENTS["f16"]
+    return not any(((blocks[:, at : at + 2].view(kind) & exponent) == exponent).any() for at in _HALVES[codec.name])
+
+
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
     """raw [..., row_bytes] u8 -> values [..., in] f32, bit for bit those of `gguf.quants.dequantize`."""
     codec = codec_of(codec_name)

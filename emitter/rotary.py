@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.types import EmitError
+from castiron.emitter.shown import shown, shown_list
+from castiron.emitter.types import EmitError, is_number, is_positive
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,54 @@ class Rotary:
         """cos or sin of position * frequency, f32[positions, rotary_dim / 2]; the angle is rounded to f32, as HF does."""
         angle = np.arange(positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]
         return (function(angle.astype(np.float64)).astype(np.float32) * np.float32(self.attention_factor)).astype(np.float32)
+
+
+def check_entry(entry: Mapping) -> None:
+    """EmitError for a value in a rope entry, or in those nested in it, that no model can have: what is read of it has the type
+    that `_VALUES` says."""
+    for key, value in entry.items():
+        if isinstance(value, Mapping) and key not in _VALUES:
+            check_entry(value)
+        elif key in _LAYERS:
+            raise EmitError(f"{key!r} in a rope scaling is {shown(value)}, which is not an object")
+        elif key in _VALUES and value is not None:
+            holds, words = _VALUES[key]
+            if not holds(value):
+                raise EmitError(f"{key!r} in a rope scaling is {shown(value)}, which is not {words}")
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 2 <= value < 1 << 31
+
+
+_POSITIVE = is_positive, "a number above 0"
+_NUMBER = is_number, "a number"
+_FACTORS = lambda value: isinstance(value, list | tuple) and all(map(is_positive, value)), "a list of numbers above 0"
+_WORD = lambda value: isinstance(value, str), "a word"
+_LONGEST = 1 << 16
+# Kinds of layers that have an entry of their own.
+_LAYERS = ("full_attention", "sliding_attention")
+# Of each key what holds for its values, and that in words.
+_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "rope_type": _WORD,
+    "type": _WORD,
+    "rope_theta": _POSITIVE,
+    "partial_rotary_factor": _POSITIVE,
+    "factor": _POSITIVE,
+    "alpha": _POSITIVE,
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+    "attention_factor": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "mscale": _NUMBER,
+    "mscale_all_dim": _NUMBER,
+    "llama_4_scaling_beta": _NUMBER,
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
+    "truncate": (lambda value: isinstance(value, bool), "true or false"),
+    "original_max_position_embeddings": (_is_length, "a whole number of at least 2"),
+}
 
 
 def _wavelengths(theta: float, dim: int) -> np.ndarray:
@@ -54,6 +103,8 @@ def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     inv_freq = _base(theta, dim)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
+    if low >= high:
+        raise EmitError(f"rope scaling 'llama3' has the low_freq_factor {low}, which is not below its high_freq_factor {high}")
     one = np.float32(1.0)
     # A number over a tensor is, in torch, the tensor's reciprocal times the number.
     wavelength = one / inv_freq * np.float32(2 * math.pi)
@@ -115,6 +166,7 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
 
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
     """Gemma 4: the frequencies of a whole head, of which the first share turns anything and the others are zero."""
+    _check_base(theta, dim)
     inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
     return Rotary(inv_freq / np.float32(factor), positions)
 
@@ -144,18 +196,34 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
     max_positions: the config's `max_position_embeddings`, also the original length where an entry names none. Raises
     EmitError for a kind or key that is not understood.
     """
+    check_entry(scaling or {})
+    _check_base(theta, rotary_dim)
     scaling = {key: value for key, value in (scaling or {}).items() if value is not None}
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     # Where an image would turn by rows and columns, a text's three positions are one.
     for elsewhere in ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         scaling.pop(elsewhere, None)
     if kind not in _KINDS:
-        raise EmitError(f"rope scaling {kind!r} is not supported; supported are {', '.join(_KINDS)}")
+        raise EmitError(f"rope scaling {shown(kind)} is not supported; supported are {', '.join(_KINDS)}")
     build, needed, optional = _KINDS[kind]
     if kind in WITH_ORIGINAL_LENGTH:
         scaling.setdefault(_ORIGINAL, max_positions)
     missing, unknown = needed - set(scaling), set(scaling) - needed - optional
     if missing or unknown:
-        problem = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown key {', '.join(sorted(unknown))}"
+        problem = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown key {shown_list(sorted(unknown))}"
         raise EmitError(f"rope scaling {kind!r} {problem}")
-    return build(float(theta), rotary_dim, scaling, max_positions)
+    with np.errstate(all="ignore"):
+        found = build(float(theta), rotary_dim, scaling, max_positions)
+    if not np.isfinite(found.inv_freq).all() or not is_positive(found.attention_factor):
+        raise EmitError(f"rope scaling {kind!r} with the base {theta} gives frequencies that are not numbers")
+    return found
+
+
+def _check_base(theta: float, rotary_dim: int) -> None:
+    # Frequencies are powers of it that become smaller, and YaRN divides by its logarithm.
+    if not is_positive(theta) or theta <= 1:
+        raise EmitError(f"'rope_theta' is {shown(theta)}, which is not a number above 1")
+    if rotary_dim > _LONGEST:
+        raise EmitError(f"a rotary embedding of {rotary_dim} elements of a head is longer than any head, of {_LONGEST} at most")
+    if rotary_dim < 1:
+        raise EmitError("a rotary embedding turns some elements of a head, and 'partial_rotary_factor' leaves none")

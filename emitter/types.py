@@ -12,6 +12,20 @@ class EmitError(Exception):
     """A graph that cannot be built; one sentence that names the operation, its operands and the module path."""
 
 
+# The largest number of f32, and the smallest that it holds with all its digits.
+LARGEST, SMALLEST = 3.4028234663852886e38, 2.0**-126
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a number that f32 holds, and no boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def is_positive(value: object) -> bool:
+    """Whether `value` is a number above zero in f32."""
+    return is_number(value) and value >= SMALLEST  # type: ignore[operator]
+
+
 @dataclass(frozen=True)
 class DType:
     """An element type.

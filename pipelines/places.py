@@ -14,14 +14,19 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER = "adapter_config.json"
 PARTS = (".safetensors", ".json", ".bin", ".pt", ".pth")
 SHOWN = 5
+# Of a bundle's manifest.
+_MOST_BYTES = 100_000_000
 
 
 def is_bundle(path: Path) -> bool:
     """A directory with a bundle's manifest, or an archive."""
     if path.is_file():
         return is_archive(path)
+    manifest_path = path / "manifest.json"
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
+        # Neither a pipe, which would be waited for, nor a device without an end.
+        sound = manifest_path.is_file() and manifest_path.stat().st_size <= _MOST_BYTES
+        manifest = json.loads(manifest_path.read_bytes()) if sound else None
     except (OSError, ValueError, RecursionError):
         return (path / "model.vmfb").exists()
     return isinstance(manifest, dict) and "schema" in manifest

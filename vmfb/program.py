@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from math import prod
+from math import isnan, prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -195,8 +195,12 @@ class Call:
         return view.map().asarray(tuple(view.shape) if shape is None else shape, dtype)
 
     def argmax(self) -> int:
-        """Result 0 of a function with one."""
-        return int(self._result(0, _I32, ()))
+        """Result 0 of a function with one; SessionError where its logit is no number."""
+        best = int(self._result(0, _I32, ()))
+        # Where one is none, by rounding of the states or by the weights, nearly always all are.
+        if isnan(self._result(1, _F32, (self._vocab,))[best]):
+            raise SessionError("the model's logits are not numbers: its weights or its cache's type are not fit for this text")
+        return best
 
     def argmaxes(self, count: int) -> list[int]:
         """Result 0 of a function with `count` of them."""

@@ -17,6 +17,7 @@ from castiron.emitter.ir import Value, current_function
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import Noted
 from castiron.emitter.pooling import Pooling
+from castiron.emitter.shown import shown, shown_list
 from castiron.emitter.states import ROLES, State, cut_to_rings, kv_cache, layer_caches, ring_rows, stored_as
 from castiron.emitter.step import ModelModule, Step
 from castiron.emitter.types import EmitError
@@ -69,8 +70,8 @@ ENCODERS = ("bert", "modernbert")
 def family(config: dict) -> ModuleType:
     """The family module of a config, or EmitError with the list of those there are."""
     model_type = config.get("model_type")
-    if model_type not in (*FAMILIES, *ENCODERS):
-        raise EmitError(f"model type {model_type!r} is not supported; supported are {', '.join((*FAMILIES, *ENCODERS))}")
+    if model_type not in (known := (*FAMILIES, *ENCODERS)):
+        raise EmitError(f"model type {shown(model_type)} is not supported; supported are {shown_list(known, most=150)}")
     return import_module(f"castiron.emitter.models.{model_type}")
 
 

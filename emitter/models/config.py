@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from castiron.emitter.models.hf_keys import DEFINED, SHARED
-from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, proportional, rotary
-from castiron.emitter.types import EmitError
+from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, check_entry, proportional, rotary
+from castiron.emitter.shown import shown
+from castiron.emitter.types import EmitError, is_number, is_positive
 
 # Keys that change training, bookkeeping or generation defaults, but not the mathematics of a forward pass.
 HARMLESS = frozenset(
@@ -34,6 +35,19 @@ TRAINERS = re.compile(
 _SHOWN = 3
 
 
+# Sizes and positions are counted in i32.
+_MOST = (1 << 31) - 1
+# Numbers that are divided by, or whose root or logarithm is taken.
+POSITIVE = frozenset(
+    """
+    rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon rope_theta rope_local_base_freq
+    partial_rotary_factor query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping logits_scaling
+    swiglu_limit block_ffn_dim_multiplier
+    """.split()
+)
+_ROPE_ENTRIES = ("rope_scaling", "rope_parameters")
+
+
 class Noted(dict):
     """A config that remembers what reading it found: `ignored`, the keys that change nothing, in alphabetical order.
 
@@ -55,7 +69,8 @@ class ConfigReader:
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), least: int = 1) -> Any:
         """The value of `key`; without a default it must be there. A null counts as absent.
 
-        `kinds` are the types it may have; a whole number must be at least `least`.
+        `kinds` are the types it may have. A whole number must be at least `least`, any number one that f32 holds (above zero
+        for `POSITIVE`), a list one of words or of numbers, and a rope entry pass `check_entry`.
         """
         self._taken.add(key)
         value = self.config.get(key)
@@ -66,10 +81,25 @@ class ConfigReader:
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(k.__name__ for k in kinds)
-            raise EmitError(f"{key!r} in the {self.model_type} config is {value!r}, not {names}")
-        if kinds == (int,) and isinstance(value, int) and value < least:
-            raise EmitError(f"{key!r} in the {self.model_type} config is {value}, which is less than {least}")
+            raise EmitError(f"{key!r} in the {self.model_type} config is {shown(value)}, not {names}")
+        if problem := self._impossible(key, value, least if kinds == (int,) else None):
+            raise EmitError(f"{key!r} in the {self.model_type} config is {shown(value)}, {problem}")
+        if key in _ROPE_ENTRIES and isinstance(value, dict):
+            check_entry(value)
         return value
+
+    @staticmethod
+    def _impossible(key: str, value: Any, least: int | None) -> str | None:
+        """Why no model has this value, if so. least: of a whole number."""
+        if least is not None and not least <= value <= _MOST:
+            return f"which is less than {least}" if value < least else f"which is more than {_MOST}"
+        if isinstance(value, int | float) and not isinstance(value, bool) and not is_number(value):
+            return "which is not a number of f32"
+        if key in POSITIVE and not is_positive(value):
+            return "which is not above 0"
+        if isinstance(value, list) and not (all(isinstance(one, str) for one in value) or all(map(_is_plain, value))):
+            return "which is neither a list of words nor one of numbers"
+        return None
 
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
         """The value of `key` where a null means that there is none; HF's `default` where the key is absent."""
@@ -82,6 +112,13 @@ class ConfigReader:
         """A float-valued key."""
         return float(self.take(key, default, (int, float)))
 
+    def numbers(self, key: str, default: Sequence[float]) -> list[float]:
+        """A list of as many numbers as `default` has."""
+        values = self.take(key, list(default), list)
+        if len(values) != len(default) or not all(map(is_number, values)):
+            raise EmitError(f"{key!r} in the {self.model_type} config is {shown(values)}, not {len(default)} numbers")
+        return values
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean key."""
         return self.take(key, default, bool)
@@ -92,13 +129,13 @@ class ConfigReader:
         value = self.config.get(key)
         if value is not None and value not in values:
             allowed = " or ".join(repr(v) for v in values) or "null"
-            raise EmitError(f"{key!r} in the {self.model_type} config is {value!r}; only {allowed} is supported")
+            raise EmitError(f"{key!r} in the {self.model_type} config is {shown(value)}; only {allowed} is supported")
 
     def choice(self, key: str, choices: Mapping[str, str], default: Any = ...) -> str:
         """A key whose value is looked up in a table."""
         value = self.take(key, default, str)
         if value not in choices:
-            raise EmitError(f"{key!r} in the {self.model_type} config is {value!r}; supported are {', '.join(choices)}")
+            raise EmitError(f"{key!r} in the {self.model_type} config is {shown(value)}; supported are {', '.join(choices)}")
         return choices[value]
 
     def unused(self, *keys: str) -> None:
@@ -139,10 +176,10 @@ class ConfigReader:
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
         share = self.take("partial_rotary_factor", partial or 1.0, (int, float))
-        share = entry.get("partial_rotary_factor", share)
+        share = entry.get("partial_rotary_factor") or share
         if partial is None and share != 1:
             raise EmitError(
-                f"'partial_rotary_factor' in the {self.model_type} config is {share!r}; this family rotates whole heads"
+                f"'partial_rotary_factor' in the {self.model_type} config is {shown(share)}; this family rotates whole heads"
             )
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
@@ -153,6 +190,8 @@ class ConfigReader:
         """
         nested = self.take("rope_parameters", {}, dict)
         entries = [nested.get(kind) or {} for kind in (_FULL, _SLIDING)]
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise EmitError(f"'rope_parameters' in the {self.model_type} config must hold an object for each kind of layer")
         entries[0] = {**entries[0], **self.take("rope_scaling", {}, dict)}
         if set(nested) - {_FULL, _SLIDING}:
             raise EmitError(f"'rope_parameters' in the {self.model_type} config must hold {_FULL!r} and {_SLIDING!r} alone")
@@ -221,9 +260,11 @@ class ConfigReader:
         rest = sorted(set(self.config) - self._taken - HARMLESS)
         unknown = [key for key in rest if self._matters(key)]
         if unknown:
-            shown = ", ".join(map(repr, unknown[:_SHOWN])) + f" and {len(unknown) - _SHOWN} more" * (len(unknown) > _SHOWN)
+            named = ", ".join(shown(key, 60) for key in unknown[:_SHOWN]) + f" and {len(unknown) - _SHOWN} more" * (
+                len(unknown) > _SHOWN
+            )
             raise EmitError(
-                f"the {self.model_type} config has {shown}, which castiron does not understand and which may change the "
+                f"the {self.model_type} config has {named}, which castiron does not understand and which may change the "
                 "mathematics; --ignore-key KEY leaves one out, and castiron verify tells whether that was right"
             )
         if isinstance(self._source, Noted):
@@ -237,6 +278,10 @@ class ConfigReader:
             return True
         # What is shared is looked for in every config, and a null is not there.
         return key in DEFINED[self.model_type] or (key in SHARED and self.config[key] is not None)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool) or is_number(value)
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

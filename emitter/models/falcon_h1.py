@@ -65,8 +65,8 @@ class Config(DecoderConfig):
             attention_out_multiplier=c.number("attention_out_multiplier", 1.0),
             ssm_in_multiplier=c.number("ssm_in_multiplier", 1.0),
             ssm_out_multiplier=c.number("ssm_out_multiplier", 1.0),
-            ssm_multipliers=c.take("ssm_multipliers", [1.0] * 5, list),
-            mlp_multipliers=c.take("mlp_multipliers", [1.0] * 2, list),
+            ssm_multipliers=c.numbers("ssm_multipliers", [1.0] * 5),
+            mlp_multipliers=c.numbers("mlp_multipliers", [1.0] * 2),
         )
         c.finish()
         return read

@@ -25,11 +25,13 @@ from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
 from castiron.emitter.printer import print_module
 from castiron.emitter.quantise import convert
+from castiron.emitter.shown import shown_list
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting import calibrate
 from castiron.pipelines.casting.encoders import EncoderSizes, encoder_facts, encoder_sizes
 from castiron.pipelines.casting.kept import write_kept
+from castiron.pipelines.casting.soundness import refuse_unsound
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
@@ -186,7 +188,7 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:
-        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {'; '.join(problems)}")
+        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {shown_list(problems, '; ')}")
     return module
 
 
@@ -279,6 +281,8 @@ def compile_model(
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
         return _report(before, True, {})
+    with stage("emit"):
+        refuse_unsound(checkpoint, vocab_of(checkpoint.config))
     with BundleWriter(out) as writer:
         with stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
@@ -374,6 +378,11 @@ def work_of(function: Function, context: int) -> dict[str, dict]:
     return found
 
 
+def vocab_of(config: dict) -> int:
+    """How many tokens a model knows."""
+    return family(config).Config.read(config).vocab
+
+
 def entry_point(function: Function) -> EntryPoint:
     """How the manifest describes a function of a module."""
 
@@ -401,7 +410,7 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
     return Manifest(
         name=model_name(checkpoint.path),
         config=config,
-        vocab=family(config).Config.read(config).vocab,
+        vocab=vocab_of(config),
         context=sizes.context if sizes else context_of(config, options.context),
         states=tuple(State(s.name, s.shape, s.dtype.name, s.kind, s.window) for s in first.states),
         functions=tuple(entry_point(function) for function in module.functions.values()),

@@ -21,7 +21,7 @@ WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight", "transformer.wte.weight")
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d{1,9})\.")
 # A router chooses experts by small differences, positions and what mixes embeddings into layers are added as they are; all are
 # small, and llama.cpp leaves them alone.
 _KEPT = re.compile(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.emitter.shown import shown_text
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
 
 # Tensors of some checkpoints that hold nothing of the model: buffers that are computed from the config.
@@ -68,7 +69,7 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
             if not _equal(tensors[HEAD], tensors[_EMBEDDING]):
                 violations.append(f"{HEAD} differs from {_EMBEDDING}, to which the config ties it")
             continue
-        violations.append(f"{name} {_shape(tensors[name].shape)} is left over")
+        violations.append(f"{shown_text(name, 60)} {_shape(tensors[name].shape)} is left over")
     return violations
 
 

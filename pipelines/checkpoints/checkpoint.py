@@ -8,6 +8,7 @@ import numpy as np
 
 from castiron.emitter.codecs import dequantise
 from castiron.emitter.pooling import Pooling
+from castiron.emitter.shown import shown
 from castiron.pipelines.errors import CheckpointError as CheckpointError
 
 
@@ -79,5 +80,5 @@ class Checkpoint:
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
     """`keys` less the ignored; CheckpointError, naming the file `where`, for one that is not among them."""
     if absent := [key for key in ignored if key not in keys]:
-        raise CheckpointError(f"{where} has no key {absent[0]!r} that could be ignored")
+        raise CheckpointError(f"{where} has no key {shown(absent[0])} that could be ignored")
     return {key: value for key, value in keys.items() if key not in ignored}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
+from castiron.emitter.shown import shown, shown_text
 from castiron.pipelines.checkpoints.audit import HEAD
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config
@@ -17,8 +18,8 @@ from castiron.pipelines.checkpoints.gguf_rope import RULE_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
 from castiron.pipelines.checkpoints.gguf_words import Architecture
 
-_BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-_IN_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_BLOCK_TENSOR = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias)")
+_IN_BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _TOP_TENSOR = re.compile(r"(.+)\.(weight|bias)")
 
 
@@ -55,8 +56,8 @@ def _refuse_parts(file: GgufFile) -> None:
     if isinstance(parts, int) and parts > 1:
         raise CheckpointError(f"{file.path} is one of {parts} parts: join them with llama-gguf-split --merge")
     kind = file.metadata.get("general.type", "model")
-    if kind != "model":
-        raise CheckpointError(f"{file.path} is a GGUF file of type {kind!r}: give a model's file")
+    if not isinstance(kind, str) or kind != "model":
+        raise CheckpointError(f"{file.path} is a GGUF file of type {shown(kind)}: give a model's file")
 
 
 def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
@@ -69,7 +70,9 @@ def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tenso
             continue
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
-                raise CheckpointError(f"{file.path}: {tensors[tensor.name].source} and {stored.name} are the same tensor")
+                raise CheckpointError(
+                    f"{file.path}: {shown_text(tensors[tensor.name].source)} and {shown_text(stored.name)} are the same tensor"
+                )
             tensors[tensor.name] = tensor
     return tensors
 
@@ -186,7 +189,9 @@ def _unpermuted(file: GgufFile, stored: GgufTensor, name: str, heads: int) -> Te
     """Rows back from (head, pair, half) to HF's (head, half, pair): the inverse of the converter's `permute`."""
     out = stored.shape[0]
     if out % (2 * heads):
-        raise CheckpointError(f"{file.path}: {stored.name} has {out} rows, which cannot be divided among {heads} heads")
+        raise CheckpointError(
+            f"{file.path}: {shown_text(stored.name)} has {out} rows, which cannot be divided among {heads} heads"
+        )
 
     def read() -> np.ndarray:
         rows = file.rows(stored)
@@ -196,5 +201,5 @@ def _unpermuted(file: GgufFile, stored: GgufTensor, name: str, heads: int) -> Te
         return ordered.reshape(file.rows(stored).shape)
 
     if len(stored.shape) == 1 and CODECS[stored.codec].quantised:
-        raise CheckpointError(f"{file.path}: {stored.name} is a quantised bias, whose elements cannot be reordered")
+        raise CheckpointError(f"{file.path}: {shown_text(stored.name)} is a quantised bias, whose elements cannot be reordered")
     return Tensor(name, stored.shape, stored.codec, stored.name, read)

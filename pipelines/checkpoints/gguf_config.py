@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from castiron.emitter.pooling import Dense, Pooling
+from castiron.emitter.shown import shown_list, shown_text
 from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding
 from castiron.pipelines.checkpoints.gguf_architectures import architecture_names, architecture_row
@@ -72,6 +73,12 @@ class Metadata:
             raise self.fail(f"{self.prefix}{key} is {value}, which is not finite")
         return None if value is None else float(value)
 
+    def word(self, key: str, default: str | None = None) -> str | None:
+        value = self.get(key, default)
+        if value is not None and not isinstance(value, str):
+            raise self.fail(f"{self.prefix}{key} is {_short(value)}, not a word")
+        return value
+
     def required(self, key: str) -> int:
         value = self.integer(key)
         if not value:
@@ -104,7 +111,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     row = architecture_row(name, experts if isinstance(experts, int) else 1, windowed)
     if row is None:
         known = ", ".join(architecture_names())
-        raise CheckpointError(f"{file.path} holds a {name} model; supported are {known}")
+        raise CheckpointError(f"{file.path} holds a {shown_text(name, 60)} model; supported are {known}")
     return row
 
 
@@ -135,6 +142,8 @@ def hf_config(file: GgufFile) -> dict:
         config |= {name: value for name, value in stated.items() if value is not None}
     _fill_sizes(config, metadata, row.by_layer)
     refuse_impossible_sizes(file.path, config, {name: tensor.shape for name, tensor in file.tensors.items()})
+    if head_dim(config) == 0:
+        raise metadata.fail(f"{config['hidden_size']} elements are too few for {config['num_attention_heads']} attention heads")
     config.setdefault("rope_theta", _ROPE_BASE)
     for name, leaf in row.flags.items():
         config[name] = f"blk.0.{leaf}" in file.tensors
@@ -145,7 +154,7 @@ def hf_config(file: GgufFile) -> dict:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["vocab_size"] = _vocab_size(file)
     if unread := metadata.unread():
-        raise metadata.fail(f"unknown metadata could change the result: {', '.join(unread)}; --ignore-key KEY leaves one out")
+        raise metadata.fail(f"unknown metadata could change the result: {shown_list(unread)}; --ignore-key KEY leaves one out")
     return config
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from castiron.emitter.codecs import CODECS, row_bytes
+from castiron.emitter.shown import shown
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 
 CODEC_OF_GGML_TYPE = {
@@ -171,14 +172,14 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, tuple[i
         if not key:
             raise cursor.fail("a metadata key is empty")
         if key in metadata:
-            raise cursor.fail(f"the metadata key {key!r} appears twice")
-        kind = cursor.number(_U32, f"the type of {key!r}")
-        metadata[key] = cursor.value(kind, repr(key))
+            raise cursor.fail(f"the metadata key {shown(key)} appears twice")
+        kind = cursor.number(_U32, f"the type of {shown(key)}")
+        metadata[key] = cursor.value(kind, shown(key))
         ranges[key] = start, cursor.at
         if key == "general.alignment":
             alignment = metadata[key]
             if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
-                raise cursor.fail(f"general.alignment is {alignment!r}; it must be a 32-bit power of two")
+                raise cursor.fail(f"general.alignment is {shown(alignment)}; it must be a 32-bit power of two")
     return metadata, alignment, ranges
 
 
@@ -188,7 +189,7 @@ def _tensor_table(cursor: _Cursor, count: int) -> list[tuple]:
     for _ in range(count):
         name = cursor.string("a tensor's name")
         if name in seen:
-            raise cursor.fail(f"the tensor {name!r} appears twice")
+            raise cursor.fail(f"the tensor {shown(name)} appears twice")
         seen.add(name)
         shape = _shape(cursor, name)
         codec = _codec(cursor, name)
@@ -197,33 +198,33 @@ def _tensor_table(cursor: _Cursor, count: int) -> list[tuple]:
         except ValueError:
             block = CODECS[codec].block
             raise cursor.fail(
-                f"a row of {name!r} has {shape[-1]} elements, not a multiple of {codec}'s block of {block}"
+                f"a row of {shown(name)} has {shape[-1]} elements, not a multiple of {codec}'s block of {block}"
             ) from None
-        entries.append((name, shape, codec, cursor.number(_U64, f"the offset of {name!r}"), nbytes))
+        entries.append((name, shape, codec, cursor.number(_U64, f"the offset of {shown(name)}"), nbytes))
     return entries
 
 
 def _shape(cursor: _Cursor, name: str) -> tuple[int, ...]:
-    rank = cursor.number(_U32, f"the rank of {name!r}")
+    rank = cursor.number(_U32, f"the rank of {shown(name)}")
     if not 1 <= rank <= _MOST_DIMENSIONS:
-        raise cursor.fail(f"{name!r} has {rank} dimensions, GGUF allows 1 to {_MOST_DIMENSIONS}")
+        raise cursor.fail(f"{shown(name)} has {rank} dimensions, GGUF allows 1 to {_MOST_DIMENSIONS}")
     # GGUF writes the fastest dimension first
-    shape = tuple(cursor.number(_U64, f"the shape of {name!r}") for _ in range(rank))[::-1]
+    shape = tuple(cursor.number(_U64, f"the shape of {shown(name)}") for _ in range(rank))[::-1]
     if 0 in shape:
-        raise cursor.fail(f"{name!r} has the empty shape {shape}")
+        raise cursor.fail(f"{shown(name)} has the empty shape {shape}")
     return shape
 
 
 def _codec(cursor: _Cursor, name: str) -> str:
-    ggml_type = cursor.number(_U32, f"the type of {name!r}")
+    ggml_type = cursor.number(_U32, f"the type of {shown(name)}")
     if ggml_type in CODEC_OF_GGML_TYPE:
         return CODEC_OF_GGML_TYPE[ggml_type]
     names = {kind.value: kind.name for kind in GGMLQuantizationType}
     if ggml_type not in names:
-        raise cursor.fail(f"{name!r} has the unknown ggml type {ggml_type}")
+        raise cursor.fail(f"{shown(name)} has the unknown ggml type {ggml_type}")
     known = ", ".join(codec.upper() for codec in CODEC_OF_GGML_TYPE.values())
     raise CheckpointError(
-        f"{cursor.path}: {name!r} is stored as {names[ggml_type]}, which is not supported; supported are {known}"
+        f"{cursor.path}: {shown(name)} is stored as {names[ggml_type]}, which is not supported; supported are {known}"
     )
 
 
@@ -233,12 +234,12 @@ def _placed(cursor: _Cursor, entries: list[tuple], alignment: int) -> dict[str, 
     tensors = {}
     for name, shape, codec, offset, nbytes in entries:
         if offset % alignment:
-            raise cursor.fail(f"the data of {name!r} starts at {offset}, not a multiple of {alignment}")
+            raise cursor.fail(f"the data of {shown(name)} starts at {offset}, not a multiple of {alignment}")
         if data_start + offset + nbytes > len(cursor.view):
-            raise cursor.fail(f"the data of {name!r} ends past the file's {len(cursor.view)} bytes; fetch it again")
+            raise cursor.fail(f"the data of {shown(name)} ends past the file's {len(cursor.view)} bytes; fetch it again")
         tensors[name] = GgufTensor(name, shape, codec, data_start + offset, nbytes)
     in_order = sorted(tensors.values(), key=lambda tensor: tensor.offset)
     for one, next_one in zip(in_order, in_order[1:]):
         if one.offset + one.nbytes > next_one.offset:
-            raise cursor.fail(f"the data of {one.name!r} and of {next_one.name!r} overlap")
+            raise cursor.fail(f"the data of {shown(one.name)} and of {shown(next_one.name)} overlap")
     return tensors

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from castiron.emitter.codecs import dequantise
+from castiron.emitter.shown import shown
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 
 # Llama 3.1 and later; the GGUF keeps their effect, one factor a frequency, and not these numbers.
@@ -64,7 +65,7 @@ def _rope_factors(config: dict, metadata) -> None:
 
 
 def _rope_scaling(config: dict, metadata) -> None:
-    kind = metadata.get("rope.scaling.type", "none")
+    kind = metadata.word("rope.scaling.type", "none")
     factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
     original = metadata.integer("rope.scaling.original_context_length")
     metadata.get("rope.scaling.finetuned")
@@ -77,7 +78,7 @@ def _rope_scaling(config: dict, metadata) -> None:
     elif kind == "yarn":
         config["rope_scaling"] = _yarn(config, metadata, factor, original)
     else:
-        raise metadata.fail(f"{metadata.prefix}rope.scaling.type is {kind!r}; supported are none, linear and yarn")
+        raise metadata.fail(f"{metadata.prefix}rope.scaling.type is {shown(kind)}; supported are none, linear and yarn")
 
 
 # What yarn has besides its factor: keys whose other values HF cannot express.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from castiron.emitter.shown import shown
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_config import Metadata
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
@@ -20,6 +21,8 @@ from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS, PreToke
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
 SPACE = "\u2581"
+# Characters of a token, of which real vocabularies have 256 at most; and of all parts of all tokens, of which Gemma's have 2e7.
+_LONGEST, _MOST_PARTS = 4096, 500_000_000
 
 # Gemma's scores do not follow the order of its merges, the ids do.
 _RANKED_BY_ID = {"gemma", "gemma2", "gemma3", "gemma-embedding"}
@@ -37,6 +40,8 @@ class _Metadata(Metadata):
         value = self.get(key)
         if not isinstance(value, list) or not value:
             raise self.fail(f"its tokenizer has no {_PREFIX}{key}, so text cannot be turned into tokens")
+        if (longest := max(map(len, value))) > _LONGEST:
+            raise self.fail(f"{_PREFIX}{key} has one of {longest:,} characters, and none may have more than {_LONGEST:,}")
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
@@ -50,7 +55,7 @@ class _Metadata(Metadata):
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.fail(f"{_PREFIX}{key} is {value!r}, not true or false")
+            raise self.fail(f"{_PREFIX}{key} is {shown(value)}, not true or false")
         return value
 
     def token(self, key: str) -> str | None:
@@ -59,7 +64,7 @@ class _Metadata(Metadata):
         if number is None:
             return None
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self.tokens):
-            raise self.fail(f"{_PREFIX}{key} is {number!r}, outside the vocabulary of {len(self.tokens)}")
+            raise self.fail(f"{_PREFIX}{key} is {shown(number)}, outside the vocabulary of {len(self.tokens)}")
         return self.tokens[number]
 
 
@@ -71,22 +76,22 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 def tokenizer_json(file: GgufFile) -> dict | None:
     """tokenizer.json's content, or None if the file has no tokenizer; CheckpointError if it cannot be read."""
-    model = file.metadata.get(_PREFIX + "model")
+    model = Metadata(file, _PREFIX).word("model")
     if model in (None, "no_vocab"):
         return None
     if model == "gpt2":
         return _byte_level(_Metadata(file))
     if model == "llama":
         return _sentencepiece(_Metadata(file))
-    raise CheckpointError(f"{file.path} has a tokenizer of kind {model!r}; supported are gpt2 and llama")
+    raise CheckpointError(f"{file.path} has a tokenizer of kind {shown(model)}; supported are gpt2 and llama")
 
 
 def _byte_level(metadata: _Metadata) -> dict:
-    name = metadata.get("pre")
+    name = metadata.word("pre")
     row = PRE_TOKENIZERS.get(name)
     if row is None:
         known = ", ".join(PRE_TOKENIZERS)
-        raise metadata.fail(f"unknown pre-tokenizer {name!r}; known are {known}")
+        raise metadata.fail(f"unknown pre-tokenizer {shown(name, 60)}; known are {known}")
     vocabulary = {token: number for number, token in enumerate(metadata.tokens)}
     bpe = _bpe(vocabulary, list(_merges_of_file(metadata, vocabulary)))
     bpe |= {"continuing_subword_prefix": "", "end_of_word_suffix": "", "ignore_merges": row.ignore_merges}
@@ -117,7 +122,7 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
     for merge in metadata.strings("merges"):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise metadata.fail(f"its tokenizer merges {merge!r}, which are not tokens of its vocabulary")
+            raise metadata.fail(f"its tokenizer merges {shown(merge)}, which are not tokens of its vocabulary")
         yield [left, right]
 
 
@@ -129,7 +134,7 @@ def _sentencepiece(metadata: _Metadata) -> dict:
     if metadata.get("merges") is not None:
         merges = list(_merges_of_file(metadata, vocabulary))
     elif by_id:
-        merges = [merge for token in tokens for merge in _splits(token, vocabulary)]
+        merges = [merge for token in _divisible(metadata, tokens) for merge in _splits(token, vocabulary)]
     else:
         merges = _merges_by_score(metadata, tokens, vocabulary)
     unknown = metadata.token("unknown_token_id")
@@ -155,6 +160,13 @@ def _sentencepiece(metadata: _Metadata) -> dict:
     )
 
 
+def _divisible(metadata: _Metadata, tokens: list[str]) -> list[str]:
+    """`tokens`, where all pairs of parts that may make one are not too many to look at."""
+    if sum(len(token) ** 2 for token in tokens) > _MOST_PARTS:
+        raise metadata.fail(f"the {len(tokens):,} tokens of its tokenizer are too long to be those of SentencePiece")
+    return tokens
+
+
 def _splits(token: str, vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
     """The pairs of tokens that make `token`, those with the longer left part first."""
     for at in range(len(token) - 1, 0, -1):
@@ -170,7 +182,7 @@ def _merges_by_score(metadata: _Metadata, tokens: list[str], vocabulary: dict[st
         raise metadata.fail("its tokenizer has neither tokenizer.ggml.scores nor tokenizer.ggml.merges")
     ranked = sorted(
         (-score, -len(left), -len(right), left, right)
-        for token, score in zip(tokens, scores.tolist())
+        for token, score in zip(_divisible(metadata, tokens), scores.tolist())
         for left, right in _splits(token, vocabulary)
     )
     return [(left, right) for _, _, _, left, right in ranked]
@@ -193,7 +205,8 @@ def _bpe(vocabulary: dict[str, int], merges: list) -> dict:
 
 def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
     """Tokens matched whole in the text: control tokens and those that the file names are special, user's are not."""
-    named = {metadata.get(f"{role}_token_id") for role in ("bos", "eos", "unknown", "padding", "eot")}
+    roles = ("bos", "eos", "unknown", "padding", "eot")
+    named = {number for role in roles if isinstance(number := metadata.get(f"{role}_token_id"), int)}
     types = metadata.types if metadata.types is not None else np.zeros(len(metadata.tokens), np.int32)
     for number, (content, kind) in enumerate(zip(metadata.tokens, types.tolist())):
         special = kind in (_UNKNOWN, _CONTROL) or number in named

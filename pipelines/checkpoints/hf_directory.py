@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from castiron.emitter.shown import shown, shown_list, shown_text
 from castiron.pipelines.checkpoints.audit import HEAD, IGNORABLE, refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.hf_layouts import BYTES, laid_out
-from castiron.pipelines.checkpoints.json_files import json_object
+from castiron.pipelines.checkpoints.json_files import json_object, text_of
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
 from castiron.pipelines.checkpoints.sentence_files import base_names, read_encoding
 from castiron.pipelines.checkpoints.text_part import text_config, text_tensors
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of a file, in bytes.
+_LONGEST_NAME = 255
 
 
 def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
@@ -68,8 +71,8 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
         raise CheckpointError(f"{path / INDEX} has no weight_map of tensor names to files")
     shards: dict[str, list[str] | None] = {}
     for name, shard in files.items():
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{path / INDEX} says {name} is in {shard!r}, which is not a file beside it")
+        if Path(shard).name != shard or "\0" in shard or len(shard.encode()) > _LONGEST_NAME:
+            raise CheckpointError(f"{path / INDEX} says {shown_text(name)} is in {shown(shard)}, which is not a file beside it")
         shards.setdefault(shard, []).append(name)
     return shards
 
@@ -82,10 +85,10 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         stored = read_safetensors(path / shard)
         absent = sorted(set(expected or ()) - set(stored))
         if absent:
-            raise CheckpointError(f"{path / shard} lacks {', '.join(absent)}, which {INDEX} says it has")
+            raise CheckpointError(f"{path / shard} lacks {shown_list(absent)}, which {INDEX} says it has")
         for tensor in stored.values():
             if tensor.name in tensors:
-                raise CheckpointError(f"{path / shard} holds {tensor.name}, and so does another shard")
+                raise CheckpointError(f"{path / shard} holds {shown_text(tensor.name)}, and so does another shard")
             if not any(pattern.fullmatch(tensor.name) for pattern in IGNORABLE):
                 tensors[tensor.name] = _tensor(path / shard, tensor)
     return tensors
@@ -97,28 +100,27 @@ def _tensor(shard: Path, stored: StoredTensor) -> Tensor:
     if codec is None:
         raise _unknown_dtype(shard, stored.name, stored.dtype)
     if not stored.shape or 0 in stored.shape:
-        raise CheckpointError(f"{shard}: {stored.name} has the shape {list(stored.shape)}, which is empty")
+        raise CheckpointError(f"{shard}: {shown_text(stored.name)} has the shape {shown(list(stored.shape))}, which is empty")
     rows = stored.data.reshape(*stored.shape[:-1], -1)
     return Tensor(stored.name, stored.shape, codec, stored.name, lambda: rows)
 
 
 def _unknown_dtype(where: Path, name: str, dtype: str) -> CheckpointError:
     known = ", ".join(CODEC_OF_DTYPE)
-    return CheckpointError(f"{where}: {name} is stored as {dtype}, which is not supported; supported are {known}")
+    return CheckpointError(
+        f"{where}: {shown_text(name)} is stored as {shown_text(dtype)}, which is not supported; supported are {known}"
+    )
 
 
 def chat_template(path: Path) -> str | None:
     """The chat template that lies in a directory with a tokenizer, if one does."""
-    try:
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError):
-        raise CheckpointError(f"{path / 'chat_template.jinja'} cannot be read as UTF-8 text") from None
+    beside = text_of(path / "chat_template.jinja")
+    if beside is not None:
+        return beside
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        defaults = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = defaults[-1].get("template") if defaults else None
     return template if isinstance(template, str) else None
 
 
@@ -128,7 +130,7 @@ def _first_id(path: Path, key: str, *sources: dict) -> int | None:
         value = source.get(key)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int):
-                raise CheckpointError(f"{path}: {key} is {value!r}, not a token id")
+                raise CheckpointError(f"{path}: {key} is {shown(value)}, not a token id")
             return value
     return None
 
@@ -139,6 +141,6 @@ def _eos_ids(path: Path, *sources: dict) -> tuple[int, ...]:
         if value is not None:
             several = value if isinstance(value, list) else [value]
             if any(isinstance(token, bool) or not isinstance(token, int) for token in several):
-                raise CheckpointError(f"{path}: eos_token_id is {value!r}, not token ids")
+                raise CheckpointError(f"{path}: eos_token_id is {shown(value)}, not token ids")
             return tuple(several)
     return ()

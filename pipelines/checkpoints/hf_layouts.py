@@ -13,6 +13,8 @@ from castiron.pipelines.checkpoints.checkpoint import Tensor
 
 # The codec of a tensor of bytes that are no numbers by themselves; none that `laid_out` gives has it but one it does not know.
 BYTES = "U8"
+# More in one tensor are not taken apart.
+MOST_EXPERTS = 4096
 
 # Which of so many rows.
 _ALL: Callable[[int], slice] = lambda rows: slice(rows)
@@ -34,6 +36,16 @@ class Layout:
     parts: Mapping[str, Callable[[int], slice]]
     transposed: bool = False
     scales: str | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dimension of the tensor is that of the experts."""
+        return any("{}" in name for name in self.parts)
+
+    @property
+    def least_rank(self) -> int:
+        """Dimensions that a tensor must have to be read in this way."""
+        return 1 + self.stacked + self.transposed
 
 
 _GRANITE = (
@@ -105,17 +117,19 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 def laid_out(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model of this type under the names that its family has for them; no weight is read."""
     found: dict[str, Tensor] = {}
-    left = dict(tensors)
+    gone: set[str] = set()
     for tensor in tensors.values():
         for layout in LAYOUTS.get(model_type, ()):
             if match := re.fullmatch(layout.pattern, tensor.name):
                 scales = tensors.get(match.expand(layout.scales)) if layout.scales else None
-                if layout.scales and (scales is None or scales.shape != tensor.shape[:-1]):
+                if layout.scales and (scales is None or scales.shape != tensor.shape[:-1] or len(tensor.shape) != 4):
                     continue
-                found |= {part.name: part for part in _parts(layout, match, tensor, scales)}
-                left = {name: t for name, t in left.items() if t is not tensor and t is not scales}
+                if len(tensor.shape) < layout.least_rank or tensor.shape[0] > MOST_EXPERTS and layout.stacked:
+                    continue
+                found.update((part.name, part) for part in _parts(layout, match, tensor, scales))
+                gone |= {of.name for of in (tensor, scales) if of is not None}
                 break
-    return left | found
+    return {name: tensor for name, tensor in tensors.items() if tensor.name not in gone} | found
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:

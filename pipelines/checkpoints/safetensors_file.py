@@ -2,12 +2,14 @@
 
 import json
 import mmap
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from castiron.emitter.shown import shown, shown_text
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 
 CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -32,7 +34,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         with open(path, "rb") as file:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a sound safetensors file ({error}): fetch it again") from None
+        raise CheckpointError(f"{path} is not a sound safetensors file ({shown_text(str(error))}): fetch it again") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError:
@@ -51,8 +53,8 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _unique(path: Path, pairs: list[tuple]) -> dict:
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None:
-        raise CheckpointError(f"{path} is not a sound safetensors file: {twice!r} appears twice in its header")
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise CheckpointError(f"{path} is not a sound safetensors file: {shown(twice)} appears twice in its header")
+    return found

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castiron.emitter.codecs import CODECS, dequantise, row_bytes
+from castiron.emitter.codecs import CODECS, are_finite, dequantise, row_bytes
 
 gguf = pytest.importorskip("gguf")
 BLOCKED = [name for name, codec in CODECS.items() if codec.quantised]
@@ -56,3 +56,15 @@ def test_dequantise_takes_strided_rows_and_leading_axes():
         whole = dequantise("q4_0", raw)
         np.testing.assert_array_equal(dequantise("q4_0", raw[::2]), whole[::2])
         np.testing.assert_array_equal(dequantise("q4_0", raw.reshape(2, 4, -1)), whole.reshape(2, 4, -1))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_finite_is_what_stands_for_finite_numbers(name):
+    """By each two bytes of a block in turn: the few that are looked at are those that can make an infinity, or what is no number."""
+    for at in range(max(CODECS[name].block_bytes - 1, 1)):
+        for pair in (0x7F, 0xFF), (0xFF, 0x7F), (0xFF, 0x7B), (0, 0xFC):
+            raw = np.full((2, CODECS[name].block_bytes), 0x77, np.uint8)
+            raw[1, at : at + 2] = pair
+            with np.errstate(all="ignore"):
+                expected = np.isfinite(dequantise(name, raw)).all()
+            assert are_finite(name, raw) == expected, (at, pair)

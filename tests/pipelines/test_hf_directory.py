@@ -161,7 +161,7 @@ BAD_DIRECTORIES = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), "not a JSON object"),
-    "config not UTF-8": (lambda d: (d / "config.json").write_bytes(b"\xff"), "is not JSON"),
+    "config not UTF-8": (lambda d: (d / "config.json").write_bytes(b"\xff"), "is not UTF-8"),
     "no model type": (lambda d: (d / "config.json").write_text("{}"), "names no model_type"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither model.safetensors nor"),
     "shard missing": (lambda d: _sharded(d, {"x": "b.safetensors"}), "b.safetensors is missing"),

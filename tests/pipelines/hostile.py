@@ -1,0 +1,209 @@
+"""Mutants of small checkpoints, and what becomes of each: every one is taken or refused in a sentence, in bounds of time and memory.
+
+`test_hostile.py` runs some of them in one process; thousands, each under limits of time and memory, in processes that may die:
+
+    python -m tests.pipelines.hostile --mutants 20000 --workers 2
+
+prints how many were taken and refused and, by place, those that were neither; it ends with 1 if there are any. --only N shows one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.pipelines.hostile_mutants import mutant
+from tests.pipelines.hostile_sound import write_sound
+
+# What a refusal may be, in characters beside the path that was given; what a mutant may take of the machine.
+LONGEST, SECONDS, BYTES, WAIT = 300, 5.0, 1 << 30, 20.0
+
+
+def read_whole(path: Path) -> None:
+    """All that castiron does with a checkpoint before iree-compile, and the weights' packing."""
+    from castiron.emitter.printer import print_module
+    from castiron.pipelines.casting.compile import Options, build_module, open_source, packed_parameter, vocab_of
+    from castiron.pipelines.casting.soundness import refuse_unsound
+
+    # NumPy's warning of a number that is none would reach a user who cannot read it.
+    warnings.simplefilter("error", RuntimeWarning)
+    options = Options(batch=(), speculate=(), lowering="portable", tuned=False)
+    checkpoint = open_source(path, options)
+    module = build_module(checkpoint, options)
+    print_module(module)
+    for param in module.params.values():
+        packed_parameter(checkpoint, param)
+    refuse_unsound(checkpoint, vocab_of(module))
+    json.dumps([checkpoint.config, checkpoint.generation_config], ensure_ascii=False).encode()
+    (checkpoint.chat_template or "").encode()
+
+
+def verdict(path: Path, read: Callable[[Path], None] = read_whole) -> str:
+    """ "taken", "refused", or what is wrong, with where: a traceback, a refusal of too many characters or lines."""
+    from castiron.pipelines.errors import user_errors
+
+    try:
+        read(path)
+    except user_errors() as error:
+        said = str(error).replace(str(path), "PATH")
+        where = f"{place_of(error)}: {said[:160]!r}"
+        if len(said) >= LONGEST:
+            return f"long ({len(said)}) at {where}"
+        return "refused" if said.isprintable() else f"unprintable at {where}"
+    except Exception as error:
+        return f"traceback {type(error).__name__} at {place_of(error)}: {str(error)[:80]!r}"
+    return "taken"
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of castiron's that the error passed."""
+    own = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "hostile.py" not in f.filename and "site-packages" not in f.filename
+    ]
+    own = [f for f in own if "/lib/python" not in f.filename]
+    return f"{'/'.join(own[-1].filename.split('/')[-2:])}:{own[-1].lineno}" if own else "?"
+
+
+# Thousands, in processes that may die.
+
+
+class Hang(BaseException):
+    """More seconds of the processor than a refusal may take."""
+
+
+def _hang(*_: Any) -> None:
+    raise Hang
+
+
+def limited(path: Path) -> str:
+    """`verdict`, or "hang" with where, within the seconds that a refusal may take."""
+    signal.signal(signal.SIGVTALRM, _hang)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, 2 * SECONDS)  # kills where Python does not get to run
+    try:
+        return verdict(path)
+    except Hang as error:
+        return f"hang at {place_of(error)}"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def work(folder: str, sound: list[Path], numbers: Any, results: Any) -> None:
+    """Reads numbers until None, and answers each with its verdict."""
+    import castiron.pipelines.casting.compile  # noqa: F401
+
+    read_whole(next(p for p in sound if p.name == "llama"))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
+    while (number := numbers.recv()) is not None:
+        place = Path(folder) / str(number)
+        place.mkdir()
+        path = mutant(number, sound, place)
+        said = limited(path)
+        shutil.rmtree(place)
+        results.send(said)
+
+
+class Worker:
+    """A process that reads mutants, and is replaced when it dies or hangs."""
+
+    def __init__(self, folder: str, sound: list[Path]):
+        self.folder, self.sound, self.process = folder, sound, None
+        self.number: int | None = None
+
+    def start(self, number: int) -> None:
+        if self.process is None:
+            there, self.numbers = multiprocessing.Pipe(duplex=False)
+            self.results, here = multiprocessing.Pipe(duplex=False)
+            self.process = multiprocessing.Process(target=work, args=(self.folder, self.sound, there, here))
+            self.process.start()
+            there.close(), here.close()
+        self.number, self.since = number, time.monotonic()
+        self.numbers.send(number)
+
+    def poll(self) -> str | None:
+        """The verdict on its mutant, None while there is none."""
+        try:
+            if self.results.poll(0.02):
+                return self.results.recv()
+        except EOFError:
+            self.process.join()
+            code, self.process = self.process.exitcode, None
+            name = signal.Signals(-code).name if code < 0 else code
+            return "hang outside Python" if name in ("SIGPROF", "SIGVTALRM") else f"abort by {name}"
+        if time.monotonic() - self.since > WAIT:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+            return "hang without work"
+        return None
+
+
+def run(first: int, count: int, workers: int) -> dict[str, list[int]]:
+    """Verdict -> the numbers of the mutants it was passed on."""
+    multiprocessing.set_start_method("fork", force=True)
+    found: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sound").mkdir()
+        sound = write_sound(Path(folder) / "sound")
+        waiting = iter(range(first, first + count))
+        busy = [Worker(folder, sound) for _ in range(workers)]
+        for worker in busy:
+            worker.start(next(waiting))
+        while busy:
+            for worker in list(busy):
+                if (said := worker.poll()) is None:
+                    continue
+                found.setdefault(said, []).append(worker.number)
+                if (number := next(waiting, None)) is None:
+                    busy.remove(worker)
+                    if worker.process is not None:
+                        worker.numbers.send(None)
+                        worker.process.join()
+                else:
+                    worker.start(number)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutants", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", type=int, help="this mutant alone, with its traceback; its files stay where it says")
+    args = parser.parse_args()
+    if args.only is not None:
+        folder = Path(tempfile.mkdtemp())
+        (folder / "sound").mkdir()
+        path = mutant(args.only, write_sound(folder / "sound"), folder)
+        print(path)
+        read_whole(path)
+        return 0
+    found = run(args.first, args.mutants, args.workers)
+    counts: Counter = Counter()
+    for said, numbers in sorted(found.items(), key=lambda item: -len(item[1])):
+        counts[said.split()[0]] += len(numbers)
+        if said not in ("taken", "refused"):
+            print(f"{len(numbers):6} {said}   e.g. {numbers[:3]}")
+    print(json.dumps(dict(counts)))
+    return int(bool(set(counts) - {"taken", "refused"}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
