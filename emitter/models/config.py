@@ -37,6 +37,8 @@ _SHOWN = 3
 
 # Sizes and positions are counted in i32.
 _MOST = (1 << 31) - 1
+# Lists of which the last number may be infinite.
+_CHECKED_BY_FAMILIES = frozenset({"time_step_limit"})
 # Numbers that are divided by, or whose root or logarithm is taken.
 POSITIVE = frozenset(
     """
@@ -97,7 +99,11 @@ class ConfigReader:
             return "which is not a number of f32"
         if key in POSITIVE and not is_positive(value):
             return "which is not above 0"
-        if isinstance(value, list) and not (all(isinstance(one, str) for one in value) or all(map(_is_plain, value))):
+        if (
+            isinstance(value, list)
+            and key not in _CHECKED_BY_FAMILIES
+            and not (all(isinstance(one, str) for one in value) or all(map(_is_plain, value)))
+        ):
             return "which is neither a list of words nor one of numbers"
         return None
 

@@ -13,9 +13,10 @@ from castiron.emitter.layers import activation, split_heads
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.ops import broadcast_in_dim, maximum, minimum, reshape, slice_
 from castiron.emitter.recurrences import causal_conv, selective_scan
+from castiron.emitter.shown import shown
 from castiron.emitter.states import State
 from castiron.emitter.step import Step, Weight
-from castiron.emitter.types import EmitError
+from castiron.emitter.types import EmitError, is_number
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,11 @@ def time_step_limit(c: ConfigReader) -> tuple[float, float]:
     """The least and the longest step of time."""
     stated = c.take("time_step_limit", (0.0, inf), (list, tuple))
     # As transformers writes what JSON has no number for.
-    numbers = [float(n["__float__"]) if isinstance(n, dict) and "__float__" in n else n for n in stated]
-    if len(numbers) != 2 or not all(isinstance(n, int | float) and n >= 0 for n in numbers) or numbers[0] > numbers[1]:
-        raise EmitError(f"'time_step_limit' in the {c.model_type} config is {stated!r}, not the least and the longest step")
+    numbers = [inf if n == {"__float__": "Infinity"} else n for n in stated]
+    if len(numbers) != 2 or not all((is_number(n) or n == inf) and n >= 0 for n in numbers) or numbers[0] > numbers[1]:
+        raise EmitError(
+            f"'time_step_limit' in the {c.model_type} config is {shown(stated)}, not the least and the longest step"
+        )
     return float(numbers[0]), float(numbers[1])
 
 

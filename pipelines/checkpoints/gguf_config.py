@@ -110,7 +110,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     windowed = f"{name}.attention.sliding_window" in file.metadata
     row = architecture_row(name, experts if isinstance(experts, int) else 1, windowed)
     if row is None:
-        known = ", ".join(architecture_names())
+        known = shown_list(architecture_names(), most=150)
         raise CheckpointError(f"{file.path} holds a {shown_text(name, 60)} model; supported are {known}")
     return row
 

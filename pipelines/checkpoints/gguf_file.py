@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
 from castiron.emitter.codecs import CODECS, row_bytes
 from castiron.emitter.shown import shown
@@ -219,6 +218,8 @@ def _codec(cursor: _Cursor, name: str) -> str:
     ggml_type = cursor.number(_U32, f"the type of {shown(name)}")
     if ggml_type in CODEC_OF_GGML_TYPE:
         return CODEC_OF_GGML_TYPE[ggml_type]
+    from gguf.constants import GGMLQuantizationType
+
     names = {kind.value: kind.name for kind in GGMLQuantizationType}
     if ggml_type not in names:
         raise cursor.fail(f"{shown(name)} has the unknown ggml type {ggml_type}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from castiron.emitter.shown import shown
+from castiron.emitter.shown import shown, shown_list
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_config import Metadata
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
@@ -90,7 +90,7 @@ def _byte_level(metadata: _Metadata) -> dict:
     name = metadata.word("pre")
     row = PRE_TOKENIZERS.get(name)
     if row is None:
-        known = ", ".join(PRE_TOKENIZERS)
+        known = shown_list(PRE_TOKENIZERS, most=150)
         raise metadata.fail(f"unknown pre-tokenizer {shown(name, 60)}; known are {known}")
     vocabulary = {token: number for number, token in enumerate(metadata.tokens)}
     bpe = _bpe(vocabulary, list(_merges_of_file(metadata, vocabulary)))

@@ -212,7 +212,8 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
-    """Fields of two records that are not the same; one that a record lacks must be None or False in the other."""
+    """Fields of two records that are not the same; one that a record lacks must be None or False in the other, or a list of
+    None."""
     for name in {field.name for record in (one, other) for field in fields(record)}:
         a, b = getattr(one, name, None), getattr(other, name, None)
         if not _same(a, b):
@@ -224,4 +225,8 @@ def _same(a: Any, b: Any) -> bool:
         return not list(_differing(a, b))
     if isinstance(a, np.ndarray | float) and isinstance(b, np.ndarray | float | int):
         return np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=_FACTOR_TOLERANCE, atol=0)
-    return a == b or (a in (None, False) and b in (None, False))
+    return a == b or (_nothing(a) and _nothing(b))
+
+
+def _nothing(value: Any) -> bool:
+    return value in (None, False) or (isinstance(value, list) and all(one is None for one in value))

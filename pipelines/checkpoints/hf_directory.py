@@ -28,10 +28,12 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     whole = json_object(path / CONFIG)
     if whole is None:
         raise CheckpointError(f"{path} has no config.json: give a directory as HF's save_pretrained writes it")
-    stored = base_names(_tensors(path)) if isinstance(whole.get("model_type"), str) else {}
+    if not isinstance(whole.get("model_type"), str):
+        raise CheckpointError(f"{path / CONFIG} names no model_type, so the model's family is unknown")
+    stored = base_names(_tensors(path))
     config = without(text_config(whole, stored), ignore_keys, path / CONFIG)
     if not isinstance(config.get("model_type"), str):
-        raise CheckpointError(f"{path / 'config.json'} names no model_type, so the model's family is unknown")
+        raise CheckpointError(f"{path / CONFIG} names no model_type of its text, so the model's family is unknown")
     generation = json_object(path / "generation_config.json") or {}
     tensors, left_out = text_tensors(whole["model_type"], stored)
     encoding = read_encoding(path)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from castiron.emitter.shown import shown, shown_text
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
@@ -28,6 +27,8 @@ class StoredTensor:
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of the file by name; CheckpointError if the file is not sound."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="numpy"):
             pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early

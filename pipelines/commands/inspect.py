@@ -29,7 +29,7 @@ examples:
 in a config and no model reads), left_out (how many tensors are no part of a text's model, by what their names begin with),
 refused (why compile would not take the config, or null), parameters, tensors, tokenizer, chat_template, bos_token_id,
 eos_token_ids, encodes (whether it is a model for embeddings); without an argument catalogue, families (values of
-model_type), text_parts (of models that also see or hear), gguf_architectures, gguf_types, safetensors_types.
+model_type), encoders, text_parts (of models that also see or hear), gguf_architectures, gguf_types, safetensors_types.
 """
 # Of config.json, what tells one model from another.
 SHOWN_CONFIG = (
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 def catalogue() -> tuple[dict, list[str]]:
     from dataclasses import asdict
 
-    from castiron.emitter.models import FAMILIES
+    from castiron.emitter.models import ENCODERS, FAMILIES
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
     from castiron.pipelines.checkpoints.gguf_architectures import architecture_names
     from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
@@ -67,12 +67,13 @@ def catalogue() -> tuple[dict, list[str]]:
 
     read = {
         "families": sorted(FAMILIES),
+        "encoders": sorted(ENCODERS),
         "text_parts": sorted(TEXT_PARTS),
         "gguf_architectures": sorted(architecture_names()),
         "gguf_types": [codec.upper() for codec in CODEC_OF_GGML_TYPE.values()],
         "safetensors_types": list(CODEC_OF_DTYPE),
     }
-    names = ("families", "their text alone", "GGUF architectures", "GGUF types", "safetensors types")
+    names = ("families", "encoders alone", "their text alone", "GGUF architectures", "GGUF types", "safetensors types")
     lines = [f"{m.name:<28} {megabytes(m.size):>10}  {m.licence}" for m in CATALOGUE.values()]
     for name, row in zip(names, read.values(), strict=True):
         indent = " " * 20

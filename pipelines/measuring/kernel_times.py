@@ -86,9 +86,10 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{result['function']} at position {result['position']} on {threads} thread{'s' * (threads != 1)}: "
         f"{result['call_ms']:.2f} ms" + (f", of which Python {python:.0f} us" if python is not None else ""),
-        f"this machine reads {machine['read_gb_s']:.1f} GB/s and computes {machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
-        + "".join(f", {machine[name]:.0f} ({of})" for name, of in list(PEAKS.items())[1:] if name in machine)
-        + f"; the call takes {peak_share(result):.0%}",
+        f"the call takes {peak_share(result):.0%} of the f32 peak; this machine reads {machine['read_gb_s']:.1f} GB/s "
+        "and computes",
+        f"{machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
+        + "".join(f", {machine[name]:.0f} ({of})" for name, of in list(PEAKS.items())[1:] if name in machine),
         "",
         f"{'ms':>8} {'share':>6} {'':{BAR}} {'calls':>5} {'us/call':>8} {'MB':>7} {'MFLOP':>8} {'of limit':>8}  where",
     ]

@@ -367,5 +367,5 @@ def test_steps_of_time_are_limited_where_hf_does_so(family, tmp_path):
 
 
 def test_a_type_without_a_family_is_refused_with_those_there_are():
-    with pytest.raises(EmitError, match="'bloom' is not supported; supported are arcee, .*llama, .*starcoder2"):
+    with pytest.raises(EmitError, match="'bloom' is not supported; supported are arcee, .* and [0-9]+ more"):
         build({"model_type": "bloom"}, lambda name: "f32", 8, ())

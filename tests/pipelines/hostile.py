@@ -46,7 +46,7 @@ def read_whole(path: Path) -> None:
     print_module(module)
     for param in module.params.values():
         packed_parameter(checkpoint, param)
-    refuse_unsound(checkpoint, vocab_of(module))
+    refuse_unsound(checkpoint, vocab_of(checkpoint.config))
     json.dumps([checkpoint.config, checkpoint.generation_config], ensure_ascii=False).encode()
     (checkpoint.chat_template or "").encode()
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_said_in_gguf_is_refused(smollm2, tmp_path):
     scaled = tiny.tiny_model("gemma2", tmp_path / "scaled", query_pre_attn_scalar=20)
     refused(scaled, out, "a gemma2 model whose .* would be read back otherwise: convert it with llama.cpp")
     sliding = tiny.tiny_model("mistral", tmp_path / "sliding", sliding_window=24)
-    refused(sliding, out, "a mistral model whose window would be read back otherwise")
+    refused(sliding, out, "a mistral model whose windows would be read back otherwise")
     model = tiny.tiny_model("llama", tmp_path / "model")
     content = {**smollm2.tokenizer, "model": {**smollm2.tokenizer["model"], "type": "Unigram"}}
     (model / "tokenizer.json").write_text(json.dumps(content))
