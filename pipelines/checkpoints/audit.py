@@ -20,7 +20,7 @@ IGNORABLE = (
 _LAYERS, _EXPERTS = ("num_hidden_layers", "n_layer"), ("num_local_experts", "num_experts", "num_experts_per_tok")
 _EXTENTS = (
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "n_embd", "n_head", "n_inner", "n_positions",
+    "num_key_value_heads", "head_dim", "hidden_size_per_layer_input", "n_embd", "n_head", "n_inner", "n_positions",
 )  # fmt: skip
 
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
