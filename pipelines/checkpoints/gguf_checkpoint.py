@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
-from castiron.pipelines.checkpoints.audit import HEAD
+from castiron.pipelines.checkpoints.audit import HEAD, without_shared
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
@@ -30,7 +30,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     _refuse_parts(file)
     config = hf_config(file)
     eos = eos_token_ids(file)
-    tensors, encoding, left_out = _tensors(file, architecture_of(file), config), encoding_of(file), {}
+    tensors, encoding, left_out = without_shared(_tensors(file, architecture_of(file), config), config), encoding_of(file), {}
     if encoding and tensors.pop(HEAD, None):
         left_out = {"lm_head": 1}
     chat_template = file.metadata.get("tokenizer.chat_template")
@@ -65,20 +65,13 @@ def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tenso
         block = _IN_BLOCK.fullmatch(stored.name)
         # Blocks after the model's own predict further tokens.
         further = block is not None and "delta_layers" in row.rules and int(block[1]) >= config["num_hidden_layers"]
-        if RULES_OF_ROPE_TENSOR.get(stored.name, set()) & set(row.rules) or further or _unread(config, block):
+        if RULES_OF_ROPE_TENSOR.get(stored.name, set()) & set(row.rules) or further:
             continue
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
                 raise CheckpointError(f"{file.path}: {tensors[tensor.name].source} and {stored.name} are the same tensor")
             tensors[tensor.name] = tensor
     return tensors
-
-
-def _unread(config: dict, block: re.Match | None) -> bool:
-    """Whether a tensor is of a layer's own keys and values, and the layer attends to those of an earlier one."""
-    layers = config["num_hidden_layers"]
-    shared = range(layers - config.get("num_kv_shared_layers", 0), layers)
-    return block is not None and int(block[1]) in shared and block[2].startswith(("attn_k", "attn_v"))
 
 
 def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from castiron.pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
@@ -278,11 +279,17 @@ def gemma4_file(path, metadata: dict, tensors: dict):
 
 
 def test_keys_and_values_that_a_layer_takes_from_another_are_left_out(tmp_path):
-    """The converter writes what Google's checkpoints have of layers that use none."""
-    unused = {f"blk.4.attn_{leaf}.weight": np.ones(shape, np.float32)
-              for leaf, shape in {"k": (64, 64), "v": (64, 64), "k_norm": (32,)}.items()}  # fmt: skip
-    checkpoint = open_checkpoint(gemma4_file(tmp_path, {}, unused))
-    assert checkpoint.tensors.keys() == open_checkpoint(tmp_path).tensors.keys()
+    """Checkpoints have those of every layer, and the converter writes them all."""
+    shapes = {"k_proj": (64, 64), "v_proj": (64, 64), "k_norm": (32,)}
+    unused = {leaf: np.ones(shape, np.float32) for leaf, shape in shapes.items()}
+    in_gguf = {f"blk.4.attn_{leaf.removesuffix('_proj')}.weight": values for leaf, values in unused.items()}
+    path = gemma4_file(tmp_path, {}, in_gguf)
+    expected = open_checkpoint(tmp_path).tensors.keys()
+    assert open_checkpoint(path).tensors.keys() == expected
+    stored = load_file(tmp_path / "model.safetensors")
+    stored |= {f"model.layers.4.self_attn.{leaf}.weight": values for leaf, values in unused.items()}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert open_checkpoint(tmp_path).tensors.keys() == expected
 
 
 @pytest.mark.parametrize(
