@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.shown import shown_text
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 
 # Tensors of some checkpoints that hold nothing of the model: buffers that are computed from the config.
 IGNORABLE = (
@@ -21,9 +21,10 @@ IGNORABLE = (
 _LAYERS, _EXPERTS = ("num_hidden_layers", "n_layer"), ("num_local_experts", "num_experts", "num_experts_per_tok")
 _EXTENTS = (
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "n_embd", "n_head", "n_inner", "n_positions",
+    "num_key_value_heads", "head_dim", "hidden_size_per_layer_input", "n_embd", "n_head", "n_inner", "n_positions",
 )  # fmt: skip
 
+_KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.(?:weight|bias)")
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -48,6 +49,16 @@ def refuse_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
             if isinstance(value, int) and value > most:
                 said = str(value) if value < 10**20 else "more than 10^20"
                 raise CheckpointError(f"{path} gives {key} as {said} and {what}: fetch the checkpoint again")
+
+
+def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
+    """Without the keys and values of Gemma 4's layers that attend to those of earlier ones: checkpoints hold them, and no model
+    has them."""
+    layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
+    if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
+        return tensors
+    own = {name: int(match[1]) for name in tensors if (match := _KEY_OR_VALUE.fullmatch(name))}
+    return {name: tensor for name, tensor in tensors.items() if own.get(name) not in range(layers - shared, layers)}
 
 
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:

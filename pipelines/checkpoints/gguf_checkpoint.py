@@ -10,11 +10,11 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.emitter.shown import shown, shown_text
-from castiron.pipelines.checkpoints.audit import HEAD
+from castiron.pipelines.checkpoints.audit import HEAD, without_shared
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
-from castiron.pipelines.checkpoints.gguf_rope import RULE_OF_ROPE_TENSOR
+from castiron.pipelines.checkpoints.gguf_rope import RULES_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
 from castiron.pipelines.checkpoints.gguf_words import Architecture
 
@@ -31,7 +31,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     _refuse_parts(file)
     config = hf_config(file)
     eos = eos_token_ids(file)
-    tensors, encoding, left_out = _tensors(file, architecture_of(file), config), encoding_of(file), {}
+    tensors, encoding, left_out = without_shared(_tensors(file, architecture_of(file), config), config), encoding_of(file), {}
     if encoding and tensors.pop(HEAD, None):
         left_out = {"lm_head": 1}
     chat_template = file.metadata.get("tokenizer.chat_template")
@@ -66,7 +66,7 @@ def _tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tenso
         block = _IN_BLOCK.fullmatch(stored.name)
         # Blocks after the model's own predict further tokens.
         further = block is not None and "delta_layers" in row.rules and int(block[1]) >= config["num_hidden_layers"]
-        if RULE_OF_ROPE_TENSOR.get(stored.name) in row.rules or further:
+        if RULES_OF_ROPE_TENSOR.get(stored.name, set()) & set(row.rules) or further:
             continue
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
@@ -92,9 +92,11 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
     layer, leaf, suffix = block.groups()
     prefix = row.block.format(int(layer))
     if leaf in row.per_index:
+        found = row.per_index[leaf]
+        names = (found,) if isinstance(found, str) else found
         for index in range(stored.shape[0]):
-            name = f"{prefix}{row.per_index[leaf].format(index)}.{suffix}"
-            yield _part(file, stored, name, index)
+            for share, name in enumerate(names):
+                yield _part(file, stored, f"{prefix}{name.format(index)}.{suffix}", index, share, len(names))
     elif leaf in row.permuted:
         yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", config[row.permuted[leaf]])
     elif parts := next((parts for parts in row.joined if leaf in parts), None):
@@ -181,8 +183,13 @@ def _grouped(file: GgufFile, stored: GgufTensor, name: str, order: np.ndarray, c
     return Tensor(name, stored.shape, stored.codec if whole or not columns else "f32", stored.name, read)
 
 
-def _part(file: GgufFile, stored: GgufTensor, name: str, index: int) -> Tensor:
-    return Tensor(name, stored.shape[1:], stored.codec, stored.name, lambda: file.rows(stored)[index])
+def _part(file: GgufFile, stored: GgufTensor, name: str, index: int, share: int, shares: int) -> Tensor:
+    """One of those stacked, or of its rows the `share`-th of so many."""
+    if shares == 1:
+        return Tensor(name, stored.shape[1:], stored.codec, stored.name, lambda: file.rows(stored)[index])
+    rows = stored.shape[1] // shares
+    read = lambda: file.rows(stored)[index][share * rows : (share + 1) * rows]
+    return Tensor(name, (rows, *stored.shape[2:]), stored.codec, stored.name, read)
 
 
 def _unpermuted(file: GgufFile, stored: GgufTensor, name: str, heads: int) -> Tensor:

@@ -16,20 +16,21 @@ from castiron.pipelines.checkpoints.audit import refuse_impossible_sizes
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding
 from castiron.pipelines.checkpoints.gguf_architectures import architecture_names, architecture_row
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
+from castiron.pipelines.checkpoints.gguf_gemma4 import gemma4_layers
 from castiron.pipelines.checkpoints.gguf_rope import ROPE_RULES, head_dim
 from castiron.pipelines.checkpoints.gguf_words import Architecture
 
 # What llama.cpp takes where a file is silent.
-_ROPE_BASE = 10000.0
-_GEMMA3_LOCAL_ROPE_BASE = 10000.0
+_ROPE_BASE = _GEMMA3_LOCAL_ROPE_BASE = 10000.0
 _GEMMA3_PATTERN = 6
 _SMOLLM3_PATTERN = 4
 _WINDOW_PATTERN = 4
+# What HF's configs call the number of experts of a token.
+_CHOSEN = {"num_experts_per_tok", "top_k_experts"}
 
-# Keys that say nothing about the mathematics, or repeat what the tensors' shapes say.
-_SILENT_KEYS = {"vocab_size", "tensor_data_layout", *(f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out"))}
-# Read by `encoding_of`.
-_SILENT_KEYS |= {"pooling_type"}
+# Keys that say nothing about the mathematics, repeat what the tensors' shapes say, or are read by `encoding_of`.
+_SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type"}
+_SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out")}
 
 _TOKEN_IDS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -84,6 +85,14 @@ class Metadata:
         if not value:
             raise self.fail(f"the metadata key {self.prefix}{key} is missing or 0, so the model's shape is unknown")
         return value
+
+    def by_layer(self, key: str) -> list[int]:
+        """A number for each block, or the one number of all."""
+        blocks, stated = self.required("block_count"), self.get(key)
+        found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
+        if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
+            raise self.fail(f"{self.prefix}{key} is {_short(stated)}, not a number for each of {blocks} blocks")
+        return found
 
     def unread(self) -> list[str]:
         mine = (key for key in self.file.metadata if key.startswith(self.prefix))
@@ -165,15 +174,16 @@ def _fill_sizes(config: dict, metadata: Metadata, by_layer: tuple[str, ...]) -> 
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if metadata.integer("expert_count") == 0:  # how a dense file may say that it has none
         metadata.get("expert_used_count")
-        config.pop("num_experts_per_tok", None)
-    elif metadata.integer("expert_count") and "num_experts_per_tok" not in config:
+        for name in _CHOSEN:
+            config.pop(name, None)
+    elif metadata.integer("expert_count") and not config.keys() & _CHOSEN:
         raise metadata.fail(
             f"{metadata.prefix}expert_count is set, but {config['model_type']} models with experts are not supported"
         )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if kv_heads == 0 or heads % kv_heads:
         raise metadata.fail(f"{heads} attention heads cannot be divided among {kv_heads} key-value heads")
-    for key in ("attention.key_length", "attention.value_length"):
+    for key in {"attention.key_length", "attention.value_length"}.difference(by_layer):
         length = metadata.integer(key)
         if length not in (None, head_dim(config)):
             raise metadata.fail(f"{metadata.prefix}{key} is {length}, but a head has {head_dim(config)} elements")
@@ -272,18 +282,9 @@ def _lfm2_layers(config: dict, metadata: Metadata) -> None:
     config["layer_types"] = ["full_attention" if count else "conv" for count in heads]
 
 
-def _by_layer(metadata: Metadata, key: str) -> list[int]:
-    """A number for each block, or the one number of all."""
-    blocks, stated = metadata.required("block_count"), metadata.get(key)
-    found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
-    if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
-        raise metadata.fail(f"{metadata.prefix}{key} is {_short(stated)}, not a number for each of {blocks} blocks")
-    return found
-
-
 def _hybrid_heads(config: dict, metadata: Metadata) -> list[int]:
     """Key-value heads by layer, 0 where a layer does not attend; those of the others are the config's."""
-    heads = _by_layer(metadata, "attention.head_count_kv")
+    heads = metadata.by_layer("attention.head_count_kv")
     config["num_key_value_heads"] = max(heads) or config["num_attention_heads"]
     # whether a rotary embedding was trained at other lengths, which these have none of
     metadata.get("rope.scaling.finetuned")
@@ -311,7 +312,7 @@ def _granite_layers(config: dict, metadata: Metadata) -> None:
 
 def _nemotron_layers(config: dict, metadata: Metadata) -> None:
     """A layer attends, or has an MLP or experts, or is a Mamba."""
-    heads, widths = _hybrid_heads(config, metadata), _by_layer(metadata, "feed_forward_length")
+    heads, widths = _hybrid_heads(config, metadata), metadata.by_layer("feed_forward_length")
     has = lambda layer, leaf: f"blk.{layer}.{leaf}" in metadata.file.tensors
     fed = ["moe" if has(layer, "ffn_gate_inp.weight") else "mlp" for layer in range(len(heads))]
     kinds = ["full_attention" if h else fed[i] if w else "linear_attention" for i, (h, w) in enumerate(zip(heads, widths))]
@@ -403,4 +404,5 @@ RULES: dict[str, Callable[[dict, Metadata], None]] = {
     "olmo3_ropes": _olmo3_ropes,
     "mistral3_ropes": _mistral3_ropes,
     "stablelm_residual": _stablelm_residual,
+    "gemma4_layers": gemma4_layers,
 }

@@ -14,6 +14,7 @@ from castiron.pipelines.checkpoints.gguf_file import GgufFile
 
 # Llama 3.1 and later; the GGUF keeps their effect, one factor a frequency, and not these numbers.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_GEMMA4_LOCAL_BASE, _STILL = 10000.0, 1e29  # where a file is silent; what divides a frequency that is none
 _FACTOR_TOLERANCE = 1e-4  # factors are f32 of an f32 computation: about 1e-6 apart
 
 
@@ -125,11 +126,31 @@ def _phi3_rope(config: dict, metadata) -> None:
             config["rope_scaling"]["attention_factor"] = attention_factor
 
 
-# Tensors that end in the config, and the rule that puts them there.
-RULE_OF_ROPE_TENSOR = {
-    "rope_freqs.weight": "rope_factors",
-    "rope_factors_long.weight": "phi3_rope",
-    "rope_factors_short.weight": "phi3_rope",
+def _gemma4_ropes(config: dict, metadata) -> None:
+    """Full layers turn their first frequencies, of which rope_freqs.weight has 1, and not the others, of which it has 1e30."""
+    factors, local = _factors(metadata.file, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _GEMMA4_LOCAL_BASE)
+    turned = 0 if factors is None else int((factors == 1).sum())
+    if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[turned:] < _STILL).any():
+        raise metadata.fail("its rope_freqs.weight does not say which frequencies of a full layer's heads turn")
+    for key, length in (("", "global_head_dim"), ("_swa", "head_dim")):
+        rotary = metadata.integer(f"rope.dimension_count{key}")
+        if rotary not in (None, config[length]):
+            raise metadata.fail(f"{metadata.prefix}rope.dimension_count{key} is {rotary}, not the {config[length]} of a head")
+    config["rope_parameters"] = {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": turned / len(factors),
+            "rope_theta": config.pop("rope_theta"),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+
+
+# Tensors that end in the config, and the rules that put them there.
+RULES_OF_ROPE_TENSOR = {
+    "rope_freqs.weight": {"rope_factors", "gemma4_ropes"},
+    "rope_factors_long.weight": {"phi3_rope"},
+    "rope_factors_short.weight": {"phi3_rope"},
 }
 
 ROPE_RULES = {
@@ -138,4 +159,5 @@ ROPE_RULES = {
     "full_rotary": _full_rotary,
     "partial_rotary": _partial_rotary,
     "phi3_rope": _phi3_rope,
+    "gemma4_ropes": _gemma4_ropes,
 }

@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF's metadata as the content of the tokenizer.json that its model has at HF.
 
-Two kinds are read: byte-level BPE ("gpt2") and SentencePiece BPE ("llama"). Whether BOS or EOS is added stands in
-the post-processor and nowhere else.
+Three kinds are read: byte-level BPE ("gpt2"), SentencePiece BPE ("llama") and Gemma 4's ("gemma4"), which is the latter with
+its merges. Whether BOS or EOS is added stands in the post-processor and nowhere else.
 
 Where this differs from transformers' own reading of a GGUF, it is on purpose: transformers knows no digit splitting
 (smollm, starcoder, refact), no NFC (qwen2) and no ignore_merges (llama-bpe), all of which the models' own
@@ -26,6 +26,9 @@ _LONGEST, _MOST_PARTS = 4096, 500_000_000
 
 # Gemma's scores do not follow the order of its merges, the ids do.
 _RANKED_BY_ID = {"gemma", "gemma2", "gemma3", "gemma-embedding"}
+
+# Gemma 4's generation_config.json ends an answer at each of these; a file has room for one.
+_GEMMA4_ENDS = ("<eos>", "<|tool_response>", "<turn|>")
 
 
 class _Metadata(Metadata):
@@ -69,8 +72,11 @@ class _Metadata(Metadata):
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """The tokens that end an answer: end of sequence and, where the file names one, end of turn."""
-    found = (file.metadata.get(_PREFIX + key) for key in ("eos_token_id", "eot_token_id"))
+    """The tokens that end an answer: end of sequence and, where the file names one, end of turn; Gemma 4's by their names."""
+    found = [file.metadata.get(_PREFIX + key) for key in ("eos_token_id", "eot_token_id")]
+    tokens = file.metadata.get(_PREFIX + "tokens") if file.metadata.get(_PREFIX + "model") == "gemma4" else None
+    if isinstance(tokens, list):
+        found += [tokens.index(end) for end in _GEMMA4_ENDS if end in tokens]
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
@@ -81,9 +87,9 @@ def tokenizer_json(file: GgufFile) -> dict | None:
         return None
     if model == "gpt2":
         return _byte_level(_Metadata(file))
-    if model == "llama":
-        return _sentencepiece(_Metadata(file))
-    raise CheckpointError(f"{file.path} has a tokenizer of kind {shown(model)}; supported are gpt2 and llama")
+    if model in ("llama", "gemma4"):
+        return _sentencepiece(_Metadata(file), gemma4=model == "gemma4")
+    raise CheckpointError(f"{file.path} has a tokenizer of kind {shown(model)}; supported are gpt2, llama and gemma4")
 
 
 def _byte_level(metadata: _Metadata) -> dict:
@@ -126,10 +132,11 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
         yield [left, right]
 
 
-def _sentencepiece(metadata: _Metadata) -> dict:
+def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
     by_id = metadata.file.metadata.get("general.architecture") in _RANKED_BY_ID
-    # GGUF writes runs of spaces as they look in text; the model joins them from single ones
-    tokens = [SPACE * len(token) if token.strip(" ") == "" else token for token in metadata.tokens]
+    # GGUF writes runs of spaces as they look in text, but for Gemma 4; the model joins them from single ones
+    spelled = lambda token: SPACE * len(token) if token.strip(" ") == "" and not gemma4 else token
+    tokens = [spelled(token) for token in metadata.tokens]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if metadata.get("merges") is not None:
         merges = list(_merges_of_file(metadata, vocabulary))
@@ -146,7 +153,7 @@ def _sentencepiece(metadata: _Metadata) -> dict:
         {"type": "Fuse"},
     ]
     normalizer = spaces
-    if metadata.flag("add_space_prefix", True):
+    if metadata.flag("add_space_prefix", not gemma4):
         normalizer = _sequence("normalizers", [{"type": "Prepend", "prepend": SPACE}, spaces])
         decode.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return _tokenizer(
@@ -155,8 +162,12 @@ def _sentencepiece(metadata: _Metadata) -> dict:
         normalizer=normalizer,
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decode},
-        added=[token for token in _added_tokens(metadata) if token["content"].strip(" ")],
-        adds_bos=True,
+        # Files of Gemma 4 have as the user's some of its special ones, all of which its tokenizer.json has as special.
+        added=[
+            token | {"special": gemma4 or token["special"]} for token in _added_tokens(metadata) if token["content"].strip(" ")
+        ],
+        # Files of Gemma 4 say that one is added, and its own tokenizer.json adds none: its chat template writes it.
+        adds_bos=None if gemma4 else True,
     )
 
 
@@ -222,7 +233,7 @@ def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
             }
 
 
-def _tokenizer(metadata: _Metadata, *, model, normalizer, pre_tokenizer, decoder, added, adds_bos: bool) -> dict:
+def _tokenizer(metadata: _Metadata, *, model, normalizer, pre_tokenizer, decoder, added, adds_bos: bool | None) -> dict:
     return {
         "version": "1.0",
         "truncation": None,
@@ -236,9 +247,10 @@ def _tokenizer(metadata: _Metadata, *, model, normalizer, pre_tokenizer, decoder
     }
 
 
-def _post_processor(metadata: _Metadata, adds_bos: bool) -> dict | None:
-    """Adds BOS and EOS where the file, or llama.cpp's default for this kind of tokenizer, says so."""
-    before = [metadata.token("bos_token_id")] if metadata.flag("add_bos_token", adds_bos) else []
+def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
+    """Adds BOS and EOS where the file, or llama.cpp's default for this kind of tokenizer, says so; no BOS, whatever the file
+    says, if `adds_bos` is None."""
+    before = [metadata.token("bos_token_id")] if adds_bos is not None and metadata.flag("add_bos_token", adds_bos) else []
     after = [metadata.token("eos_token_id")] if metadata.flag("add_eos_token", False) else []
     before, after = ([token for token in side if token is not None] for side in (before, after))
     if not before and not after:

@@ -84,8 +84,9 @@ class Architecture:
     """One value of `general.architecture`; what a row does not say is as most have it.
 
     tensors: leaf of a block's tensor -> HF's leaf; per_index: the same for tensors stacked along their first axis,
-    which HF keeps apart ("{}" takes the index). ints, floats: metadata key without its prefix -> config key.
-    constants: config keys that the architecture implies. flags: config key -> leaf whose presence makes it true.
+    which HF keeps apart ("{}" takes the index), or each one's rows under several names, as many under each. ints, floats:
+    metadata key without its prefix -> config key. constants: config keys that the architecture implies. flags: config key ->
+    leaf whose presence makes it true.
     permuted: leaf -> config key of its number of heads, where the converter reordered rows for the interleaved
     rotary form. bare: leaves whose HF name has no ".weight". top, block: what tensors outside of blocks are called, and what
     names in a block begin with. filters: leaves of convolutions, [features, n] here and [features, 1, n] in HF.
@@ -98,7 +99,7 @@ class Architecture:
 
     model_type: str
     tensors: Mapping[str, str] = field(default_factory=lambda: LLAMA_TENSORS)
-    per_index: Mapping[str, str] = field(default_factory=dict)
+    per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     ints: Mapping[str, str] = field(default_factory=lambda: SIZES_AND_HEAD)
     floats: Mapping[str, str] = field(default_factory=lambda: RMS)
     constants: Mapping[str, object] = field(default_factory=lambda: SILU)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from castiron.emitter.shown import shown, shown_list, shown_text
-from castiron.pipelines.checkpoints.audit import HEAD, IGNORABLE, refuse_impossible_sizes
+from castiron.pipelines.checkpoints.audit import HEAD, IGNORABLE, refuse_impossible_sizes, without_shared
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
 from castiron.pipelines.checkpoints.hf_layouts import BYTES, laid_out
 from castiron.pipelines.checkpoints.json_files import json_object, text_of
@@ -40,7 +40,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     if encoding and tensors.pop(HEAD, None):
         left_out |= {"lm_head": 1}
     refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
-    tensors = laid_out(config["model_type"], tensors)
+    tensors = without_shared(laid_out(config["model_type"], tensors), config)
     for tensor in tensors.values():
         if tensor.codec == BYTES:
             raise _unknown_dtype(path, tensor.name, BYTES)

@@ -14,7 +14,7 @@ from castiron.pipelines.checkpoints import open_checkpoint
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
-from tests.pipelines.hf_to_gguf import GGUF_NAMES, metadata_of, tensors_of
+from tests.pipelines.hf_to_gguf import GGUF_NAMES, metadata_of, rope_tensors, tensors_of
 from tests.pipelines.tiny_gguf import write_gguf
 
 Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1"))
@@ -67,7 +67,7 @@ GGUF_SHAPES: dict[str, dict] = {
 TRANSPOSED = {"gpt2": re.compile(r"c_(attn|proj|fc)\.weight"), "gpt_oss": re.compile(r"experts\.(gate_up|down)_proj$")}
 # llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window. Files of the others
 # are not read.
-WITHOUT_GGUF = {"mistral", "gemma4_text", "glm4_moe_lite", "lfm3", "qwen3_next"}
+WITHOUT_GGUF = {"mistral", "glm4_moe_lite", "lfm3", "qwen3_next"}
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():
@@ -106,7 +106,7 @@ def quantised_pair(family: str, directory: Path) -> Pair:
         for name, values in tensors_of(directory, oracle.config).items()
     }
     path = directory / "model.gguf"
-    write_gguf(path, GGUF_NAMES[family], metadata_of(oracle.config), tensors)
+    write_gguf(path, GGUF_NAMES[family], metadata_of(oracle.config), tensors | rope_tensors(oracle.config))
     return Pair(oracle, open_checkpoint(path))
 
 

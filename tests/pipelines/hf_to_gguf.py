@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
+from tests.pipelines import gemma4_as_gguf
 from tests.pipelines.tiny_gguf import write_gguf
 
 GGUF_NAMES = {
@@ -23,6 +24,7 @@ GGUF_NAMES = {
     "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "gpt2": "gpt2", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "olmo3": "olmo2", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
     "ministral3": "mistral3", "nemotron_h": "nemotron_h_moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "gemma4_text": "gemma4",
 }  # fmt: skip
 _PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "arcee", "ministral3"}
 NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text"}
@@ -158,12 +160,13 @@ def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == GGUF_NAMES[kind])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors = {}
-    for name, values in _split(kind, _stacked(load_file(directory / "model.safetensors"))).items():
+    state = _split(kind, _stacked(load_file(directory / "model.safetensors")))
+    for name, values in (gemma4_as_gguf.renamed(state) if kind == "gemma4_text" else state).items():
         if kind in _HYBRID:
             values = _of_recurrences(name, values, config)
             name = name.replace(".dt_bias", ".dt_proj.bias")
         name = name.replace("pre_ff_layernorm", "pre_feedforward_layernorm") if kind == "falcon_h1" else name
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias")) or gemma4_as_gguf.scale_name(name)
         if mapped is None:
             raise KeyError(f"gguf has no name for {name}")
         if kind in _PERMUTED and ".q_proj." in name:
@@ -180,6 +183,8 @@ def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
 
 def metadata_of(config) -> dict:
     """What TextModel.set_gguf_parameters and the model's own class write."""
+    if config.model_type == "gemma4_text":
+        return {f"gemma4.{key}": value for key, value in gemma4_as_gguf.metadata(config).items()}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if config.model_type == "gpt2":
         return {f"gpt2.{key}": value for key, value in _gpt2_metadata(config).items()}
@@ -354,7 +359,9 @@ def _rope_scaling(rope: dict, config) -> dict:
     return {}
 
 
-def _rope_tensors(config) -> dict[str, np.ndarray]:
+def rope_tensors(config) -> dict[str, np.ndarray]:
+    if config.model_type == "gemma4_text":
+        return gemma4_as_gguf.rope_tensors(config)
     rope = getattr(config, "rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32) for length in ("long", "short")}
@@ -387,5 +394,5 @@ def _llama3_factors(rope: dict, dim: int) -> np.ndarray:
 
 def convert(directory: Path, config, path: Path) -> Path:
     """Write the model saved in `directory` to the GGUF file `path`."""
-    tensors = tensors_of(directory, config) | _rope_tensors(config)
+    tensors = tensors_of(directory, config) | rope_tensors(config)
     return write_gguf(path, GGUF_NAMES[config.model_type], metadata_of(config), tensors)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from castiron.pipelines.checkpoints import CheckpointError, missing_and_left_over, open_checkpoint
 from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, architecture_names
-from tests.pipelines.hf_to_gguf import GGUF_NAMES, NORMS_PLUS_ONE, convert, metadata_of, tensors_of
+from tests.pipelines.hf_to_gguf import GGUF_NAMES, NORMS_PLUS_ONE, convert, metadata_of, rope_tensors, tensors_of
 from tests.pipelines.tiny_gguf import write_gguf, write_llama
 
 SIZES = dict(
@@ -39,6 +40,14 @@ GEMMA3_ROPES = dict(
     full_attention=dict(rope_type="linear", rope_theta=1000000.0, factor=8.0),
     sliding_attention=dict(rope_type="default", rope_theta=10000.0),
 )
+GEMMA4 = dict(
+    head_dim=24, global_head_dim=32, sliding_window=8, rms_norm_eps=3e-5,
+    layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=50000.0, partial_rotary_factor=0.25),
+        sliding_attention=dict(rope_type="default", rope_theta=5000.0),
+    ),
+)  # fmt: skip
 EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 PATTERN = ["sliding_attention"] * 5 + ["full_attention"] * 1
 
@@ -73,6 +82,14 @@ MODELS = {
     "gemma3": transformers.Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 6}, head_dim=24, query_pre_attn_scalar=24, sliding_window=8,
         rope_parameters=GEMMA3_ROPES, layer_types=PATTERN,
+    ),
+    "gemma4": transformers.Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 5}, **GEMMA4, num_kv_shared_layers=2, hidden_size_per_layer_input=20,
+        vocab_size_per_layer_input=96, use_double_wide_mlp=True, final_logit_softcapping=7.0,
+    ),
+    "gemma4, experts": transformers.Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 5}, **GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+        num_global_key_value_heads=1, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=40,
     ),
     "phi3": transformers.Phi3Config(**SIZES, sliding_window=8),
     "phi3, partial rotary": transformers.Phi3Config(
@@ -250,6 +267,50 @@ def test_a_model_with_further_predictions_is_read_without_them(tmp_path):
     checkpoint = open_checkpoint(write_gguf(tmp_path / "x.gguf", "qwen35", metadata, tensors))
     assert checkpoint.config["num_hidden_layers"] == 2
     assert checkpoint.tensors.keys() == open_checkpoint(tmp_path).tensors.keys()
+
+
+def gemma4_file(path, metadata: dict, tensors: dict):
+    """A GGUF file of `MODELS["gemma4"]`, with these replaced or added."""
+    model = AutoModelForCausalLM.from_config(MODELS["gemma4"])
+    model.save_pretrained(path)
+    stated = {f"gemma4.{key}": value for key, value in metadata.items()}
+    whole = tensors_of(path, model.config) | rope_tensors(model.config) | tensors
+    return write_gguf(path / "x.gguf", "gemma4", metadata_of(model.config) | stated, whole)
+
+
+def test_keys_and_values_that_a_layer_takes_from_another_are_left_out(tmp_path):
+    """Checkpoints have those of every layer, and the converter writes them all."""
+    shapes = {"k_proj": (64, 64), "v_proj": (64, 64), "k_norm": (32,)}
+    unused = {leaf: np.ones(shape, np.float32) for leaf, shape in shapes.items()}
+    in_gguf = {f"blk.4.attn_{leaf.removesuffix('_proj')}.weight": values for leaf, values in unused.items()}
+    path = gemma4_file(tmp_path, {}, in_gguf)
+    expected = open_checkpoint(tmp_path).tensors.keys()
+    assert open_checkpoint(path).tensors.keys() == expected
+    stored = load_file(tmp_path / "model.safetensors")
+    stored |= {f"model.layers.4.self_attn.{leaf}.weight": values for leaf, values in unused.items()}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert open_checkpoint(tmp_path).tensors.keys() == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("attention.sliding_window_pattern", [True] * 5, "does not say of each of 5 layers whether it slides"),
+        ("attention.sliding_window", 0, "attention.sliding_window is missing or 0"),
+        ("attention.shared_kv_layers", 5, "shared_kv_layers is 5, and there are 5 layers"),
+        ("attention.head_count_kv", [2, 2, 1, 2, 2], "not one number for each kind of layer"),
+        ("attention.head_count_kv", [2, 1, 2, 1, 1], "have values and another number of heads"),
+        ("attention.value_length", 24, "value_length is not attention.key_length"),
+        ("feed_forward_length", [96, 96, 192, 192, 192], "not one number, or twice it in layers that share"),
+        ("rope.dimension_count", 16, "rope.dimension_count is 16, not the 32 of a head"),
+        ("rope_freqs.weight", [1.0, 1e30] * 8, "does not say which frequencies of a full layer's heads turn"),
+    ],
+)
+def test_what_no_gemma4_says_is_refused(key, value, sentence, tmp_path):
+    of_tensor = key == "rope_freqs.weight"
+    tensors, metadata = ({key: np.array(value, np.float32)}, {}) if of_tensor else ({}, {key: value})
+    with pytest.raises(CheckpointError, match=sentence):
+        open_checkpoint(gemma4_file(tmp_path, metadata, tensors))
 
 
 def test_llama3_scaling_is_named_where_its_numbers_explain_the_factors(tmp_path):

@@ -15,7 +15,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS
 from castiron.pipelines.checkpoints.tokenizer_as_gguf import tokenizer_metadata
-from tests.pipelines.tiny_gguf import write_llama
+from tests.pipelines.tiny_gguf import write_gguf, write_llama
 
 TEXTS = [
     "", " ", "  ", "\n", "\t\n \r\n", "Hello, world!", " leading", "trailing ", "   three   spaces   ",
@@ -284,3 +284,38 @@ def test_sentencepiece_is_written_as_llama_cpps_converter_writes_it(trained, tmp
 
 def test_chat_template_is_the_files_own(smollm2):
     assert smollm2.chat_template.startswith("{% for message in messages %}")
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory):
+    """A small file's metadata as Gemma 4's: tokens spelled as they are, merges, and special ones that are the user's."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool_response>", "<turn|>"]
+    merges = ["▁ t", "h e", "▁t he", "▁ ▁", "▁▁ ▁▁", "\n \n", "l l", "e ll", "o ,"]
+    joined = [merge.replace(" ", "") for merge in merges]
+    tokens = [*special, "<|tool_call>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁\nthelowrd,!", *joined]
+    roles = {"padding": 0, "eos": 1, "bos": 2, "unknown": 3}
+    metadata = {
+        "model": "gemma4", "tokens": tokens, "merges": merges, "scores": [-1000.0] * len(tokens),
+        "token_type": [3] * len(special) + [4] + [6] * 256 + [1] * (len(tokens) - len(special) - 257),
+        "add_bos_token": True, "add_space_prefix": False, **{f"{role}_token_id": number for role, number in roles.items()},
+    }  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    path = tmp_path_factory.mktemp("gemma4") / "x.gguf"
+    peer = write_gguf(path.with_name("peer.gguf"), "gemma4", metadata | {"gemma4.block_count": 1}, {})
+    checkpoint = open_checkpoint(write_llama(path, metadata))
+    return checkpoint, AutoTokenizer.from_pretrained(peer.parent, gguf_file=peer.name)
+
+
+def test_gemma4_equals_transformers(gemma4):
+    """No BOS, which its chat template writes; the tokens that the file calls the user's are special at Google's."""
+    checkpoint, peer = gemma4
+    ours = Tokenizer.from_str(json.dumps(checkpoint.tokenizer))
+    for text in [*TEXTS, "hello,\n\n\n\n     the    world!<turn|>the<|tool_call>the<eos>"]:
+        ids = ours.encode(text).ids
+        assert ids == peer.encode(text), text
+        assert ours.decode(ids, skip_special_tokens=False) == peer.decode(ids), text
+    assert ours.decode(ours.encode("the<|tool_call>world").ids) == "theworld"
+
+
+def test_gemma4_ends_an_answer_at_each_of_its_ends(gemma4):
+    assert gemma4[0].eos_token_ids == (1, 4, 5)
