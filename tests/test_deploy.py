@@ -113,7 +113,7 @@ def test_the_page_names_what_the_modules_have():
     from castiron.vmfb.states import State
 
     states = [State(name, (1, 32, 1, 4), "f32", "positional") for name in "kv"]
-    made = entry_points(states, 10, dict(zip(ROLES, ((1,), (8,), (4,), (2,), (16,)), strict=True)), 6)
+    made = entry_points(states, 10, dict(zip(ROLES, ((1,), (8,), (4,), (2,), (16,), (16,)), strict=True)), 6)
     rows = dict(re.findall(r"^\| `(\w+?)` \| (.*) \|$", PAGE, re.MULTILINE))
     assert {f.role for f in made} == set(ROLES)
     for function in made:
@@ -121,5 +121,5 @@ def test_the_page_names_what_the_modules_have():
         operands, results = rows[name].split(" | ")
         slots = operands.replace(" of B slots", "").split(", ")
         assert len(slots) == len(function.inputs) and slots[-2:] == ["k", "v"], name
-        first = ["hidden"] if function.role == "embed" else ["argmax", "logits"]
+        first = {"embed": ["hidden"], "encode": ["vector"]}.get(function.role, ["argmax", "logits"])
         assert results.endswith("k, v") and re.findall(r"(\w+) `", results) == first
