@@ -134,7 +134,7 @@ def beginning(text: "Text", words: str, raw: bool) -> "np.ndarray":
     """The ids, i32 [n], that every conversation with this system message begins with; or every plain text that begins so."""
     import numpy as np
 
-    from castiron.pipelines.generation.prefix_cache import shared
+    from castiron.pipelines.generation.positions import shared
 
     if raw or text.chat_template is None:
         # The last one may become another with what follows it.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from castiron.pipelines.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -65,3 +67,11 @@ def stand(session: Session, position: int, fed: Sequence[int] = (), source: Sess
         session.copy_from(source, found)
     if found < position:
         session.prefill(fed[len(fed) - (position - found) :])
+
+
+def shared(held: np.ndarray, prompt: np.ndarray) -> int:
+    """How many tokens at the beginning of `prompt` are those of `held`, both i32 [n]; never the prompt's last, whose
+    logits are needed."""
+    length = max(0, min(len(held), len(prompt) - 1))
+    differs = held[:length] != prompt[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from castiron.pipelines.generation.positions import stand
+from castiron.pipelines.generation.positions import shared, stand
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.prefix_store import PrefixStore
@@ -74,11 +74,3 @@ class PrefixCache:
         """The slot is in use now: of those free it will be the last to be given away."""
         self.clock += 1
         self.used[slot] = self.clock
-
-
-def shared(held: np.ndarray, prompt: np.ndarray) -> int:
-    """How many tokens at the beginning of `prompt` are those of `held`, both i32 [n]; never the prompt's last, whose
-    logits are needed."""
-    length = max(0, min(len(held), len(prompt) - 1))
-    differs = held[:length] != prompt[:length]
-    return int(differs.argmax()) if differs.any() else length

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.prefix_cache import shared
+from castiron.pipelines.generation.positions import shared
 from castiron.pipelines.progress import say
 from castiron.pipelines.sizes import megabytes
 from castiron.vmfb.cache import ABANDONED_SECONDS

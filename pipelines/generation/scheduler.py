@@ -5,8 +5,8 @@ from collections import deque
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.positions import stand
-from castiron.pipelines.generation.prefix_cache import PrefixCache, shared
+from castiron.pipelines.generation.positions import shared, stand
+from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
