@@ -188,7 +188,10 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     problems = missing_and_left_over(required, checkpoint)
     if problems:
-        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {shown_list(problems, '; ')}")
+        # Some of either kind: names that nobody asks for often tell why others are missing.
+        kinds = [[problem for problem in problems if problem.endswith(" is left over") == left] for left in (False, True)]
+        told = "; ".join(shown_list(kind, "; ") for kind in kinds if kind)
+        raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {told}")
     return module
 
 
