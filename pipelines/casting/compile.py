@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +17,7 @@ import numpy as np
 
 import castiron
 from castiron.emitter.caches import CACHES
-from castiron.emitter.ir import Function, Module, Param, Value
-from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.ir import Module, Param
 from castiron.emitter.kernels.writing.isa import ISAS
 from castiron.emitter.lowering import LOWERINGS, NUMERICS, lower
 from castiron.emitter.models import build, family
@@ -31,7 +29,8 @@ from castiron.emitter.types import EmitError
 from castiron.pipelines.casting import calibrate
 from castiron.pipelines.casting.encoders import EncoderSizes, encoder_facts, encoder_sizes
 from castiron.pipelines.casting.kept import write_kept
-from castiron.pipelines.casting.soundness import refuse_unsound
+from castiron.pipelines.casting.module_facts import arithmetic_of, entry_point, products_of, work_of
+from castiron.pipelines.casting.soundness import sound
 from castiron.pipelines.casting.sources import sources_hash
 from castiron.pipelines.casting.weights import QUANTISED, WEIGHTS, codecs_of
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError, missing_and_left_over, open_checkpoint
@@ -47,7 +46,7 @@ from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.manifest import TOKENIZER, VOCABULARY, Accuracy, BundleError, EntryPoint, Manifest, Tokens, Versions
+from castiron.vmfb.manifest import TOKENIZER, VOCABULARY, Accuracy, BundleError, Manifest, Tokens, Versions
 from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, missing_features, resolve
 from castiron.vmfb.weights import write_irpa
@@ -271,7 +270,8 @@ def compile_model(
         seconds[name] = round(time.perf_counter() - start, 3)
         told(name, 1.0)
 
-    with stage("emit"):
+    vocab = vocab_of(checkpoint.config)
+    with stage("emit"), nullcontext() if up_to_date else sound(checkpoint, vocab):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
     if not up_to_date:
@@ -284,8 +284,6 @@ def compile_model(
         write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
         return _report(before, True, {})
-    with stage("emit"):
-        refuse_unsound(checkpoint, vocab_of(checkpoint.config))
     with BundleWriter(out) as writer:
         with stage("compile"), clock(lambda done: told("compile", done), lambda: expected_seconds(text)):
             result = compile_mlir(text, target, writer.path("model.vmfb"), extra_flags=options.iree_flags)
@@ -298,8 +296,8 @@ def compile_model(
         if checkpoint.tokenizer is not None:
             tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
             writer.write(TOKENIZER, tokenizer)
-            step = module.functions.get("decode_step")
-            if step and (vocabulary := vocabulary_of(tokenizer, step.outputs[1].type.shape[0])):
+            # What an encoder answers is no text.
+            if not checkpoint.encoding and (vocabulary := vocabulary_of(tokenizer, vocab)):
                 writer.write(VOCABULARY, bytes(vocabulary))
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
@@ -331,68 +329,9 @@ def vocabulary_of(tokenizer: str, size: int) -> Vocabulary | None:
         return None
 
 
-def products_of(module: Module) -> list[Product]:
-    """The products that the module has kernels for, in order, each once."""
-    kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
-    return list(dict.fromkeys(kernel.product for kernel in kernels if kernel.product))
-
-
-def arithmetic_of(products: Sequence[Product], target: Target) -> dict[str, int]:
-    """How many of the products do what to x, and by which instruction; those that multiply f32 are left out."""
-    if not target.isa:
-        return {}
-    isa = ISAS[target.isa]
-    ways = {
-        "bytes": f"x rounded to bytes by {isa.dot}",
-        "pairs": f"x rounded to bf16 by {isa.pairs}",
-        "matrix": f"x and weights rounded to bf16 by {isa.matrix}",
-        "pieces": f"x in exact pieces of bf16 by {isa.matrix}",
-    }
-    return dict(Counter(ways[product.numerics] for product in products if product.numerics in ways))
-
-
-def work_of(function: Function, context: int) -> dict[str, dict]:
-    """What each kernel of a function does in one call of the function, for `castiron explain` and `castiron bench`.
-
-    By kernel name: module paths (layer numbers as `*`), calls, and of one call FLOP and bytes as [at position 0, per
-    position, largest]: work grows with the position until a window is full. weights: those of the bytes that are weights,
-    tokens: how many rows a product has.
-    """
-    found: dict[str, dict] = {}
-    weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}
-    for op in function.ops:
-        if op.kind != "kernel":
-            continue
-        kernel = op.attrs["kernel"]
-        entry = found.setdefault(kernel.name, {"paths": [], "calls": 0})
-        path = re.sub(r"\.\d+(?=\.|$)", ".*", op.path) or "output"
-        if path not in entry["paths"]:
-            entry["paths"].append(path)
-        entry["calls"] += 1
-        if entry["calls"] == 1:
-            first, second, last = (kernel.work(p) for p in (0, 1, context - 1))
-            for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
-                entry[unit] = [start, step - start, end]
-            # Of a table of embeddings or of experts less is read than there is; what grows with the position is a state.
-            held = sum(value.type.nbytes for value in op.operands if value in weights)
-            entry["weights"] = 0 if second[1] > first[1] else min(held, first[1])
-            if kernel.product:
-                entry["tokens"] = kernel.product.tokens
-    return found
-
-
 def vocab_of(config: dict) -> int:
     """How many tokens a model knows."""
     return family(config).Config.read(config).vocab
-
-
-def entry_point(function: Function) -> EntryPoint:
-    """How the manifest describes a function of a module."""
-
-    def spelled(values: Sequence[Value]) -> tuple[str, ...]:
-        return tuple(str(v.type).removeprefix("tensor<").removesuffix(">") for v in values)
-
-    return EntryPoint(function.role, function.name, function.width, spelled(function.inputs), spelled(function.outputs))
 
 
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:

@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from castiron.emitter.codecs import are_finite
@@ -15,13 +17,18 @@ from castiron.pipelines.casting import tokenizer_trial
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError
 
 
-def refuse_unsound(checkpoint: Checkpoint, vocab: int) -> None:
-    """CheckpointError for what would be compiled and could not be run."""
-    tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
-    for key, token in tokens:
-        if token is not None and not 0 <= token < vocab:
-            raise CheckpointError(f"{checkpoint.path}: {key} is {shown_text(str(token))}, outside the vocabulary of {vocab}")
+@contextmanager
+def sound(checkpoint: Checkpoint, vocab: int) -> Iterator[None]:
+    """CheckpointError, after the block, for what would be compiled and could not be run. Beside the block the tokenizer is
+    tried."""
     with Trial(checkpoint) as trial:
+        yield
+        tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
+        for key, token in tokens:
+            if token is not None and not 0 <= token < vocab:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {key} is {shown_text(str(token))}, outside the vocabulary of {vocab}"
+                )
         for tensor in checkpoint.tensors.values():
             if not are_finite(tensor.codec, tensor.data):
                 raise CheckpointError(

@@ -1,6 +1,6 @@
 """How much work a model is: bytes read for a token, and arithmetic for a prompt. Bench sets times against these.
 
-A bundle's manifest says what each of its kernels does (`castiron.pipelines.casting.compile.work_of`); a GGUF file's
+A bundle's manifest says what each of its kernels does (`castiron.pipelines.casting.module_facts.work_of`); a GGUF file's
 tensors say what another engine reads.
 """
 

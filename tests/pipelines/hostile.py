@@ -36,17 +36,17 @@ def read_whole(path: Path) -> None:
     """All that castiron does with a checkpoint before iree-compile, and the weights' packing."""
     from castiron.emitter.printer import print_module
     from castiron.pipelines.casting.compile import Options, build_module, open_source, packed_parameter, vocab_of
-    from castiron.pipelines.casting.soundness import refuse_unsound
+    from castiron.pipelines.casting.soundness import sound
 
     # NumPy's warning of a number that is none would reach a user who cannot read it.
     warnings.simplefilter("error", RuntimeWarning)
     options = Options(batch=(), speculate=(), lowering="portable", tuned=False)
     checkpoint = open_source(path, options)
-    module = build_module(checkpoint, options)
-    print_module(module)
+    with sound(checkpoint, vocab_of(checkpoint.config)):
+        module = build_module(checkpoint, options)
+        print_module(module)
     for param in module.params.values():
         packed_parameter(checkpoint, param)
-    refuse_unsound(checkpoint, vocab_of(checkpoint.config))
     json.dumps([checkpoint.config, checkpoint.generation_config], ensure_ascii=False).encode()
     (checkpoint.chat_template or "").encode()
 

@@ -12,7 +12,7 @@ from castiron.emitter.caches import CACHES
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.pipelines.casting.compile import work_of
+from castiron.pipelines.casting.module_facts import work_of
 from castiron.pipelines.measuring.workload import Workload, gguf_bytes, parameter_sizes
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import WEIGHTS

@@ -293,3 +293,12 @@ def test_a_forked_child_is_told_and_can_make_a_session_of_its_own(toy_dir, threa
     inherited, own = ast.literal_eval(told)
     assert own == int(parents) == best and ended == "0"
     assert inherited == best if threads == 1 else "before the process was forked" in inherited
+
+
+def test_logits_that_are_no_numbers_end_the_call(tmp_path, monkeypatch):
+    none = {name: np.full_like(array, np.nan) for name, array in toy.weights().items()}
+    monkeypatch.setattr(toy, "weights", lambda: none)
+    session = Session(toy_bundle.write(tmp_path / "bundle", 16, (4,)), 1)
+    for call in (lambda: session.step(1), lambda: session.prefill([1, 2, 3])):
+        with pytest.raises(SessionError, match="logits are not numbers"):
+            call()
