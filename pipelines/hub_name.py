@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from castiron.pipelines.errors import PipelineError
 
@@ -19,8 +19,7 @@ _NAME = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class HubName:
+class HubName(NamedTuple):
     """`ORG/NAME[@REVISION][:WANTED]`, in front of which hf.co/ may stand.
 
     revision is a branch, a tag or a commit; wanted a GGUF file of the repository, by its path in it, or what its name ends with
@@ -64,7 +63,7 @@ def with_options(model: str | None, file: str | None, revision: str | None) -> s
     if name is None:
         given = "there is no MODEL" if model is None else f"{model} is none"
         raise PipelineError(f"--file and --revision choose from a repository on the hub, org/name, and {given}")
-    return f"hf.co/{replace(name, wanted=file or name.wanted, revision=revision or name.revision)}"
+    return f"hf.co/{name._replace(wanted=file or name.wanted, revision=revision or name.revision)}"
 
 
 def cache_folder() -> Path:

@@ -7,6 +7,8 @@ Greedy unless --temperature is given, whatever the model's own settings are. The
 it was.
 """
 
+from __future__ import annotations
+
 import argparse
 import codecs
 import itertools
@@ -17,6 +19,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,12 +37,15 @@ from castiron.pipelines.commands.generating import (
 from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
-from castiron.pipelines.generation.grammar import Grammar
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.text import Text, load_text
 from castiron.pipelines.generation.thoughts import Thought
 from castiron.pipelines.measuring.memory import peak_rss_mb, warn_of_shortage
 from castiron.pipelines.progress import Progress, say
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.grammar import Grammar
+
 
 EXAMPLES = """\
 examples:

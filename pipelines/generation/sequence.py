@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.constraint import Constraint
 from castiron.pipelines.generation.positions import check_room
 from castiron.pipelines.generation.repetition import Repetition
 from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, log_probabilities
 from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.generation.text import Detokeniser, Text
 from castiron.pipelines.generation.thoughts import Thought
-from castiron.pipelines.generation.tool_calls import CallPart, Tools
 
 if TYPE_CHECKING:
+    from castiron.pipelines.generation.constraint import Constraint
     from castiron.pipelines.generation.grammar import Grammar
+    from castiron.pipelines.generation.tool_calls import CallPart, Tools
 
 
 def _none() -> np.ndarray:
@@ -144,6 +144,8 @@ class Sequence:
             marks = text.marks if grammar.calls else text.answer_marks
             self.constraint = grammar.constraint(*(marks, text.end_of(self._recent)) if thoughts else ())
         if text and text.tool_form and thoughts and text.tool_form.kind == "harmony":
+            from castiron.pipelines.generation.tool_calls import Tools
+
             # Its answers are messages to channels, whether there are functions or not.
             tools = tools or Tools(text.tool_form)
         self._calls = tools.reader() if tools and text else None
@@ -223,7 +225,7 @@ class Sequence:
             found = self._calls.add(delta.text) + (self._calls.finish() if rest else [])
             said = "".join(piece for piece in found if isinstance(piece, str) and not isinstance(piece, Thought))
             thought = delta.thought + "".join(piece for piece in found if isinstance(piece, Thought))
-            delta = Delta(said, told, thought, tuple(piece for piece in found if isinstance(piece, CallPart)))
+            delta = Delta(said, told, thought, tuple(piece for piece in found if not isinstance(piece, str)))
         return [delta] if delta.text or delta.thought or delta.calls or told else []
 
     def _finish(self, reason: str) -> list[Event]:

@@ -12,13 +12,12 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat_template import check_variables, render
 from castiron.pipelines.generation.thoughts import Marks, Thoughts, marks_of
 from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
-from castiron.pipelines.generation.tool_grammar import ToolGrammar
-from castiron.pipelines.generation.vocabulary import Vocabulary
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import VOCABULARY
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.grammar import Grammar, Grammars
+    from castiron.pipelines.generation.vocabulary import Vocabulary
 
 REPLACEMENT = "\ufffd"
 # Tokens at the end of a prompt in which a mark that begins thoughts may stand.
@@ -49,7 +48,7 @@ class Text:
         self.template_args = dict(template_args or {})
         check_variables(chat_template, self.template_args)
         self.tool_form = tool_form
-        self._vocabulary = vocabulary or (lambda: Vocabulary.of(tokenizer, tokenizer.get_vocab_size()))
+        self._vocabulary = vocabulary
         self.marks = marks_of(chat_template or "", (str(t.content) for t in tokenizer.get_added_tokens_decoder().values()))
 
     def encode(self, text: str) -> list[int]:
@@ -89,6 +88,8 @@ class Text:
     def call_grammar(self, schemas: Mapping[str, Any], parallel: bool) -> Grammar:
         """What holds a generation to calls of these functions, in the form of the template; `schemas` are of their
         parameters."""
+        from castiron.pipelines.generation.tool_grammar import ToolGrammar
+
         added = self.tokenizer.get_added_tokens_decoder()
         special = {added[i].content: i for i in self.grammars.special if i in added}
         grammar = self.grammar(grammar=ToolGrammar(self.tool_form, special).text(schemas, parallel))
@@ -106,8 +107,10 @@ class Text:
     def grammars(self) -> Grammars:
         """The vocabulary's, made when first asked for."""
         from castiron.pipelines.generation.grammar import Grammars
+        from castiron.pipelines.generation.vocabulary import Vocabulary
 
-        return Grammars(self.tokenizer, self._vocabulary(), self.eos)
+        read = self._vocabulary or (lambda: Vocabulary.of(self.tokenizer, self.tokenizer.get_vocab_size()))
+        return Grammars(self.tokenizer, read(), self.eos)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -148,6 +151,8 @@ def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] |
     manifest = bundle.manifest
 
     def vocabulary() -> Vocabulary:
+        from castiron.pipelines.generation.vocabulary import Vocabulary
+
         if VOCABULARY in manifest.files:
             return Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
         return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
