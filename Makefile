@@ -6,7 +6,7 @@
 # make clean         remove what was built; make distclean removes .venv too
 #
 # The first target that is made sets up .venv with exact versions: those of requirements.lock for compile-llm (640 MB on
-# disk), and of requirements-test.lock on top for the tests (1.7 GB more, torch above all).
+# disk), and of requirements-test.lock on top for the tests (2.6 GB more, torch and Ray above all).
 
 # A name from the catalogue, a GGUF file, or a directory of safetensors.
 MODEL ?= smollm2-135m-instruct
@@ -71,7 +71,7 @@ $(INSTALLED): | $(BIN)/python
 	@touch $@
 
 $(TEST_INSTALLED): $(INSTALLED)
-	@echo 'castiron: installing what the tests need too, once: 1.7 GB on disk; torch, which verify compares with' >&2
+	@echo 'castiron: installing what the tests need too, once: 2.6 GB on disk; torch, which verify compares with, and Ray' >&2
 	@$(PIP) install "$$(grep '^torch==' $(TEST_LOCK))"
 	@echo 'castiron:   everything else' >&2
 	@$(PIP) install -r $(TEST_LOCK)

@@ -26,8 +26,8 @@ EXTRAS = PROJECT["optional-dependencies"]
 BASE, TEST, BENCH, DOCS = (f"requirements{name}.lock" for name in ("", "-test", "-bench", "-docs"))
 LOCKS = {
     "base": ((BASE,), ("compile", "serve", "structured", "hub")),
-    "tests": ((BASE, TEST), ("compile", "serve", "structured", "hub", "verify", "test")),
-    "bench": ((BASE, TEST, BENCH), ("compile", "serve", "structured", "hub", "verify", "test", "bench")),
+    "tests": ((BASE, TEST), ("compile", "serve", "structured", "hub", "parquet", "ray", "verify", "test")),
+    "bench": ((BASE, TEST, BENCH), ("compile", "serve", "structured", "hub", "parquet", "ray", "verify", "test", "bench")),
     "docs": ((DOCS,), ("docs",)),
 }
 

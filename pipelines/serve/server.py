@@ -37,6 +37,8 @@ def serve(app, engine: Runs, listening: socket.socket, grace: float) -> None:
     what is left is told that the server stops. A second signal ends those at once."""
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, lifespan="on",
+        # Whatever else is installed: uvloop and httptools, which others bring along, change neither speed nor behaviour.
+        loop="asyncio", http="h11", ws="none",
         timeout_graceful_shutdown=int(grace) + LAST_BYTES_SECONDS,
     )  # fmt: skip
     # uvicorn raises the signals again when it is done; a server that was asked to end has done so, and well.
