@@ -68,6 +68,11 @@ class Codec:
     def quantised(self) -> bool:
         return self.splitter is not None
 
+    @property
+    def summed(self) -> bool:
+        """Whether products with its codes take sums over groups of x, for offsets or minima."""
+        return bool(self.offset or self.minimum)
+
     def split(self, blocks: np.ndarray) -> Parts:
         """Blocks [n, block_bytes] u8 taken apart; for quantised codecs only."""
         assert self.splitter is not None, f"{self.name} has no blocks"

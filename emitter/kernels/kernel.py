@@ -67,16 +67,18 @@ def write_kernel(
     nbytes: Work,
     in_place: Mapping[str, str] | None = None,
     product: Product | None = None,
+    fenced: bool = False,
 ) -> Kernel:
     """The kernel whose function runs on `workgroups` workgroups and whose body `write(body, **arguments)` writes.
 
     Arguments, by the names of the operands and of the results that are not `in_place` of one, are memrefs and index values.
+    `fenced` is `Body`'s.
     """
     in_place = in_place or {}
     tensors = {name: t for name, t in operands.items() if isinstance(t, TensorType)}
     tensors |= {name: t for name, t in results.items() if name not in in_place}
     indices = [name for name, t in operands.items() if not isinstance(t, TensorType)]
-    body = Body()
+    body = Body(fenced)
     arguments: dict[str, Ssa] = {}
     for i, (given, t) in enumerate(tensors.items()):
         memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.name))

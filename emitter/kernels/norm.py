@@ -79,4 +79,5 @@ def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool =
         reference=reference,
         flops=(4 + 4 * bias) * T * hidden,
         nbytes=4 * hidden * (2 * T + 1 + bias),
+        fenced=isa.canonical,
     )

@@ -32,7 +32,7 @@ LOWERINGS: dict[str, Callable[[Function, Isa, int, Projector], tuple[Function, M
     "kernels": _kernels,
     "portable": _portable,
 }
-NUMERICS = ("exact", "fast")
+NUMERICS = ("exact", "canonical", "fast")
 
 
 def lower(
@@ -46,8 +46,9 @@ def lower(
     """The verified module without layer operations.
 
     `isa` (a key of ISAS), `threads` (how many are expected to run it) and `tiles` (of a product, where it has better ones
-    than the default) change no result but by rounding. numerics: "exact" leaves x f32, "fast" rounds it to bytes for products
-    of several tokens with codes. EmitError for a lowering, an instruction set or numerics that are not known.
+    than the default) change no result but by rounding. numerics: "exact" leaves x f32, "canonical" has one order of all sums
+    too, so that these and the number of tokens in a call change no bit, "fast" rounds x to bytes for products of several tokens
+    with codes. EmitError for a lowering, an instruction set or numerics that are not known.
     """
     for what, value, known in (
         ("lowering", lowering, LOWERINGS),
@@ -56,12 +57,13 @@ def lower(
     ):
         if value not in known:
             raise EmitError(f"{what} {value!r} is not one of {', '.join(known)}")
-    if numerics == "fast" and lowering != "kernels":
-        raise EmitError(f"numerics fast need the lowering kernels, not {lowering}")
+    if numerics != "exact" and lowering != "kernels":
+        raise EmitError(f"numerics {numerics} need the lowering kernels, not {lowering}")
     check(module, LAYERS)
-    project = Projector(lambda product: kernel_of(product, ISAS[isa], threads, tiles(product)), ISAS[isa], numerics == "fast")
+    unit = ISAS[isa].in_canonical_form if numerics == "canonical" else ISAS[isa]
+    project = Projector(lambda product: kernel_of(product, unit, threads, tiles(product)), unit, numerics == "fast")
     lowered = Module(module.name)
     for function in module.functions.values():
-        rewrite(*LOWERINGS[lowering](function, ISAS[isa], threads, project), lowered)
+        rewrite(*LOWERINGS[lowering](function, unit, threads, project), lowered)
     check(lowered, LOWERED)
     return lowered

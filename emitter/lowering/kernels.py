@@ -124,10 +124,12 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     # A ring has fewer rows than there are positions.
     context = given["cos"].shape[0] if ring and "cos" in given else held
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
-    if op.attrs["mode"] in ("decode", "batch"):
-        batch, parts = tokens if op.attrs["mode"] == "batch" else None, head_parts(layout, c.isa, cache)
+    how = {"isa": c.isa, "cache": cache, "ring": ring}
+
+    def token_by_token(rows: dict[str, int], **where: Value) -> tuple[Value, Value, Value]:
+        parts = head_parts(layout, c.isa, cache)
         own = replace(layout, heads=layout.heads // parts)
-        kernel = attention_decode(layers, context, own, scores, isa=c.isa, batch=batch, cache=cache, ring=ring)
+        kernel = attention_decode(layers, context, own, scores, **rows, **how)
         outs = []
         for part in range(parts):
             # Zeros that every layer leaves as zeros. Every part appends the same keys and values.
@@ -136,15 +138,21 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
             heads = {"qkv": _part_of_queries(qkv, layout, parts, part)}
             if sinks:
                 heads["sinks"] = _part_of_heads(sinks["sinks"], layout, parts, part)
-            found = ops.kernel_call(kernel, **heads, **given, position=start, counters=counters, **caches)
+            found = ops.kernel_call(kernel, **heads, **given, **where, counters=counters, **caches)
             c.counters[type_] = found["counters"]
-            caches |= {name: found[name] for name in ("k_cache", "v_cache")}
+            caches.update({name: found[name] for name in ("k_cache", "v_cache") if name in found})
             outs.append(ops.reshape(found["out"], (tokens, layout.kv_heads, own.group, layout.head_dim)))
         out = ops.reshape(ops.concatenate(outs, 2), (tokens, layout.keys)) if parts > 1 else found["out"]
         return out, caches["k_cache"], caches["v_cache"]
+
+    if op.attrs["mode"] in ("decode", "batch"):
+        return token_by_token({"batch": tokens} if op.attrs["mode"] == "batch" else {}, position=start)
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
-    kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache, ring=ring)
+    kernel = rope_append(layers, context, tokens, layout, **how)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
+    if c.isa.canonical and not scores.bidirectional:
+        caches |= {name: appended[name] for name in ("k_cache", "v_cache")}
+        return token_by_token({"chunk": tokens}, **chunk)
     kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache, ring=ring)
     out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]

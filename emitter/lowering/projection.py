@@ -9,6 +9,7 @@ import numpy as np
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Param, Value, parameter
+from castiron.emitter.kernels.group_sums import group_sums
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.products.choosing import numerics_of
 from castiron.emitter.kernels.products.product import PIECES, Product
@@ -82,6 +83,10 @@ class Projector:
         """x as the product's kernel takes it, rounded or taken apart once for all that share that."""
         if product.numerics == "exact":
             return {"x": x}
+        if product.numerics == "canonical":
+            if not product.summed_groups:
+                return {"x": x}
+            return {"x": x, "x_sums": self._made(x, group_sums(*x.shape, product.format, isa=self.isa))["sums"]}
         if product.numerics == "bytes":
             made = self._made(x, round_x(*x.shape, product.format, isa=self.isa))
             return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}

@@ -311,7 +311,7 @@ def compile_model(
         facts["arithmetic"] = arithmetic_of(products, target)
         facts["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         manifest, hashes = _manifest(model, checkpoint, options, target, module, facts), {"weights.irpa": weights}
-        if evaluate and options.numerics != "exact" and not manifest.encoder and not missing_features(target):
+        if evaluate and options.numerics == "fast" and not manifest.encoder and not missing_features(target):
             with stage("evaluate"):
                 accuracy = evaluate(writer.staged(manifest, hashes), lambda done, total: told("evaluate", done / total))
             manifest = replace(manifest, accuracy=accuracy)

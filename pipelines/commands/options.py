@@ -42,9 +42,10 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
                         "keeps the checkpoint's own, q4_k_m and q5_k_m mix types as llama.cpp does")  # fmt: skip
     add_adapter(parser)
     add_calibrate(parser)
-    parser.add_argument("--numerics", choices=("exact", "fast"), default="exact",
-                        help="exact: activations and sums in f32, greedy tokens equal HF transformers'; fast: activations "
-                        "rounded to bytes or bf16 in prompts and batches, tokens may differ")  # fmt: skip
+    parser.add_argument("--numerics", choices=("exact", "canonical", "fast"), default="exact",
+                        help="exact: activations and sums in f32, greedy tokens equal HF transformers'; canonical: the same "
+                        "with one order of all sums, so that logits have the same bits on every CPU and in every batch; "
+                        "fast: activations rounded to bytes or bf16 in prompts and batches, tokens may differ")  # fmt: skip
     parser.add_argument("--cache", choices=("f32", "f16", "q8_0"), default="f32",
                         help="number format of the KV cache; f16: half the memory and reading, q8_0: about a quarter; tokens "
                         "may differ")  # fmt: skip

@@ -52,6 +52,7 @@ def attention_decode(
     splits: int = 8,
     split_from: int | None = None,
     batch: int | None = None,
+    chunk: int | None = None,
     cache: Cache = EXACT,
     ring: int | None = None,
 ) -> Kernel:
@@ -69,6 +70,10 @@ def attention_decode(
     layers of one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is
     negative is idle: its caches stay as they are and its result is zero.
 
+    With `chunk` T there are T tokens of one sequence instead, from position `start` on, of which `length` are real (i32 both, in
+    the place of position), whose keys and values are in the caches already: qkv [T, row], out [T, heads*head_dim]. Each gets, to
+    the last bit, what it gets alone. It takes more time than `attention_prefill`: tokens share nothing that is loaded.
+
     Rows are rounded as `cache` stores them when they are appended, the token's own too before it counts, and widened where
     they are read; everything else is f32. Of caches that are rings of `ring` rows, more than the window, these stand in place
     of context.
@@ -77,8 +82,8 @@ def attention_decode(
     row_bytes = cache.row_bytes(hd)
     if splits & (splits - 1) or splits < 2:
         raise ValueError(f"attention_decode takes a power of two above 1 as splits, got {splits}")
-    rows = batch or 1
-    if layers % rows:
+    rows = batch or chunk or 1
+    if batch and layers % batch:
         raise ValueError(f"attention_decode needs layers ({layers}) that {batch} sequences share evenly")
     shape = _shape(layout, isa, cache)
     per = shape.per
@@ -88,30 +93,38 @@ def attention_decode(
     units = groups * slots
 
     caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, kv_heads, hd))
-    kept = {**caches, "counters": TensorType((rows * groups,), I32)}
+    counters = {"counters": TensorType((rows * groups,), I32)}
+    kept = counters if chunk else {**caches, **counters}
+    scalar = TensorType((), I32)
+    where = {"start": scalar, "length": scalar} if chunk else {"position": TensorType((batch,) if batch else (), I32)}
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
         **layout.operands(context),
         **scores.operands(heads),
-        "position": TensorType((batch,) if batch else (), I32),
-        **kept,
+        **where,
+        **caches,
+        **counters,
         "layer": INDEX,
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
     name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += ("" if batch is None else f"_b{batch}") + ("" if ring is None else f"_ring{ring}")
+    name += ("" if batch is None else f"_b{batch}") + ("" if chunk is None else f"_c{chunk}") + ("" if ring is None else f"_ring{ring}")
     name += f"_{cache.name}" * (cache is not EXACT)
 
-    def write(b: Body, position: Ssa, layer: Ssa, **given: Ssa) -> None:
+    def write(b: Body, layer: Ssa, **given: Ssa) -> None:
         unit: Index = b.workgroup()
-        if batch is None:
-            sequence(b, Token(given, 0, b.to_index(b.load(position)), layer), unit)
+        if rows == 1 and not (batch or chunk):
+            sequence(b, Token(given, 0, b.to_index(b.load(given["position"])), layer), unit)
             return
         row, unit = b.div(unit, units), b.rem(unit, units)
-        own = b.to_index(b.load(position, row))
-        idle = b.less(own, 0)
+        if chunk:
+            own: Index = b.add(b.to_index(b.load(given["start"])), row)
+            idle = b.negate(b.less(row, b.to_index(b.load(given["length"]))))
+        else:
+            own = b.to_index(b.load(given["position"], row))
+            idle = b.less(own, 0)
         with b.when(b.negate(idle)):
-            sequence(b, Token(given, row, own, b.add(b.mul(row, layers // batch), layer)), unit)
+            sequence(b, Token(given, row, own, layer if chunk else b.add(b.mul(row, layers // rows), layer)), unit)
         with b.when(b.both(idle, b.equal(unit, 0))), b.loop(0, heads * hd, shape.width) as d:
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
@@ -132,7 +145,7 @@ def attention_decode(
             first = b.choose(split, base, b.add(base, slot))
             work.begin(token, first, b.choose(split, b.add(base, per), b.add(first, 1)))
             with b.when(b.either(has_head, b.equal(slot, 0))):
-                work.own()
+                work.own(appended=chunk is not None)
             with b.when(has_head):
                 work.attend(low, position, ahead=False)
                 work.finish(out)
@@ -150,7 +163,10 @@ def attention_decode(
                     with b.loop(b.mul(base, layout.group), b.mul(b.add(base, per), layout.group)) as head:
                         parts.join(head.index, count, out, work.width)
 
-    def reference(position: np.ndarray, layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
+    def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
+        if chunk:
+            return reference_of_chunk(layer, **given)
+        position = given["position"]
         k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
         out = np.zeros(out_type.shape, np.float32)
         for i, own in enumerate(np.reshape(position, -1).tolist()):
@@ -165,6 +181,14 @@ def attention_decode(
         idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
 
+    def reference_of_chunk(layer: int, start: np.ndarray, length: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        out, (first, real) = np.zeros(out_type.shape, np.float32), (int(start), int(length))
+        positions = first + np.arange(real)
+        q, _, _ = prepared_heads(layout, given["qkv"][:real], positions, given)
+        k, v = (cache.values(by_position(given[name][layer], first + real)) for name in caches)
+        out[:real] = attend(q, k, v, positions, scores, given.get("sinks")).reshape(real, -1)
+        return {"out": out, "counters": np.zeros(rows * groups, np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
+
     def seen(position: int) -> int:
         return min(position + 1, window or context)
 
@@ -178,6 +202,7 @@ def attention_decode(
         reference=reference,
         flops=lambda position: rows * 4 * heads * hd * seen(position),
         nbytes=lambda position: rows * (2 * kv_heads * row_bytes * seen(position) + 4 * (layout.row + heads * hd)),
+        fenced=isa.canonical,
     )
 
 

@@ -131,6 +131,7 @@ def attention_prefill(
         reference=reference,
         flops=lambda start: 4 * heads * hd * pairs(start),
         nbytes=lambda start: 8 * T * heads * hd + 2 * kv_heads * cache.row_bytes(hd) * min(start + T, T + (window or context)),
+        fenced=isa.canonical,
     )
 
 

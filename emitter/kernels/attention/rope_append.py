@@ -84,4 +84,5 @@ def rope_append(
         reference=reference,
         flops=3 * T * (layout.heads + layout.kv_heads) * (layout.rotary_dim or 0),
         nbytes=T * (4 * (layout.row + layout.keys) + 2 * layout.kv_heads * cache.row_bytes(hd)),
+        fenced=isa.canonical,
     )

@@ -122,12 +122,12 @@ class Workgroup:
         source, token = Span(self.qkv, [self.token.row], offset), self.token
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
 
-    def own(self) -> None:
-        """Prepare the token's own keys and values, append them, and let the recurrence begin with them."""
+    def own(self, appended: bool = False) -> None:
+        """Prepare the token's own keys and values, append them, and let the recurrence begin with them; `appended`: they stand in
+        the caches."""
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), layout.keys)
-            self._prepare("k", head.index, offset, Span(self.k, [], 0))
             cached = [self.token.layer, self.token.position, head.index]
             low = b.mul(b.sub(head.index, self.first), self.group)
             heads = [b.add(low, i) for i in range(self.group)]
@@ -137,8 +137,14 @@ class Workgroup:
                 for g in heads:
                     b.vstore(v, self.values, g, d)
 
-            self.cached_values.append(cached, lambda d: value.load(b, d, self.width), begin)
-            self.cached_keys.append(cached, lambda d: b.vload(self.k, self.width, d), lambda d, k: b.vstore(k, self.k, d))
+            if appended:
+                with b.loop(0, hd, self.width) as d:
+                    begin(d.index, self.cached_values.part(cached, d.index, self.width)(0))
+                    b.vstore(self.cached_keys.part(cached, d.index, self.width)(0), self.k, d.index)
+            else:
+                self._prepare("k", head.index, offset, Span(self.k, [], 0))
+                self.cached_values.append(cached, lambda d: value.load(b, d, self.width), begin)
+                self.cached_keys.append(cached, lambda d: b.vload(self.k, self.width, d), lambda d, k: b.vstore(k, self.k, d))
             one = b.constant(f"dense<[1.0{', 0.0' * (self.lanes - 1)}]>", f"vector<{self.lanes}xf32>")
             with b.loop(low, b.add(low, self.group)) as g:
                 with b.loop(0, hd, self.width, carry=[b.splat(0.0, self.width)]) as d:

@@ -12,6 +12,7 @@ from castiron.emitter.kernels.products import (
     few_bytes,
     gemm,
     gemm_bytes,
+    gemm_canonical,
     gemm_few,
     gemm_matrix,
     gemm_pairs,
@@ -39,7 +40,7 @@ _WAYS = (
         grouped.GroupedBytesTiles,
     ),
     _Way(
-        lambda product: 0 < grouped.LEAST * product.experts <= product.tokens,
+        lambda product: 0 < grouped.LEAST * product.experts <= product.tokens and product.numerics == "exact",
         grouped.grouped,
         grouped.default_tiles,
         grouped.GroupedTiles,
@@ -70,6 +71,12 @@ _WAYS = (
         gemm_pairs.default_tiles,
         gemm_pairs.GemmPairsTiles,
     ),
+    _Way(
+        lambda product: product.numerics == "canonical",
+        gemm_canonical.gemm_canonical,
+        gemm_canonical.default_tiles,
+        gemm_canonical.GemmCanonicalTiles,
+    ),
     _Way(lambda product: product.tokens <= gemm_few.MOST_TOKENS, gemm_few.gemm_few, gemm_few.default_tiles, gemm_few.FewTiles),
     _Way(lambda product: True, gemm.gemm, gemm.default_tiles, gemm.GemmTiles),
 )
@@ -82,8 +89,12 @@ def _way(product: Product) -> _Way:
 def numerics_of(product: Product, isa: Isa, fast: bool) -> str:
     """What is best done to x of a product whose numerics are open (`product.NUMERICS`): rounded only if `fast`.
 
-    One token is bound by memory and gains nothing, nor do pairs of which hardly two have one expert.
+    One token is bound by memory and gains nothing, nor do pairs of which hardly two have one expert. On a vector unit in its
+    canonical form, kernels of one or a few tokens are canonical as they are, as are those that have weights of no codes.
     """
+    if isa.canonical:
+        several = product.experts or (product.format.quantised and product.tokens > gemm_few.MOST_TOKENS)
+        return "canonical" if several else "exact"
     if product.experts:
         together = product.tokens >= grouped.LEAST_BYTES * product.experts
         return "bytes" if fast and together and product.format.quantised else "exact"

@@ -51,4 +51,5 @@ def product_kernel(
         flops=product.flops,
         nbytes=product.nbytes,
         product=product,
+        fenced=isa.canonical,
     )

@@ -78,9 +78,9 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemmTiles:
     """Tiles that measured well for a kernel that is expected to run on `threads`."""
     T, shared, row_blocks = product.tokens, product.epilogue.row_blocks, -(-product.out_features // LANES)
     even = shared == 2 or row_blocks % 2 == 0
-    wide = 2 if isa.lanes == LANES and even else 1
+    wide = 2 if isa.roomy and even else 1
     together = max(wide, shared)
-    most_rows = 12 if isa.lanes == LANES else 6
+    most_rows = 12 if isa.roomy else 6
     # A tile of few rows takes as long as one of 4, by the latency of fma.
     costs = {rows: T // rows * rows + max(T % rows, 4 if T % rows else 0) for rows in range(4, most_rows + 1)}
     rows = max(rows for rows, cost in costs.items() if cost <= 1.03 * min(costs.values()))

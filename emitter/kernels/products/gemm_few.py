@@ -68,8 +68,8 @@ class FewTiles(Tiles):
 
 def default_tiles(product: Product, isa: Isa, threads: int = 2) -> FewTiles:
     """Tiles that measured well for a kernel that is expected to run on `threads`."""
-    vectors = 4 if isa.lanes < 8 else 2
-    most_rows = (10 if isa.registers == 16 else 20) // vectors
+    vectors = 1 if isa.canonical and not isa.roomy else 4 if isa.lanes < 8 else 2
+    most_rows = (20 if isa.registers == 32 else isa.registers * 5 // 8) // vectors
     rows = -(-product.tokens // -(-product.tokens // most_rows))
     together = FewTiles(rows, vectors, 1).row_blocks(isa, product.epilogue.row_blocks)
     return FewTiles(rows, vectors, min(-(-product.weight_shape[0] // together), PARTS * threads))
@@ -183,10 +183,7 @@ class _Few:
                     for weight, so_far in zip(weights, mine, strict=True)
                 ]
         for i, (block, v, column) in enumerate(sides):
-            scale = self._times(records.d(block, record, v), records.group_scale(block, record, group, v))
-            minimum = records.m(block, record, v)
-            if minimum is not None:
-                minimum = self._times(minimum, records.group_minimum(block, record, group, v))
+            scale, minimum = records.scale_and_minimum(block, record, group, v)
             for mine, t in zip(products, tokens, strict=True):
                 product = mine[i]
                 assert product is not None, "a group has codes"
@@ -200,9 +197,6 @@ class _Few:
         for block in {block: None for block, _, _ in sides}:
             for line in range(0, nbytes, CACHE_LINE):
                 self.records.prefetch(self.b.add(block, self.unit), record, self.b.add(offset, line))
-
-    def _times(self, a: Ssa, factor: Ssa | None) -> Ssa:
-        return a if factor is None else self.b.mulf(a, factor)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
         """The sums of `sides` and tokens `token` to `token + rows`."""

@@ -20,6 +20,9 @@ Sixteen rows run side by side, one a lane, so nothing is ever summed across lane
 A word is loaded once for all of its fields. Codes with an offset start a chain with sums[group], which has minus the offset
 as a factor. Where xs would not fit the stack, it is prepared in parts, and the totals of 32 sets wait on the stack for the
 next part. A record of a float codec is one k (bf16: two) and its elements are the products' factors as they are.
+
+The canonical form has one chain, and adds each group of a record to the totals by d * scale and m * minimum, as the kernels of
+several tokens do.
 """
 
 from __future__ import annotations
@@ -76,6 +79,9 @@ def default_tiles(product: Product, isa: Isa, threads: int = 2) -> GemvTiles:
     workgroups = min(workgroups, max(1, nbytes // LEAST_BYTES), -(-shape[0] // 2))
     codec = product.format
     record = layout(codec)
+    if isa.canonical:
+        together = 2 if product.glu or not isa.roomy else 4
+        return GemvTiles(workgroups, together, 1, 16 if codec.block == 32 else -(-AHEAD_BYTES // record.size))
     # Side by side the K-quants' two levels of scales, and any codec on NEON's quarters of a row block, overflow the
     # registers.
     together = 1 if record.groups > 1 or (codec.quantised and isa.lanes < 8) else 2
@@ -107,6 +113,8 @@ class Gemv:
         base: Index = 0,
     ):
         self.b, self.codec, self.tiles, self.epilogue, self.buffers = b, product.format, tiles, product.epilogue, buffers
+        self.chains = 1 if isa.canonical else tiles.chains
+        self.canonical = isa.canonical
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.product, self.out_features, self.in_features = product, product.out_features, product.in_features
         self.row_blocks, self.count, self.size = product.weight_shape
@@ -176,8 +184,7 @@ class Gemv:
             return self._float_products(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
             slot = self.b.sub(record.index, first)
-            add = self._group_record if self.layout.groups == 1 else self._super_record
-            record.give(*add(row_blocks, record.index, slot, record.values))
+            record.give(*self._record(row_blocks, record.index, slot, record.values))
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
@@ -191,6 +198,12 @@ class Gemv:
             for line in lines
             for block in row_blocks
         ]
+
+    def _record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
+        """totals + the products of one record."""
+        if self.layout.groups == 1:
+            return self._group_record(row_blocks, record, slot, totals)
+        return (self._canonical_record if self.canonical else self._super_record)(row_blocks, record, slot, totals)
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """A record of one group: total + d * sum(x code) + m * sum(x)."""
@@ -231,6 +244,20 @@ class Gemv:
             done.append(total)
         return done
 
+    def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
+        """A record of many groups: total + d * scale * sum(x code) + m * minimum * sum(x), group by group."""
+        b, records, groups = self.b, self.records, self.layout.groups
+        with b.loop(0, groups, carry=totals) as g:
+            soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
+            at = b.add(b.mul(slot, groups), g.index)
+            products, done = self._group(row_blocks, record, g.index, at, soon), []
+            for (i, v), product, total in zip(self.sides, products, g.values, strict=True):
+                scale, minimum = records.scale_and_minimum(row_blocks[i], record, g.index, v)
+                total = b.fma(product, scale, total)
+                done.append(total if minimum is None else b.fma(minimum, self.x.sum_of(at), total))
+            g.give(*done)
+        return g.results
+
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
@@ -238,7 +265,7 @@ class Gemv:
 
         `soon` are prefetches, spread over the group because one burst of them stalls.
         """
-        b, chains = self.b, self.tiles.chains
+        b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]
         start = b.mul(slot, self.codec.group)
         offset = self.x.sum_of(slot) if self.codec.offset else None
@@ -254,7 +281,7 @@ class Gemv:
         return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
 
     def _float_products(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        b, chains, unroll, elements = self.b, self.tiles.chains, self.tiles.unroll, self.layout.elements
+        b, chains, unroll, elements = self.b, self.chains, self.tiles.unroll, self.layout.elements
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
 
         def add(record: Index, sums: list[Ssa], number: int) -> None:

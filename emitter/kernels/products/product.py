@@ -17,8 +17,9 @@ from castiron.emitter.types import F32, I8, I32, TensorType
 
 # What happens to x before it is multiplied: "exact" leaves it f32; "bytes" is `weights.x_bytes`; of `weights.x_pieces`
 # "pairs" and "matrix" take the one bf16 nearest to it, for a vector or a matrix unit, which has weights rounded to bf16 as
-# well, and "pieces" the three bf16 that make an f32, for a matrix unit.
-NUMERICS = ("exact", "bytes", "pairs", "matrix", "pieces")
+# well, and "pieces" the three bf16 that make an f32, for a matrix unit. "canonical" leaves it f32 too, and is for kernels of
+# several tokens whose order of sums would not be that of one token otherwise.
+NUMERICS = ("exact", "bytes", "pairs", "matrix", "pieces", "canonical")
 FAST = ("bytes", "pairs", "matrix")
 PIECES = {"pairs": 1, "matrix": 1, "pieces": EXACT}
 
@@ -59,8 +60,9 @@ class Product:
             raise ValueError(f"a product has {self.tokens} pairs, of which each row of x cannot have {self.per_row}")
         packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
         single = self.tokens == 1 and not self.experts
-        taken = {"bytes": self.format.quantised, "pairs": self.codec == "bf16"}.get(self.numerics, True)
-        if self.numerics != "exact" and (single or not taken or (self.experts and self.numerics != "bytes")):
+        taken = {"bytes": self.format.quantised, "pairs": self.codec == "bf16", "canonical": self.format.quantised or self.experts}
+        refused = single or not taken.get(self.numerics, True) or (self.experts and self.numerics not in ("bytes", "canonical"))
+        if self.numerics != "exact" and refused:
             what = f"{self.tokens} tokens, {self.experts} experts and {self.codec}"
             raise ValueError(f"no kernel takes {self.numerics} of x for {what}")
         for option, there, fits in (
@@ -109,7 +111,8 @@ class Product:
         """What its kernel takes, in order: x, (x_scales, x_sums), (norm), weight, (chosen), (bias), (residual), (length).
 
         With bytes x, x_scales and x_sums are what `weights.x_bytes` makes of x for the codec, with pieces x is what
-        `weights.x_pieces` makes of it, and x_sums are the sums of its groups where the codec has minima.
+        `weights.x_pieces` makes of it, and x_sums are the sums of its groups where the codec has minima; canonical ones are
+        those of `kernels.group_sums`.
         norm [in] is the RMS norm's weight, chosen i32 [tokens] the expert of each pair, length an i32 that counts rows
         of x.
         """
@@ -131,16 +134,17 @@ class Product:
         if self.numerics == "bytes":
             made = rounded_types(*shape, self.format)
             return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
-        if self.numerics == "exact":
-            return {"x": TensorType(shape, F32)}
-        given = {"x": pieces_type(*shape, PIECES[self.numerics])}
+        x = pieces_type(*shape, PIECES[self.numerics]) if self.numerics in PIECES else TensorType(shape, F32)
+        given = {"x": x}
         if self.summed_groups:
             given["x_sums"] = TensorType((shape[0], shape[1] // self.format.group), F32)
         return given
 
     @property
     def summed_groups(self) -> int:
-        """The size of groups of which sums of x come beside its pieces; 0 for none."""
+        """The size of groups of which sums of x come beside it; 0 for none."""
+        if self.numerics == "canonical" and not self.experts:
+            return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "pieces" and self.format.minimum else 0
 
     def results(self) -> dict[str, TensorType]:

@@ -109,6 +109,7 @@ def gated_delta(
         reference=reference,
         flops=T * heads * k_dim * v_dim * 7,
         nbytes=4 * (2 * tokens.sequences * prod(state_type.shape[1:]) + T * (2 * k_heads * k_dim + 2 * heads * v_dim)),
+        fenced=isa.canonical,
     )
 
 

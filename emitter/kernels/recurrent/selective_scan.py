@@ -110,4 +110,5 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
         reference=reference,
         flops=T * heads * head_dim * n * 5,
         nbytes=4 * (2 * tokens.sequences * prod(state_type.shape[1:]) + 2 * T * (heads * head_dim + groups * n)),
+        fenced=isa.canonical,
     )

@@ -5,7 +5,7 @@ Beside it stand the sums over groups of x that minima and offsets of codes need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from castiron.emitter.codecs import Codec
@@ -20,11 +20,13 @@ PAD = 16  # elements of the stack between rows of x
 
 def bytes_per_element(codec: Codec) -> float:
     """Stack that an element of x takes."""
-    return 4 + (4 / codec.group if _needs_sums(codec) else 0)
+    return 4 + (4 / codec.group if codec.summed else 0)
 
 
-def _needs_sums(codec: Codec) -> bool:
-    return bool(codec.offset or codec.minimum)
+def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
+    """The sum over a group of x, whose elements are `parts`, times the sign of the codec's minimum or minus its offset."""
+    total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
+    return b.mulf(total, b.f32(codec.minimum or -codec.offset))
 
 
 class PreparedX:
@@ -40,7 +42,7 @@ class PreparedX:
         self.source, self.norm, self.row = buffers["x"], buffers.get("norm"), row
         # Rows of a power of two would all fall into the same sets of the cache.
         self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
-        self.sums = b.stack(T, capacity // self.codec.group) if _needs_sums(self.codec) else None
+        self.sums = b.stack(T, capacity // self.codec.group) if self.codec.summed else None
         self.inverse = None
         if product.rms_eps is not None:
             self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, product.rms_eps, lanes)
@@ -96,5 +98,4 @@ class PreparedX:
                     x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
                 b.vstore(x, self.values, token, b.add(start, k))
             if self.sums is not None:
-                total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
-                b.store(b.mulf(total, b.f32(self.codec.minimum or -self.codec.offset)), self.sums, token, g.index)
+                b.store(group_sum(b, self.codec, parts), self.sums, token, g.index)

@@ -83,6 +83,13 @@ class Records:
         """The factor of m for a group, None where it is one."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
+    def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
+        """What sum(x * code) and sum(x) of a group are multiplied by: d * its scale, and m * its minimum where there is one."""
+        times = lambda a, factor: a if factor is None else self.b.mulf(a, factor)
+        scale = times(self.d(block, record, v), self.group_scale(block, record, group, v))
+        minimum = self.m(block, record, v)
+        return scale, None if minimum is None else times(minimum, self.group_minimum(block, record, group, v))
+
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
         """weight = scale * stored code + base, of a group."""
         b, codec = self.b, self.codec

@@ -88,10 +88,13 @@ class Loop:
 class Body:
     """The body of one kernel function under construction.
 
+    fenced: no compiler joins a product with a sum into an fma that is not written.
+
     Index operations fold integers known in Python, so that `add(0, x)` is `x` and a constant is written once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fenced: bool = False) -> None:
+        self._fenced = fenced
         self._head: list[str] = []
         self._constants: dict[str, Ssa] = {}
         self._lines: list[str] = []
@@ -241,7 +244,12 @@ class Body:
         return self.binary("subf", a, b)
 
     def mulf(self, a: Ssa, b: Ssa) -> Ssa:
-        return self.binary("mulf", a, b)
+        product = self.binary("mulf", a, b)
+        if not self._fenced:
+            return product
+        return self.let(
+            f'llvm.call_intrinsic "llvm.arithmetic.fence"({product}) : ({product.type}) -> {product.type}', product.type
+        )
 
     def divf(self, a: Ssa, b: Ssa) -> Ssa:
         return self.binary("divf", a, b)

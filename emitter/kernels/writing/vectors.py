@@ -58,7 +58,7 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
     """The sum of the lanes of each vector, as one vector of len(vectors); a power of two of them, up to their width.
 
-    Pairs are folded so that on x86 every shuffle but the first level's stays within 128 bits.
+    Each is folded in halves, however many there are. On x86 most shuffles stay within 128 bits.
     """
     vectors = list(vectors)
     width = width_of(vectors[0])
@@ -82,12 +82,10 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
         fold //= 2
     (total,) = vectors
     while width > count:
+        half = width // count // 2
+        low = [lane for lane in range(width) if lane % (2 * half) < half]
+        total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, [lane + half for lane in low]))
         width //= 2
-        # A lone vector may be folded in any order, and halves are the cheaper one.
-        step, second = (1, width) if count == 1 else (2, 1)
-        low = list(range(0, step * width, step))
-        high = [lane + second for lane in low]
-        total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, high))
     return total
 
 
