@@ -230,8 +230,8 @@ def dot_general(
     return _one("dot_general", (a, b), TensorType(shape, a.dtype), contract=(ca, cb), batch=(ba, bb))
 
 
-def reduce(kind: str, x: Value, dims: Sequence[int]) -> Value:
-    """Sum (`add`) or maximum (`maximum`) over `dims`, which disappear."""
+def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Value:
+    """Sum (`add`) or maximum (`maximum`) over `dims`, which disappear; `exact`: no partial sum is rounded, in whatever order."""
     dims = tuple(dims)
     if kind not in ("add", "maximum"):
         raise fail("reduce", f"reducer {kind!r} is not add or maximum", (x,))
@@ -239,7 +239,7 @@ def reduce(kind: str, x: Value, dims: Sequence[int]) -> Value:
         raise fail("reduce", f"cannot reduce dimensions {dims}", (x,))
     init = constant(0.0 if kind == "add" else -np.inf, x.dtype, ())
     shape = tuple(n for i, n in enumerate(x.shape) if i not in dims)
-    return _one("reduce", (x, init), TensorType(shape, x.dtype), reducer=kind, dims=dims)
+    return _one("reduce", (x, init), TensorType(shape, x.dtype), reducer=kind, dims=dims, exact=exact)
 
 
 def argmax(x: Value) -> Value:

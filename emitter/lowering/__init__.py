@@ -11,6 +11,7 @@ from castiron.emitter.kernels.products.product import Product
 from castiron.emitter.kernels.writing.isa import ISAS, Isa
 from castiron.emitter.layer_rules import LAYERS
 from castiron.emitter.lowering import kernels, portable
+from castiron.emitter.lowering.canonical import canonical
 from castiron.emitter.lowering.fusion import fuse
 from castiron.emitter.lowering.projection import NORM_LIMIT, Projector
 from castiron.emitter.lowering.rewrite import Rule, rewrite
@@ -65,5 +66,7 @@ def lower(
     lowered = Module(module.name)
     for function in module.functions.values():
         rewrite(*LOWERINGS[lowering](function, unit, threads, project), lowered)
+    if numerics == "canonical":
+        lowered = canonical(lowered)
     check(lowered, LOWERED)
     return lowered

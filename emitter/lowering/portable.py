@@ -223,8 +223,8 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     slots = (tokens, op.attrs["top_k"], experts)
     here = ops.compare("EQ", ops.broadcast_in_dim(place, slots, (0, 2)), ops.iota(slots, 1, F32))
     nothing = ops.constant(0.0, F32, slots)
-    chosen = ops.reduce("add", ops.select(here, ops.iota(slots, 2, F32), nothing), (2,))
-    weights = ops.reduce("add", ops.select(here, ops.broadcast_in_dim(likely, slots, (0, 2)), nothing), (2,))
+    chosen = ops.reduce("add", ops.select(here, ops.iota(slots, 2, F32), nothing), (2,), exact=True)
+    weights = ops.reduce("add", ops.select(here, ops.broadcast_in_dim(likely, slots, (0, 2)), nothing), (2,), exact=True)
     if op.attrs["normalised"]:
         total = ops.broadcast_in_dim(ops.reduce("add", weights, (1,)), weights.shape, (0,))
         weights = ops.divide(weights, total)
@@ -238,7 +238,7 @@ def _places(rated: Value) -> Value:
     own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
     lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
     before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
-    return ops.reduce("add", ops.convert(before, F32), (2,))
+    return ops.reduce("add", ops.convert(before, F32), (2,), exact=True)
 
 
 def _of_best_groups(rated: Value, groups: int, kept: int) -> Value:
