@@ -67,6 +67,8 @@ def _product(name: str, asked: Asked) -> Kernel:
     *experts, out, inner = asked.sizes
     product, isa = Product(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0), ISAS[asked.isa]
     fast = asked.numerics == "fast"
+    if asked.numerics == "canonical":
+        isa = isa.in_canonical_form
     product = replace(product, numerics=numerics_of(product, isa, fast))
     if fast and product.numerics not in FAST:
         of = f"{product.tokens} tokens, {product.experts} experts and {product.codec}"

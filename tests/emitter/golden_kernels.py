@@ -21,6 +21,7 @@ INSTANCES = {
     "gemv": "--shape 32x64 --codec q4_1",
     "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
     "gemm": "--shape 16x64 --codec bf16 --tokens 9",
+    "gemm_canonical": "--shape 16x64 --codec q4_1 --tokens 9 --numerics canonical",
     "gemm_few_bytes": "--shape 16x64 --codec q5_0 --tokens 2 --numerics fast",
     "gemm_bytes": "--shape 16x64 --codec q4_1 --tokens 9 --numerics fast",
     "round_x": "--shape 64 --codec q4_1 --tokens 2",
@@ -57,7 +58,7 @@ def kernel(name: str) -> Kernel:
 
 
 def kind(name: str) -> str:
-    for suffix in ("_f16", "_q8_0", "_bytes", "_pairs", "_matrix", "_grouped"):
+    for suffix in ("_f16", "_q8_0", "_bytes", "_pairs", "_matrix", "_canonical", "_grouped"):
         name = name.removesuffix(suffix)
     return name
 

@@ -1,5 +1,5 @@
 // castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --isa avx2 --threads 2
-// 1097 lines, sha256 6fe341dda04612b92cef184b2b565a87a3a380ae05d487468f30b1fec5c954eb
+// 1097 lines, sha256 2af6cb90bcb1addc5fd0f6299f3c2e044d6ed93f910b05c77f0cb839aa40b5ce
                 %498:8 = scf.for %489 = %c0 to %c9 step %c9 iter_args(%490 = %c12, %491 = %c12, %492 = %c12, %493 = %c12, %494 = %c12, %495 = %c12, %496 = %c12, %497 = %c12) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %499 = arith.addi %483, %c8 : index
                   %500 = arith.addi %483, %c2 : index

@@ -1,0 +1,145 @@
+"""Bundles with canonical numerics: logits have the same bits however tokens come, and on every CPU.
+
+The hashes in canonical_bits.json are those of every machine that runs this: a CPU, a compiler or a kernel that gives other bits
+is found here. A change of the order of sums, on purpose, writes them anew: `python -m tests.test_canonical`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from castiron.emitter.types import EmitError
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.reference.tiny import tiny_model
+from castiron.vmfb.batch import Batch
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
+from castiron.vmfb.targets import missing_features, resolve
+
+HASHES = Path(__file__).with_name("canonical_bits.json")
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 97, 64, 3, 3, 64, 96, 2
+# Past where contexts are split among threads.
+PROMPT = np.random.default_rng(0).integers(0, VOCAB, 104).tolist()
+# By what is stored: options, and targets that give the same bits besides the host's.
+WAYS = {"f32": ({}, ("x86-64-v3",)), "q8_0": ({"weights": "q8_0", "cache": "f16"}, ())}
+
+
+def checkpoint(directory: Path) -> Path:
+    """A llama whose weights are small whole numbers over a power of two: the same bytes wherever they are made."""
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    drawn = lambda *shape: (rng.integers(-64, 65, shape) / 256).astype(np.float32)
+    rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+    weights = {"model.embed_tokens.weight": drawn(VOCAB, HIDDEN) * 4, "model.norm.weight": 1 + drawn(HIDDEN)}
+    weights["lm_head.weight"] = drawn(VOCAB, HIDDEN)
+    for i in range(LAYERS):
+        layer = {f"self_attn.{name}_proj": drawn(count, HIDDEN) for name, count in rows.items()}
+        layer["self_attn.o_proj"] = drawn(HIDDEN, rows["q"])
+        layer |= {f"mlp.{name}_proj": drawn(INNER, HIDDEN) for name in ("gate", "up")}
+        layer["mlp.down_proj"] = drawn(HIDDEN, INNER)
+        layer |= {name: 1 + drawn(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {f"model.layers.{i}.{name}.weight": value for name, value in layer.items()}
+    save_file(weights, directory / "model.safetensors")
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu", "eos_token_id": 0,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def cast(checkpoint: Path, out: Path, **options) -> Path:
+    options = {"context": 112, "batch": (3,), "speculate": (4,), "numerics": "canonical", **options}
+    return compile_model(checkpoint, out, Options(**options)).bundle
+
+
+def decoded(session: Session, tokens: list[int]) -> np.ndarray:
+    """Logits [tokens, vocab] of one token after another."""
+    rows = []
+    for token in tokens:
+        session.step(token)
+        rows.append(session.logits())
+    return np.array(rows)
+
+
+def same(found: np.ndarray, wanted: np.ndarray) -> bool:
+    return np.asarray(found).tobytes() == wanted.tobytes()
+
+
+def check_every_way(path: Path, tokens: list[int]) -> np.ndarray:
+    """The logits of one token after another, which all other ways give too."""
+    bundle, n = open_bundle(path), len(tokens)
+    wanted = decoded(Session(bundle, 1), tokens)
+    for cuts in ([n], [n // 3, n], [1, 9, 17, n]):
+        session, start = Session(bundle, 2), 0
+        for end in cuts:
+            session.prefill(tokens[start:end])
+            assert same(session.logits(), wanted[end - 1]), f"prefill to {end} of {cuts}"
+            start = end
+    session = Session(bundle, 2)
+    for start in range(0, n - 3, 4):
+        session.verify(tokens[start : start + 4])
+        assert same(session.verified_logits(), wanted[start : start + 4]), f"verify from {start}"
+    back = session.reachable(n // 2)
+    session.rewind(back)
+    assert same(decoded(session.fork(), tokens[back : back + 3]), wanted[back : back + 3]), "rewind and fork"
+    batch, first = Batch(bundle, 2), {}
+    for slot, session in enumerate(batch.slots):
+        first[slot] = 5 * slot
+        session.prefill(tokens[: first[slot]]) if slot else None
+    for step in range(9):
+        # The second sequence pauses in between.
+        here = {slot: at for slot, at in first.items() if slot != 1 or step % 3}
+        batch.step({slot: tokens[at] for slot, at in here.items()})
+        for slot, at in here.items():
+            assert same(batch.slots[slot].logits(), wanted[at]), f"slot {slot} at {at}"
+            first[slot] += 1
+    return wanted
+
+
+def digest(logits: np.ndarray) -> str:
+    return hashlib.sha256(logits.astype("<f4").tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_and_every_cpu_gives_the_same_bits(way, tmp_path):
+    (options, targets), wanted = WAYS[way], json.loads(HASHES.read_text())[way]
+    made = checkpoint(tmp_path / "checkpoint")
+    logits = check_every_way(cast(made, tmp_path / "host", **options), PROMPT)
+    assert digest(logits) == wanted
+    for target in targets:
+        if not missing_features(resolve(target)):
+            other = cast(made, tmp_path / target, target=target, batch=(), speculate=(), **options)
+            assert digest(decoded(Session(open_bundle(other), 2), PROMPT)) == wanted, target
+
+
+@pytest.mark.parametrize("family", ["gemma2", "nemotron_h", "qwen3_5_moe_text", "hunyuan_v1_dense"])
+def test_every_kind_of_layer_keeps_its_bits(family, tmp_path):
+    """Soft caps and windows; scans and norms of groups; the delta rule and experts; rotary embedding before a norm."""
+    made = tiny_model(family, tmp_path / "checkpoint")
+    check_every_way(cast(made, tmp_path / "bundle", context=31), np.random.default_rng(2).integers(3, 200, 28).tolist())
+
+
+def test_a_family_whose_sums_have_no_canonical_order_is_refused(tmp_path):
+    with pytest.raises(EmitError, match=r"layers.0.self_attn has a product .* no canonical kernel: use exact"):
+        cast(tiny_model("glm4_moe_lite", tmp_path / "checkpoint"), tmp_path / "bundle", context=40)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        made = checkpoint(Path(folder) / "checkpoint")
+        paths = {way: cast(made, Path(folder) / way, **options) for way, (options, _) in WAYS.items()}
+        hashes = {way: digest(decoded(Session(open_bundle(path), 1), PROMPT)) for way, path in paths.items()}
+    HASHES.write_text(json.dumps(hashes, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
