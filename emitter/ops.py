@@ -231,7 +231,7 @@ def dot_general(
 
 
 def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Value:
-    """Sum (`add`) or maximum (`maximum`) over `dims`, which disappear; `exact`: no partial sum is rounded, in whatever order."""
+    """Sum (`add`) or maximum (`maximum`) over `dims`, which disappear; `exact`: nothing is rounded, in whatever order."""
     dims = tuple(dims)
     if kind not in ("add", "maximum"):
         raise fail("reduce", f"reducer {kind!r} is not add or maximum", (x,))

@@ -124,12 +124,12 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     # A ring has fewer rows than there are positions.
     context = given["cos"].shape[0] if ring and "cos" in given else held
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
-    how = {"isa": c.isa, "cache": cache, "ring": ring}
+    decode = partial(attention_decode, isa=c.isa, cache=cache, ring=ring)
 
-    def token_by_token(rows: dict[str, int], **where: Value) -> tuple[Value, Value, Value]:
+    def token_by_token(decode: Callable[..., Kernel], **where: Value) -> tuple[Value, Value, Value]:
         parts = head_parts(layout, c.isa, cache)
         own = replace(layout, heads=layout.heads // parts)
-        kernel = attention_decode(layers, context, own, scores, **rows, **how)
+        kernel = decode(layers, context, own, scores)
         outs = []
         for part in range(parts):
             # Zeros that every layer leaves as zeros. Every part appends the same keys and values.
@@ -146,13 +146,13 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         return out, caches["k_cache"], caches["v_cache"]
 
     if op.attrs["mode"] in ("decode", "batch"):
-        return token_by_token({"batch": tokens} if op.attrs["mode"] == "batch" else {}, position=start)
+        return token_by_token(partial(decode, batch=tokens if op.attrs["mode"] == "batch" else None), position=start)
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
-    kernel = rope_append(layers, context, tokens, layout, **how)
+    kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache, ring=ring)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
     if c.isa.canonical and not scores.bidirectional:
         caches |= {name: appended[name] for name in ("k_cache", "v_cache")}
-        return token_by_token({"chunk": tokens}, **chunk)
+        return token_by_token(partial(decode, chunk=tokens), **chunk)
     kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache, ring=ring)
     out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]

@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", metavar="NAME", help="instead of a bundle one kernel: " + ", ".join(KINDS))
     parser.add_argument("--codec", metavar="NAME", help="how weights of --shape are stored (default: q4_k, mixed as in Q4_K_M; "
                         "of a --kernel f32)")  # fmt: skip
-    parser.add_argument("--numerics", metavar="NAME", default="exact", help="exact, canonical or fast, of --shape and a --kernel "
-                        "(default: exact)")  # fmt: skip
+    parser.add_argument("--numerics", metavar="NAME", default="exact", help="exact, canonical or fast, of --shape and a "
+                        "--kernel (default: exact)")  # fmt: skip
     parser.add_argument("--context", type=int, metavar="N", help="positions of --shape's and a --kernel's cache (default: "
                         "4096)")  # fmt: skip
     parser.add_argument("--cache", metavar="TYPE", help="f32, f16 or q8_0, of the same (default: f32)")

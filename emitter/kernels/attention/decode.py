@@ -70,9 +70,9 @@ def attention_decode(
     layers of one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is
     negative is idle: its caches stay as they are and its result is zero.
 
-    With `chunk` T there are T tokens of one sequence instead, from position `start` on, of which `length` are real (i32 both, in
-    the place of position), whose keys and values are in the caches already: qkv [T, row], out [T, heads*head_dim]. Each gets, to
-    the last bit, what it gets alone. It takes more time than `attention_prefill`: tokens share nothing that is loaded.
+    With `chunk` T there are T tokens of one sequence instead, from position `start` on, of which `length` are real (i32 both,
+    in the place of position), whose keys and values are in the caches already: qkv [T, row], out [T, heads*head_dim]. Each
+    gets, to the last bit, what it gets alone. It takes more time than `attention_prefill`: tokens share nothing that is loaded.
 
     Rows are rounded as `cache` stores them when they are appended, the token's own too before it counts, and widened where
     they are read; everything else is f32. Of caches that are rings of `ring` rows, more than the window, these stand in place
@@ -108,7 +108,8 @@ def attention_decode(
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
     name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += ("" if batch is None else f"_b{batch}") + ("" if chunk is None else f"_c{chunk}") + ("" if ring is None else f"_ring{ring}")
+    name += ("" if batch is None else f"_b{batch}") + ("" if chunk is None else f"_c{chunk}")
+    name += "" if ring is None else f"_ring{ring}"
     name += f"_{cache.name}" * (cache is not EXACT)
 
     def write(b: Body, layer: Ssa, **given: Ssa) -> None:
@@ -118,7 +119,7 @@ def attention_decode(
             return
         row, unit = b.div(unit, units), b.rem(unit, units)
         if chunk:
-            own: Index = b.add(b.to_index(b.load(given["start"])), row)
+            own = Ssa(b.index(b.add(b.to_index(b.load(given["start"])), row)), "index")
             idle = b.negate(b.less(row, b.to_index(b.load(given["length"]))))
         else:
             own = b.to_index(b.load(given["position"], row))

@@ -123,8 +123,8 @@ class Workgroup:
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
 
     def own(self, appended: bool = False) -> None:
-        """Prepare the token's own keys and values, append them, and let the recurrence begin with them; `appended`: they stand in
-        the caches."""
+        """Prepare the token's own keys and values, append them, and let the recurrence begin with them; `appended`: they
+        stand in the caches."""
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), layout.keys)

@@ -60,9 +60,10 @@ class Product:
             raise ValueError(f"a product has {self.tokens} pairs, of which each row of x cannot have {self.per_row}")
         packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
         single = self.tokens == 1 and not self.experts
-        taken = {"bytes": self.format.quantised, "pairs": self.codec == "bf16", "canonical": self.format.quantised or self.experts}
-        refused = single or not taken.get(self.numerics, True) or (self.experts and self.numerics not in ("bytes", "canonical"))
-        if self.numerics != "exact" and refused:
+        quantised = self.format.quantised
+        taken = {"bytes": quantised, "pairs": self.codec == "bf16", "canonical": quantised or self.experts > 0}
+        of_experts = self.numerics in ("bytes", "canonical")
+        if self.numerics != "exact" and (single or not taken.get(self.numerics, True) or (self.experts and not of_experts)):
             what = f"{self.tokens} tokens, {self.experts} experts and {self.codec}"
             raise ValueError(f"no kernel takes {self.numerics} of x for {what}")
         for option, there, fits in (
