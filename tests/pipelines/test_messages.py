@@ -256,6 +256,7 @@ def test_errors_have_anthropics_types(app, client, monkeypatch):
     bearer = anthropic.Anthropic(base_url="http://testserver", auth_token="key", max_retries=0, http_client=app)
     # The fixture's header is this client's too.
     assert count(bearer) == len("u:hi;a:")
+    assert [model.id for model in client.models.list()] == [app.get("/v1/models").json()["data"][0]["id"]]
     for path, status, kind in (
         ("/v1/messages/batches", 404, "not_found_error"),
         ("/v1/messages", 405, "invalid_request_error"),

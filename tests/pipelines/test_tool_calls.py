@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.sequence import Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.thoughts import Thought
 from castiron.pipelines.generation.tool_calls import CallPart, Tools, joined
@@ -141,6 +142,16 @@ def test_calls_that_are_asked_for_hold_to_the_functions_schema(name):
             jsonschema.validate(json.loads(arguments), {"type": "object", **SCHEMAS[called]})
     only = schemas.say(text, text.call_grammar({"now": SCHEMAS["now"] | {"additionalProperties": False}}, False), 1)[0]
     assert told(Tools(form), only, [])[2] == [("now", "{}")]
+
+
+def test_tokens_of_thoughts_are_counted_in_channels_too():
+    text = with_marks("harmony")
+    sequence = Sequence(text.encode("x"), 2000, text=text, thoughts=True, stop_tokens=())
+    for token in text.encode(
+        "<|channel|>analysis<|message|>Hm, so.<|end|><|start|>assistant<|channel|>final<|message|>Well then."
+    ):
+        sequence.advance(token)
+    assert 0 < sequence.thought_tokens <= len("Hm, so.")
 
 
 def test_parameters_that_a_form_without_json_cannot_be_held_to_are_refused():
