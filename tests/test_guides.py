@@ -1,4 +1,4 @@
-"""docs/serving.md, structured.md, finetune.md, troubleshooting.md and index.md: every command runs, every snippet and number holds."""
+"""docs/serving.md, structured.md, endpoints.md, finetune.md, troubleshooting.md and index.md: every command runs, every snippet and number holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("index", "serving", "structured", "finetune", "troubleshooting")
+    for name in ("index", "serving", "structured", "endpoints", "finetune", "troubleshooting")
 }
 MODEL = "smollm2-135m-instruct"
 # What the tests of other files run: README's, and those of pages with a test of their own.
@@ -120,17 +120,22 @@ def test_the_server_answers_its_clients_and_nobody_without_a_key(folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_snippets_of_structured_output_run_against_a_server_and_without_one(folder, tmp_path, monkeypatch):
+def test_the_snippets_of_structured_output_and_of_other_apis_run_against_a_server_and_without_one(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(folder)
     with serving.served(folder / "build" / MODEL, tmp_path / "log") as running:
         here = lambda text: text.replace("http://127.0.0.1:8000", running.url)
-        asked = [line for line in lines("structured") if line.startswith("curl ")]
-        for line in asked:
-            done = subprocess.run([*shlex.split(here(line)), "--silent", "--fail"], capture_output=True, text=True)
-            assert done.returncode == 0 and json.loads(done.stdout)["choices"][0]["message"]["content"] in ("yes", "no")
-        monkeypatch.chdir(folder)
-        for code in blocks("structured", "python"):
-            exec(compile(here(code), "docs/structured.md", "exec"), {"__name__": "page"})
-    assert asked
+        for page in ("structured", "endpoints"):
+            asked = [line for line in lines(page) if line.startswith("curl ")]
+            for line in asked:
+                done = subprocess.run([*shlex.split(here(line)), "--silent", "--fail"], capture_output=True, text=True)
+                assert done.returncode == 0, line
+                answer = json.loads(done.stdout)
+                assert page == "endpoints" or answer["choices"][0]["message"]["content"] in ("yes", "no")
+            for code in blocks(page, "python"):
+                exec(compile(here(code), f"docs/{page}.md", "exec"), {"__name__": "page"})
+            assert asked
 
 
 def serve_arguments(words: list[str]):

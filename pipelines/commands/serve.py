@@ -1,12 +1,13 @@
-"""Serves one or several bundles over HTTP with OpenAI's API, several requests at once, and a chat page at /.
+"""Serves one or several bundles over HTTP with OpenAI's API and Anthropic's, several requests at once, and a chat page at /.
 
 A model that encodes texts has /v1/embeddings (input of strings or token ids, encoding_format, dimensions; besides
 prompt_name, one of the model's prompts, and truncate, for texts longer than it takes). Of other models:
 
 Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logprobs, n, stop, seed, penalties,
 logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty, ignore_eos, repetition_stop, which ends a text that goes
-round in a circle, and chat_template_kwargs), /tokenize, /detokenize, /health, and /metrics for Prometheus. A field that
-cannot be honoured is refused with status 400, which names it. What a reasoning model thinks is in reasoning_content.
+round in a circle, and chat_template_kwargs), the same chats by OpenAI's /v1/responses and Anthropic's /v1/messages and
+/v1/messages/count_tokens, /tokenize, /detokenize, /health, and /metrics for Prometheus. A field that cannot be honoured is
+refused with status 400, which names it. What a reasoning model thinks is in reasoning_content.
 
 What a request does not say of temperature, top_p, top_k, min_p and repeat_penalty is as the model's generation_config has
 it, and else as in OpenAI's API; /v1/models shows it under "sampling".
@@ -39,6 +40,8 @@ examples:
   castiron serve build/smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct build/gemma-3-270m --keep 600
   curl http://127.0.0.1:8000/v1/chat/completions \\
+    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
+  curl http://127.0.0.1:8000/v1/messages \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
 

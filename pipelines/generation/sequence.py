@@ -62,10 +62,11 @@ class Delta:
 @dataclass(frozen=True)
 class Finished:
     """The end: "stop" (a stop token, a stop string, or as `repeated` tells a text that went round in a circle), "length"
-    (max_tokens) or "context" (no position is left)."""
+    (max_tokens) or "context" (no position is left). `stop_string`: the one that ended it."""
 
     reason: str
     repeated: bool = False
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ Event = Delta | Finished | Failed
 class Sequence:
     """A prompt, how it is to go on, and its progress.
 
-    `tokens`: ids so far, a stop token is none of them; `finish_reason`: None or that of `Finished`. What runs the model
-    keeps the times, in seconds of the monotonic clock, and how many of the prompt's tokens were `cached`.
+    `tokens`: ids so far, a stop token is none of them; `thought_tokens`: how many of them the model thought with;
+    `finish_reason`: None or that of `Finished`. What runs the model keeps the times, in seconds of the monotonic clock, and
+    how many of the prompt's tokens were `cached`.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Sequence:
         self.stop_tokens = None if stop_tokens is None else frozenset(stop_tokens)
         self.top_logprobs = top_logprobs
         self.tokens: list[int] = []
+        self.thought_tokens = 0
         self.finish_reason: str | None = None
         self.arrived = time.monotonic()
         # When its prompt began to be read, and when its first and its latest token came.
@@ -218,11 +221,16 @@ class Sequence:
         self._waiting = self._waiting[len(told) :]
         delta = Delta(certain, told)
         if self._thoughts:
+            thinking = self._thoughts.thinking
             pieces = self._thoughts.add(certain) + (self._thoughts.finish() if rest else [])
             thought = "".join(piece for piece in pieces if isinstance(piece, Thought))
+            if thought or thinking or self._thoughts.thinking:
+                self.thought_tokens += len(told)
             delta = Delta("".join(piece for piece in pieces if not isinstance(piece, Thought)), told, thought)
         if self._calls:
             found = self._calls.add(delta.text) + (self._calls.finish() if rest else [])
+            if any(isinstance(piece, Thought) for piece in found):
+                self.thought_tokens += len(told)
             said = "".join(piece for piece in found if isinstance(piece, str) and not isinstance(piece, Thought))
             thought = delta.thought + "".join(piece for piece in found if isinstance(piece, Thought))
             delta = Delta(said, told, thought, tuple(piece for piece in found if not isinstance(piece, str)))
@@ -231,4 +239,4 @@ class Sequence:
     def _finish(self, reason: str) -> list[Event]:
         events = self._release(self._detokeniser.finish() if self._detokeniser else None, rest=True)
         self.finish_reason = "stop" if self._stops.stopped else reason
-        return [*events, Finished(self.finish_reason, self.repeated)]
+        return [*events, Finished(self.finish_reason, self.repeated, self._stops.met)]

@@ -9,7 +9,7 @@ class StopStrings:
     """Lets text through up to the first stop string, and holds back only what may be the beginning of one.
 
     What `add` returns, and `finish` at the end, join to the text before the stop string. Of two stop strings in one
-    text the one that begins first counts. `stopped` tells whether one was met.
+    text the one that begins first counts. `met` is the one that ended the text, None as long as none did.
     """
 
     def __init__(self, strings: Sequence[str]):
@@ -18,7 +18,11 @@ class StopStrings:
         if "" in self.strings:
             raise PipelineError("a stop string is empty; give --stop the text to end before")
         self.held = ""
-        self.stopped = False
+        self.met: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.met is not None
 
     def add(self, more: str) -> str:
         """The text that is certain once `more` has come."""
@@ -27,14 +31,13 @@ class StopStrings:
         if not self.strings:
             return more
         text = self.held + more
-        found = self._find(text)
-        cut = min(found, default=len(text))
+        cut, met = self._find(text)
         # A stop string that begins before the one found may still become whole.
         begins = min(beginning_in(text, string) for string in self.strings)
         if begins < cut:
             self.held = text[begins:]
             return text[:begins]
-        self.stopped, self.held = bool(found), ""
+        self.met, self.held = met, ""
         return text[:cut]
 
     def finish(self) -> str:
@@ -42,13 +45,13 @@ class StopStrings:
         text, self.held = self.held, ""
         if self.stopped:
             return ""
-        found = self._find(text)
-        self.stopped = bool(found)
-        return text[: min(found, default=len(text))]
+        cut, self.met = self._find(text)
+        return text[:cut]
 
-    def _find(self, text: str) -> list[int]:
-        """Where the strings that stand in `text` begin."""
-        return [index for string in self.strings if (index := text.find(string)) >= 0]
+    def _find(self, text: str) -> tuple[int, str | None]:
+        """Where the first string in `text` begins, and which it is; the end of `text` and None if there is none."""
+        found = [(at, string) for string in self.strings if (at := text.find(string)) >= 0]
+        return min(found, key=lambda one: one[0], default=(len(text), None))
 
 
 def beginning_in(text: str, string: str) -> int:

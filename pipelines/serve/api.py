@@ -1,12 +1,12 @@
 """Requests for completions into sequences, and what the sequences tell into answers."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.chat_template import check_variables, reads_tools, variables_of
+from castiron.pipelines.generation.chat_template import check_variables, reads_tools
 from castiron.pipelines.generation.engine import Engine
 from castiron.pipelines.generation.grammar import Grammar, GrammarError
 from castiron.pipelines.generation.model_sampling import model_sampling, settings
@@ -16,8 +16,9 @@ from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finishe
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.generation.tool_calls import Tools
+from castiron.pipelines.serve.blocks import Blocks
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
+from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 from castiron.vmfb.manifest import Manifest
@@ -71,22 +72,35 @@ class Api(TextApi):
     def described(self) -> dict[str, Any]:
         return super().described | {"sampling": settings(self.sampling)}
 
-    async def chat(self, body: ChatRequest) -> Job:
-        """Starts a chat completion."""
+    async def chat(
+        self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, bound: bool = False, go_on: bool = False
+    ) -> Job:
+        """Starts a chat completion; for another API than OpenAI's completions `reply` makes what answers it. `bound`: the limit
+        of its tokens gives way to the context. `go_on`: the answer goes on with the last message."""
         tools, forced = self._tools(body)
-        given = {"tools": [tool.plain() for tool in body.tools or ()]} if tools else {}
-        prompt = await self.render(body.messages, self._template_args(body) | given)
+        prompt = await self._prompt(body, tools, go_on)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
         top = (body.top_logprobs or 0) if body.logprobs else None
-        reply, grammar = ChatReply(self.names[0], self.token_bytes, top is not None), await self._grammar(body)
+        answer = reply() if reply else ChatReply(self.names[0], self.token_bytes, top is not None)
+        grammar = await self._grammar(body)
         if forced:
             if grammar:
                 message = "tool_choice asks for calls, and another field for a text of another form; give one of them"
                 raise ApiError(400, message, "tool_choice", "invalid_value")
             grammar = await self._call_grammar(forced, not tools.single)
-        return self._start(body, [prompt], "messages", limit, top, reply, thoughts=True, grammar=grammar, tools=tools)
+        if bound and limit is not None:
+            limit = at_most(limit, self._check_room(prompt, None, "messages"))
+        return self._start(body, [prompt], "messages", limit, top, answer, thoughts=True, grammar=grammar, tools=tools)
+
+    async def count(self, body: ChatRequest, *, go_on: bool = False) -> int:
+        """The tokens of a chat's prompt."""
+        return len(await self._prompt(body, self._tools(body)[0], go_on))
+
+    async def _prompt(self, body: ChatRequest, tools: Tools | None, go_on: bool) -> list[int]:
+        given = {"tools": [tool.plain() for tool in body.tools or ()]} if tools else {}
+        return await self.render(body.messages, self._template_args(body) | given, go_on=go_on)
 
     async def complete(self, body: CompletionRequest) -> Job:
         """Starts a completion of every prompt of the request."""
@@ -170,14 +184,15 @@ class Api(TextApi):
         effort, name = body.reasoning_effort, "reasoning_effort"
         if effort is None:
             return given
-        known = variables_of(self.text.chat_template or "")
+        known = self.variables
         if name in known:
             return {name: effort} | given
-        if effort != "none":
+        # What OpenAI's API takes where nothing is said asks for nothing.
+        if effort not in ("none", "medium"):
             message = f"{name}: this model's chat template knows no degrees of effort; leave it out"
             raise ApiError(400, message, name, "unsupported_parameter")
         # A model that cannot think makes no effort as it is.
-        return ({"enable_thinking": False} if "enable_thinking" in known else {}) | given
+        return ({"enable_thinking": False} if effort == "none" and "enable_thinking" in known else {}) | given
 
     def _start(
         self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply,
@@ -185,6 +200,8 @@ class Api(TextApi):
     ) -> Job:  # fmt: skip
         """Queues a sequence for every choice: of `limit` tokens, or where the request names none of `usual` or of as
         many as there is room for."""
+        if isinstance(reply, Choices):
+            reply.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         job = Job([], [], reply, asyncio.Queue(), [])
         for index, prompt in enumerate(prompts):
@@ -192,7 +209,7 @@ class Api(TextApi):
             for choice in range(body.n or 1):
                 sequence = Sequence(
                     prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
-                    sampler=Sampler(self._sampling(body, choice)), stop_strings=stops, top_logprobs=top,
+                    sampler=Sampler(self.sampling_of(body, choice)), stop_strings=stops, top_logprobs=top,
                     stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
                     thoughts=thoughts, grammar=grammar, tools=tools,
                 )  # fmt: skip
@@ -216,7 +233,8 @@ class Api(TextApi):
             raise ApiError(400, message, param, "context_length_exceeded")
         return free
 
-    def _sampling(self, body: Generating, choice: int) -> Sampling:
+    def sampling_of(self, body: Generating, choice: int = 0) -> Sampling:
+        """How the tokens of one choice are drawn."""
         own, repeat = self.sampling, body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty
         given = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p, "min_p": body.min_p,
                  "repeat_penalty": repeat}  # fmt: skip
@@ -239,6 +257,10 @@ class Api(TextApi):
 
     async def whole(self, job: Job) -> dict:
         """The complete answer; ApiError if a sequence failed."""
+        if isinstance(job.reply, Blocks):
+            async for _ in self.chunks(job):
+                pass
+            return job.reply.answer
         said, ends = [Delta("")] * len(job.sequences), [Finished("")] * len(job.sequences)
         async for index, event in self._events(job):
             if isinstance(event, Delta):
@@ -251,18 +273,19 @@ class Api(TextApi):
         choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(said, ends))]
         return job.reply.whole(choices, self._usage(job))
 
-    async def chunks(self, job: Job, include_usage: bool) -> AsyncIterator[dict]:
+    async def chunks(self, job: Job) -> AsyncIterator[dict]:
         """The answer as it comes."""
         reply, opened = job.reply, set()
         async for index, event in self._events(job):
             if index not in opened:
                 opened.add(index)
-                if opening := reply.opening(index):
-                    yield reply.chunk([opening])
+                for chunk in reply.begin(index, self._usage(job)):
+                    yield chunk
             more, end = (event, None) if isinstance(event, Delta) else (Delta(""), event)
-            yield reply.chunk([reply.delta(index, more, end)])
-        if include_usage:
-            yield reply.chunk([], self._usage(job))
+            for chunk in reply.go_on(index, more, end):
+                yield chunk
+        for chunk in reply.finish(self._usage(job)):
+            yield chunk
 
     def _usage(self, job: Job) -> dict:
         return usage(list(zip(job.prompts, job.sequences)))

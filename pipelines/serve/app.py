@@ -26,15 +26,19 @@ from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
+from castiron.pipelines.serve import dialects
 from castiron.pipelines.serve.api import Api, Job
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.responses_store import ResponseStore
 from castiron.pipelines.serve.schemas import (
+    Asking,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    Model,
     TokenizeRequest,
     read,
 )
@@ -102,31 +106,34 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
     started = int(time.time())
     page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
 
-    async def chat(request: Request) -> Response:
-        body = read(ChatRequest, await _body(request, api.limits.body_bytes))
+    async def take(request: Request, kind: type[Model]) -> Model:
+        body = read(kind, await _body(request, api.limits.body_bytes))
         api.check_model(body.model)
-        return await _answer(request, api, body, await api.chat(body))
+        return body
+
+    async def answer(request: Request, body: Asking, job: Job) -> Response:
+        return await _answer(request, api, body, job)
+
+    async def chat(request: Request) -> Response:
+        body = await take(request, ChatRequest)
+        return await answer(request, body, await api.chat(body))
 
     async def complete(request: Request) -> Response:
-        body = read(CompletionRequest, await _body(request, api.limits.body_bytes))
-        api.check_model(body.model)
-        return await _answer(request, api, body, await api.complete(body))
+        body = await take(request, CompletionRequest)
+        return await answer(request, body, await api.complete(body))
 
     async def embeddings(request: Request) -> Response:
-        body = read(EmbeddingsRequest, await _body(request, api.limits.body_bytes))
-        api.check_model(body.model)
+        body = await take(request, EmbeddingsRequest)
         request.state.job = job = await api.embeddings(body)
         return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
 
     async def tokenize(request: Request) -> Response:
-        body = read(TokenizeRequest, await _body(request, api.limits.body_bytes))
-        api.check_model(body.model)
+        body = await take(request, TokenizeRequest)
         tokens = await api.tokenize(body)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "context_length": api.context})
 
     async def detokenize(request: Request) -> Response:
-        body = read(DetokenizeRequest, await _body(request, api.limits.body_bytes))
-        api.check_model(body.model)
+        body = await take(request, DetokenizeRequest)
         return JSONResponse({"content": await api.detokenize(body.tokens)})
 
     def described(name: str) -> dict:
@@ -165,6 +172,7 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        *dialects.routes(api, take, answer),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -174,13 +182,15 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         Route("/", home),
     ]
     handlers = {
-        ApiError: lambda _, error: _refusal(error),
-        PipelineError: lambda _, error: _refusal(api_error(error)),
-        HTTPException: lambda _, error: _refusal(_plain(error), error.headers),
+        ApiError: lambda request, error: _refusal(error, request.url.path),
+        PipelineError: lambda request, error: _refusal(api_error(error), request.url.path),
+        HTTPException: lambda request, error: _refusal(_plain(error), request.url.path, error.headers),
         ClientLeft: lambda *_: Response(status_code=LEFT),
         ClientDisconnect: lambda *_: Response(status_code=LEFT),
         # Starlette raises it again for the log once this is sent.
-        Exception: lambda *_: _refusal(ApiError(500, "the server failed on this request; other requests are not affected")),
+        Exception: lambda request, _: _refusal(
+            ApiError(500, "the server failed on this request; other requests are not affected"), request.url.path
+        ),
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     return Front(app, api, metrics, {route.path for route in routes}, api_keys, quiet, cors)
@@ -195,13 +205,14 @@ class Front:
     ):  # fmt: skip
         self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
         self.api_keys = [key.encode() for key in api_keys]
+        self.responses = ResponseStore()
         # Browsers ask for leave without the key, and want to read a refusal too.
         self.answer: ASGIApp = self._with_key
         if cors:
             self.answer = CORSMiddleware(
                 self._with_key,
                 allow_origins=cors,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 allow_private_network=True,
             )
@@ -211,7 +222,7 @@ class Front:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state["status"] = LEFT
+        state.update(status=LEFT, responses=self.responses, client=_key(scope))
 
         async def sent(message):
             if message["type"] == "http.response.start":
@@ -232,17 +243,22 @@ class Front:
         if self._may(scope):
             await self.app(scope, receive, send)
         else:
-            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
-            await _refusal(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            await _refusal(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
 
     def _may(self, scope: Scope) -> bool:
         if not self.api_keys or scope["path"] in OPEN_PATHS:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
         # Every key is compared, so that the time tells nothing.
-        found = [hmac.compare_digest(key.strip(), known) for known in self.api_keys]
-        return scheme.lower() == b"bearer" and any(found)
+        key = _key(scope)
+        return any([hmac.compare_digest(key, known) for known in self.api_keys])
+
+
+def _key(scope: Scope) -> bytes:
+    """The API key that a request gives, empty without one: OpenAI's clients say Authorization, Anthropic's x-api-key."""
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 async def _body(request: Request, limit: int) -> bytes:
@@ -268,12 +284,11 @@ async def _body(request: Request, limit: int) -> bytes:
     return bytes(data)
 
 
-async def _answer(request: Request, api: Api, body, job: Job) -> Response:
+async def _answer(request: Request, api: Api, body: Asking, job: Job) -> Response:
     """The response to a request whose sequences are queued."""
     request.state.job = job
     if body.stream:
-        options = body.stream_options
-        return EventStream(api, job, bool(options and options.include_usage))
+        return EventStream(api, job)
     try:
         answer = await _while_connected(request.receive, _in_time(api, api.whole(job)))
     finally:
@@ -282,11 +297,11 @@ async def _answer(request: Request, api: Api, body, job: Job) -> Response:
 
 
 class EventStream(Response):
-    """Chunks as server-sent events. The first one decides about the status, so that a request that fails before it
-    has said anything is an ordinary error."""
+    """What a reply tells as server-sent events, named by their type where they have one. The first one decides about the
+    status, so that a request that fails before it has said anything is an ordinary error."""
 
-    def __init__(self, api: Api, job: Job, include_usage: bool):
-        self.api, self.job, self.include_usage = api, job, include_usage
+    def __init__(self, api: Api, job: Job):
+        self.api, self.job = api, job
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -295,14 +310,14 @@ class EventStream(Response):
         except ClientLeft:
             scope["state"]["status"] = LEFT
         except ApiError as error:
-            await _refusal(error)(scope, receive, send)
+            await _refusal(error, scope["path"])(scope, receive, send)
         finally:
             self.api.close(self.job)
 
     async def _stream(self, send: Send) -> None:
         started = False
 
-        async def event(data: str) -> None:
+        async def event(data: str, kind: str | None = None) -> None:
             nonlocal started
             if not started:
                 started = True
@@ -310,19 +325,22 @@ class EventStream(Response):
                 # For nginx, which would collect the events otherwise.
                 headers.append((b"x-accel-buffering", b"no"))
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+            text = f"event: {kind}\ndata: {data}\n\n" if kind else f"data: {data}\n\n"
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
         async def all_chunks() -> None:
-            async for chunk in self.api.chunks(self.job, self.include_usage):
-                await event(_json(chunk))
+            async for chunk in self.api.chunks(self.job):
+                await event(_json(chunk), chunk.get("type"))
 
         try:
             await _in_time(self.api, all_chunks())
         except ApiError as error:
             if not started:
                 raise
-            await event(_json(error.body))
-        await event("[DONE]")
+            for chunk in self.job.reply.fail(error):
+                await event(_json(chunk), chunk.get("type"))
+        if self.job.reply.last:
+            await event(self.job.reply.last)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -355,8 +373,11 @@ async def _while_connected(receive: Receive, work: Coroutine):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _refusal(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(error.body, error.status, {**error.headers, **(headers or {})})
+def _refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """In the shape of the API that has the path."""
+    anthropic = path.startswith("/v1/messages")
+    body, status = (error.anthropic_body, error.anthropic_status) if anthropic else (error.body, error.status)
+    return JSONResponse(body, status, {**error.headers, **(headers or {})})
 
 
 def _plain(error: HTTPException) -> ApiError:

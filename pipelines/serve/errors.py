@@ -10,6 +10,13 @@ from castiron.pipelines.generation.scheduler import ModelFailed
 TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
 
+# What Anthropic calls them, by the status that it has for them.
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "api_error", 504: "timeout_error", 529: "overloaded_error",
+}  # fmt: skip
+
+
 @dataclass
 class ApiError(Exception):
     """A request that gets `status` and one sentence; `param` is the field that is wrong, `code` a word for programs."""
@@ -24,6 +31,16 @@ class ApiError(Exception):
         """{"error": {message, type, param, code}}."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_status(self) -> int:
+        return 529 if self.status == 503 else self.status
+
+    @property
+    def anthropic_body(self) -> dict:
+        """{"type": "error", "error": {type, message}}, as Anthropic's API has it."""
+        kind = ANTHROPIC_TYPES.get(self.anthropic_status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 from castiron.pipelines.generation.sequence import Delta, Finished, Sequence, Token
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.generation.tool_calls import CallPart, joined
+from castiron.pipelines.serve.errors import ApiError
 
 # What OpenAI calls the ends of a sequence.
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
@@ -25,6 +26,7 @@ def usage(choices: list[tuple[int, Sequence]]) -> dict:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(sequence.thought_tokens for _, sequence in choices)},
     }
 
 
@@ -55,13 +57,51 @@ def _part(part: CallPart) -> dict:
 
 
 class Reply(ABC):
-    """Builds the answers to one request; the two kinds differ in the names of things."""
+    """Builds the answer to one request: the events of a stream, each a JSON object."""
 
-    kind = chunk_kind = prefix = ""
+    prefix = ""
+    # What a stream ends with, behind its last event.
+    last: str | None = None
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
         self.token_bytes, self.logprobs = token_bytes, logprobs
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def begin(self, index: int, usage: dict) -> Iterable[dict]:
+        """Before the first text of a choice; `usage` as far as it is known."""
+
+    @abstractmethod
+    def go_on(self, index: int, more: Delta, end: Finished | None) -> Iterable[dict]:
+        """Some more of a choice, or with `end` its end."""
+
+    @abstractmethod
+    def finish(self, usage: dict) -> Iterable[dict]:
+        """Behind the ends of all choices."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> Iterable[dict]:
+        """What ends a stream that has begun and cannot go on."""
+
+    def logprobs_of(self, tokens: Iterable[Token]) -> list[dict]:
+        """Log-probabilities of tokens, as chats have them."""
+        return [
+            {**self._token(token.id, token.logprob), "top_logprobs": [self._token(*other) for other in token.top]}
+            for token in tokens
+        ]
+
+    def _token(self, token: int, logprob: float) -> dict:
+        data = self.token_bytes(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+
+class Choices(Reply):
+    """Answers of one or several choices; the two kinds of completions differ in the names of things."""
+
+    kind = chunk_kind = ""
+    last = "[DONE]"
+    # Whether a stream tells its usage.
+    include_usage = False
 
     def whole(self, choices: list[dict], usage: dict) -> dict:
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
@@ -81,9 +121,21 @@ class Reply(ABC):
     def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
         """Some more of an answer, or with `end` its end."""
 
+    def begin(self, index: int, usage: dict) -> list[dict]:
+        return [self.chunk([opening])] if (opening := self.opening(index)) else []
 
-class ChatReply(Reply):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    def go_on(self, index: int, more: Delta, end: Finished | None) -> list[dict]:
+        return [self.chunk([self.delta(index, more, end)])]
+
+    def finish(self, usage: dict) -> list[dict]:
+        return [self.chunk([], usage)] if self.include_usage else []
+
+    def fail(self, error: ApiError) -> list[dict]:
+        return [error.body]
+
+
+class ChatReply(Choices):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
         super().__init__(model, token_bytes, logprobs)
@@ -113,21 +165,11 @@ class ChatReply(Reply):
         return {"index": index, "delta": delta, "logprobs": logprobs, **ending(end, index in self._called)}
 
     def _logprobs(self, tokens: Collection[Token]) -> dict | None:
-        if not self.logprobs:
-            return None
-        entries = []
-        for token in tokens:
-            top = [self._token(*other) for other in token.top]
-            entries.append({**self._token(token.id, token.logprob), "top_logprobs": top})
-        return {"content": entries, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict:
-        data = self.token_bytes(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+        return {"content": self.logprobs_of(tokens), "refusal": None} if self.logprobs else None
 
 
-class CompletionReply(Reply):
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+class CompletionReply(Choices):
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool, echoes: list[str]):
         """`echoes` is what comes before each answer: the prompt, or nothing."""

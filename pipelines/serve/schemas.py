@@ -5,7 +5,9 @@ taken and changes nothing.
 """
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -14,6 +16,8 @@ from castiron.pipelines.serve.errors import ApiError
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0)]
+# OpenAI has 64 letters, Anthropic 128.
+FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # A request may ask for several answers; each is a sequence that queues.
 MAX_CHOICES = 128
 # Texts of a request for embeddings, as OpenAI has it.
@@ -36,6 +40,8 @@ class Body(BaseModel):
     """The body of a request: JSON of exactly these fields, where null is the same as leaving a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # What fields of this kind alone may be, as WANTED has it.
+    wanted_here: ClassVar[dict[str, str]] = {}
 
 
 class StreamOptions(Body):
@@ -59,16 +65,12 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class Generating(Body):
-    """What both kinds of completion share; top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop,
-    ignore_eos, grammar and regex are castiron's."""
+class Asking(Body):
+    """What every request for an answer has, in whichever API; top_k, min_p, repeat_penalty (also repetition_penalty),
+    repetition_stop, ignore_eos, grammar and regex are castiron's."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: Stops | None = None
     seed: int | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -76,15 +78,24 @@ class Generating(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.01, le=100)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    ignore_eos: bool | None = None
+    repetition_stop: bool | None = None
+    grammar: str | None = None
+    regex: str | None = None
+
+
+class Generating(Asking):
+    """What both kinds of completion share."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stops | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    ignore_eos: bool | None = None
-    repetition_stop: bool | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
-    grammar: str | None = None
-    regex: str | None = None
 
 
 class ContentPart(Body):
@@ -137,7 +148,7 @@ class NamedTool(Body):
 class Function(Body):
     """`parameters` is a JSON schema of an object; without it there are none."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: FunctionIdentifier
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -259,7 +270,7 @@ def read(kind: type[Model], data: bytes) -> Model:
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
-        raise _bad(error.errors(include_url=False, include_context=False)) from None
+        raise bad(error, kind.wanted_here) from None
     given = {name: value for name in type(body).model_fields if (value := getattr(body, name)) is not None}
     for name, value in given.items():
         for asked in type(body).model_fields[name].metadata:
@@ -277,16 +288,16 @@ def read(kind: type[Model], data: bytes) -> Model:
     return body
 
 
-def _bad(errors: list[dict]) -> ApiError:
-    """OpenAI's words for the first thing that is wrong."""
-    error = errors[0]
+def bad(found: ValidationError, wanted: Mapping[str, str] = MappingProxyType({}), place: str = "") -> ApiError:
+    """OpenAI's words for the first thing that is wrong, in a field of `place`; `wanted` goes before WANTED."""
+    error, wanted = found.errors(include_url=False, include_context=False)[0], {**WANTED, **wanted}
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body of this request is not valid JSON: {error['msg'].split(': ', 1)[-1]}")
-    path = [str(part) for part in error["loc"]]
+    path = [*filter(None, [place]), *map(str, error["loc"])]
     for depth, part in enumerate(path):
-        if part in WANTED and error["type"] != "missing":
+        if part in wanted and error["type"] != "missing":
             param = ".".join(path[: depth + 1])
-            return ApiError(400, f"{param} must be {WANTED[part]}", param, "invalid_value")
+            return ApiError(400, f"{param} must be {wanted[part]}", param, "invalid_value")
     param = ".".join(path) or None
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")

@@ -27,6 +27,7 @@ from castiron.pipelines.measuring.memory import needed, slots_of, total_bytes
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve.api import TEMPERATURE
 from castiron.pipelines.serve.app import POLICY, Front, _body, _plain, _refusal
+from castiron.pipelines.serve.dialects import stored_routes
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.schemas import TokenizeRequest, read
@@ -72,6 +73,7 @@ class Several:
         routes = [
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._one),
+            *stored_routes(),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/", self._page),
@@ -79,8 +81,8 @@ class Several:
         # Those of the bundles are known when one is open.
         self.paths = {route.path for route in routes}
         handlers = {
-            ApiError: lambda _, error: _refusal(error),
-            HTTPException: lambda _, error: _refusal(_plain(error), error.headers),
+            ApiError: lambda request, error: _refusal(error, request.url.path),
+            HTTPException: lambda request, error: _refusal(_plain(error), request.url.path, error.headers),
         }
         self.app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
@@ -93,7 +95,7 @@ class Several:
             model = self.model(_named(data))
             front = await self._enter(model)
         except (ApiError, PipelineError) as error:
-            await _refusal(error if isinstance(error, ApiError) else api_error(error))(scope, receive, send)
+            await _refusal(error if isinstance(error, ApiError) else api_error(error), scope["path"])(scope, receive, send)
             return
         except ClientDisconnect:
             return

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
+from castiron.pipelines.generation.chat_template import variables_of
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed
@@ -68,7 +70,15 @@ class TextApi:
             message = f"the model {name!r} does not exist; this server has {self.names[0]!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def chat(self, body: ChatRequest) -> Any:
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the model's chat template reads besides messages and tools."""
+        return frozenset(variables_of(self.text.chat_template or ""))
+
+    async def chat(self, body: ChatRequest, reply: Callable[[], Any] | None = None, **how: bool) -> Any:
+        self._generates_none()
+
+    async def count(self, body: ChatRequest, **how: bool) -> int:
         self._generates_none()
 
     async def complete(self, body: CompletionRequest) -> Any:
@@ -102,15 +112,19 @@ class TextApi:
         self.check_ids(tokens, "tokens")
         return await on_the_side(self.text.tokenizer.decode, tokens, False)
 
-    async def render(self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
-        """The ids of messages in the chat template; ApiError for what the template would ignore."""
+    async def render(
+        self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({}), *, go_on: bool = False
+    ) -> list[int]:
+        """The ids of messages in the chat template, up to the end of the last one's words where the model is to `go_on` with
+        them; ApiError for what the template would ignore."""
         if self.text.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         plain = [message.plain() for message in messages]
 
         def encode() -> list[int]:
             check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
-            return self.text.encode_chat(plain, **template_args)
+            written = self.text.encode_unfinished_chat if go_on else self.text.encode_chat
+            return written(plain, **template_args)
 
         return await on_the_side(encode)
 

@@ -282,6 +282,12 @@ def test_a_server_gives_embeddings(qwen, tmp_path, tmp_path_factory):
                 embedded(given, **options)
         with pytest.raises(BadRequestError, match="generates none; use /v1/embeddings"):
             client.chat.completions.create(model="qwen", messages=[{"role": "user", "content": "x"}])
+        for path, more in (
+            ("/responses", {"input": "x"}),
+            ("/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ):
+            with pytest.raises(BadRequestError, match="generates none; use /v1/embeddings"):
+                client.post(path, body=more, cast_to=object)
         (listed,) = client.models.list().data
         assert (listed.dimensions, listed.prompts) == (64, encoders.PROMPTS)
     assert "4 texts of" in (tmp_path / "log").read_text()

@@ -9,6 +9,8 @@ import urllib.parse
 
 import pytest
 
+from castiron.pipelines.serve.messages_request import CountTokensRequest, MessagesRequest
+from castiron.pipelines.serve.responses_request import InputTokensRequest, ResponsesRequest
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.pipelines.served import Alone, bundle, served
 
@@ -16,15 +18,27 @@ from tests.pipelines.served import Alone, bundle, served
 WHOLE = {
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
     "/v1/completions": (CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
+    "/v1/responses": (ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
+    "/v1/responses/input_tokens": (InputTokensRequest, {"input": "hi"}),
+    "/v1/messages": (MessagesRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+    "/v1/messages/count_tokens": (CountTokensRequest, {"messages": [{"role": "user", "content": "hi"}]}),
     "/tokenize": (TokenizeRequest, {"content": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [4, 5]}),
 }
+# How the data of a stream's last event begins.
+LAST = {"/v1/messages": b'{"type":"message_stop"', "/v1/responses": b'{"type":"response.incomplete"'}
 VALUES = (
     None, 0, 1, -1, 2, 5, 20, 0.5, 1.5, 0.01, 100, 1e308, -1e308, 1e-300, 2**63, 2**200, float("nan"), float("inf"), "", "a",
     "\0", "\ud800", "😀" * 50, [], {}, [[]], [None], ["x"] * 20, ["x", "y"], [0], [1, 2, 3], [210], [211], [10**30], True,
     False, {"1": 5}, {"1": -100}, {"211": 1}, {"-1": 1}, {"x": 1}, {"a": 1}, {"include_usage": True},
     [{"role": "user", "content": "hi"}], [{"role": "system", "content": None}], [{"role": "tool", "content": "x"}],
     [{"role": "user", "content": [{"type": "text", "text": "a"}]}], [{"role": "user", "content": "</s><s>"}],
+    {"type": "enabled", "budget_tokens": 1024}, {"type": "tool", "name": "x"}, {"format": {"type": "json_object"}},
+    {"effort": "high", "format": {"type": "json_schema", "schema": {}}}, [{"name": "f", "input_schema": {}}],
+    [{"type": "function", "name": "f", "parameters": {}}], [{"type": "reasoning", "summary": [{}]}],
+    [{"type": "function_call", "call_id": "", "name": "", "arguments": "["}], [{"type": []}], [{"role": "user", "content": [{}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "", "input": {}}, {"type": "thinking", "thinking": ""}]}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}], [{"role": "assistant", "content": "x"}],
 )  # fmt: skip
 
 
@@ -66,10 +80,13 @@ def test_no_request_is_more_than_refused(path, tmp_path):
             if response.status == 200:
                 # A stream ends as a stream ends, and tells of no failure.
                 streamed = response.headers["content-type"].startswith("text/event-stream")
-                assert answer.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer if streamed else json.loads(answer)
+                assert (
+                    answer.rpartition(b"data: ")[2].startswith(LAST.get(place, b"[DONE]")) if streamed else json.loads(answer)
+                )
             else:
                 assert response.status in (400, 404), (place, data, answer)
-                assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}
+                anthropic = {"message", "type"} if place.startswith("/v1/messages") else set()
+                assert set(json.loads(answer)["error"]) == (anthropic or {"message", "type", "param", "code"})
         assert statuses >= {200, 400} and "Traceback" not in server.errors and "Warning" not in server.errors
         body = json.dumps({"prompt": "Hello", "max_tokens": 5})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})

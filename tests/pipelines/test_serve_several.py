@@ -224,3 +224,37 @@ def test_castiron_serve_takes_several(paths, alone, tmp_path):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0
     assert "Traceback" not in server.errors
+
+
+def test_the_other_apis_name_their_model_too_and_have_errors_of_their_own_shape(paths, alone):
+    async def main() -> None:
+        async with Asking(paths, Doors(), keep=0) as asking:
+            greedy = {"temperature": 0, "ignore_eos": True}
+            post = lambda path, **body: asking.ask("POST", path, json.dumps(greedy | body).encode())
+            said = alone.says(RENDERED, 9)
+            message = await post("/v1/messages", model="other", messages=MESSAGES, max_tokens=9)
+            assert message.json["content"][0]["text"] == said and message.json["model"] == "other"
+            response = await post("/v1/responses", model="other", input=MESSAGES, max_output_tokens=9)
+            assert response.json["output"][0]["content"][0]["text"] == said and response.json["model"] == "other"
+            count = await asking.ask("POST", "/v1/messages/count_tokens", json.dumps({"messages": MESSAGES}).encode())
+            assert count.json == {"input_tokens": len(RENDERED)}
+            # What is kept outlives the model that said it.
+            await asking.until(False, False)
+            kept = f"/v1/responses/{response.json['id']}"
+            assert (await asking.get(kept)).json == response.json
+            more = await post(
+                "/v1/responses", model="tiny", input="x", max_output_tokens=1, previous_response_id=response.json["id"]
+            )
+            assert more.json["usage"]["input_tokens"] == len(RENDERED) + len(said) + len(";u:x;a:")
+            assert (await asking.ask("DELETE", kept, b"")).json["deleted"] and (await asking.get(kept)).status == 404
+            for path, kind in (("/v1/messages", "not_found_error"), ("/v1/responses", "invalid_request_error")):
+                wrong = await post(path, model="third", messages=MESSAGES)
+                assert (
+                    wrong.status == 404
+                    and wrong.json["error"]["type"] == kind
+                    and ("param" in wrong.json["error"]) == (path == "/v1/responses")
+                )
+            broken = await asking.ask("POST", "/v1/messages", b"{")
+            assert broken.status == 400 and broken.json["type"] == "error"
+
+    asyncio.run(main())

@@ -14,13 +14,13 @@ from tokenizers import AddedToken
 
 from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.sequence import Sequence, Token
+from castiron.pipelines.generation.sequence import Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.thoughts import Thought
 from castiron.pipelines.generation.tool_calls import CallPart, Tools, joined
 from castiron.pipelines.generation.tool_forms import FORMS, form_of
 from castiron.pipelines.serve.app import open_app
-from tests.pipelines import schemas, served, toy_text
+from tests.pipelines import schemas, talking, toy_text
 
 WEATHER = {
     "type": "object",
@@ -144,6 +144,16 @@ def test_calls_that_are_asked_for_hold_to_the_functions_schema(name):
     assert told(Tools(form), only, [])[2] == [("now", "{}")]
 
 
+def test_tokens_of_thoughts_are_counted_in_channels_too():
+    text = with_marks("harmony")
+    sequence = Sequence(text.encode("x"), 2000, text=text, thoughts=True, stop_tokens=())
+    for token in text.encode(
+        "<|channel|>analysis<|message|>Hm, so.<|end|><|start|>assistant<|channel|>final<|message|>Well then."
+    ):
+        sequence.advance(token)
+    assert 0 < sequence.thought_tokens <= len("Hm, so.")
+
+
 def test_parameters_that_a_form_without_json_cannot_be_held_to_are_refused():
     for name, schema in (
         ("gemma4", {"anyOf": []}),
@@ -154,11 +164,6 @@ def test_parameters_that_a_form_without_json_cannot_be_held_to_are_refused():
             with_marks(name).call_grammar({"f": schema}, False)
 
 
-TEMPLATE = (
-    "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}<tool_call>;{% endif %}{% for m in messages %}"
-    "{{ m.role[0] }}:{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{% for k in c.function.arguments %} {{ k }}"
-    "{% endfor %}>{% endfor %};{% endfor %}{% if add_generation_prompt %}a:{% endif %}{# </think> #}"
-)
 TOOLS = [
     {"type": "function", "function": {"name": "w", "description": "d", "parameters": {**WEATHER, "required": ["c"], "properties": {
         "c": {"type": "string", "maxLength": 4}, "d": {"type": "integer", "maximum": 9, "minimum": 0}}}}},
@@ -168,11 +173,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served, "TEMPLATE", TEMPLATE)
-        # The line break that the form has is a token too.
-        patch.setattr(served, "LETTERS", [*served.LETTERS[:-1], "\n"])
-        return served.bundle(tmp_path_factory.getbasetemp() / "tools")
+    return talking.bundle(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
@@ -230,14 +231,7 @@ def test_required_and_named_calls_hold_to_the_schema_whole_and_streamed(client, 
 
 @pytest.fixture
 def saying(app, monkeypatch):
-    """Has the model say what a test wants."""
-
-    def say(words: str) -> None:
-        text = app.app.api.text
-        script = [*text.tokenizer.encode(words, add_special_tokens=False).ids, text.eos[0]]
-        monkeypatch.setattr(Sequence, "_choose", lambda self, *_: Token(script[len(self.tokens)], self._decoded))
-
-    return say
+    return lambda words: talking.say(monkeypatch, app, words)
 
 
 def test_calls_of_the_models_own_accord_are_told_from_its_words(client, saying):
