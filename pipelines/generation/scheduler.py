@@ -140,7 +140,7 @@ class Scheduler:
             chunk = left[:width]
             argmax = session.prefill(chunk)
             self.cache.fed(slot, chunk)
-            if self.cache.store and slot not in forced:
+            if self.cache.store and slot not in forced and not sequence.owner:
                 self.cache.store.offer(session, sequence.prompt)
         except Exception as error:
             self._fail([sequence], error, events)

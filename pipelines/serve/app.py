@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -27,6 +26,7 @@ from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve.api import Api, Job
+from castiron.pipelines.serve.clients import ASKER, Access, Bodies
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
@@ -45,6 +45,8 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 LEFT = 499
 # A body of a few megabytes takes no longer on any network.
 BODY_SECONDS = 30.0
+# Largest bodies for which there is room at once, and those of one client.
+BODIES, BODIES_EACH = 16, 4
 OPEN_PATHS = ("/", "/health")
 # Sequences that may wait.
 QUEUE = 64
@@ -72,13 +74,16 @@ def open_app(
     template_args: Mapping[str, object] | None = None,
     store: PrefixStore | None = None,
     metrics: Metrics | None = None,
+    shared_prefixes: bool = False,
+    local: bool = False,
 ) -> Front:
     """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
     chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
-    where several applications count together. Without `quiet` each request is a line on stderr. Its lifespan starts and
+    where several applications count together. `shared_prefixes`: whether what prompts with different keys begin with is read
+    once for all. `local`: whether it is for this machine alone. Without `quiet` each request is a line on stderr. Its lifespan starts and
     stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
@@ -94,10 +99,10 @@ def open_app(
         text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics, store)
         metrics.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)
-    return create_app(api, metrics, api_keys=api_keys, quiet=quiet, cors=cors)
+    return create_app(api, metrics, Access(api_keys, cors, shared_prefixes, local), quiet=quiet)
 
 
-def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool, cors: Sequence[str] = ()) -> Front:
+def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -> Front:
     """The routes of `api`, behind what happens to every request."""
     started = int(time.time())
     page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
@@ -183,24 +188,22 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         Exception: lambda *_: _refusal(ApiError(500, "the server failed on this request; other requests are not affected")),
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    return Front(app, api, metrics, {route.path for route in routes}, api_keys, quiet, cors)
+    return Front(app, api, metrics, {route.path for route in routes}, access, quiet)
 
 
 class Front:
     """What happens to every request, whatever its route: the key is asked for, the answer counted and logged."""
 
-    def __init__(
-        self, app: ASGIApp, api: TextApi, metrics: Metrics, paths: set[str], api_keys: Sequence[str], quiet: bool,
-        cors: Sequence[str] = (),
-    ):  # fmt: skip
+    def __init__(self, app: ASGIApp, api: TextApi, metrics: Metrics, paths: set[str], access: Access, quiet: bool):
         self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
-        self.api_keys = [key.encode() for key in api_keys]
+        self.access, most = access, api.limits.body_bytes
+        self.bodies = Bodies(BODIES * most, BODIES_EACH * most)
         # Browsers ask for leave without the key, and want to read a refusal too.
         self.answer: ASGIApp = self._with_key
-        if cors:
+        if access.origins:
             self.answer = CORSMiddleware(
                 self._with_key,
-                allow_origins=cors,
+                allow_origins=access.origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
                 allow_private_network=True,
@@ -212,6 +215,7 @@ class Front:
             return
         state = scope.setdefault("state", {})
         state["status"] = LEFT
+        state["body"] = body = self.bodies.of(self.access.asker(scope).client)
 
         async def sent(message):
             if message["type"] == "http.response.start":
@@ -221,6 +225,7 @@ class Front:
         try:
             await self.answer(scope, receive, sent)
         finally:
+            body.give_back()
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.requests_total.add(1, path, str(state["status"]))
             if not self.quiet and path not in ("/health", "/metrics"):
@@ -229,20 +234,16 @@ class Front:
                 say(f"{words}: {job.summary}" if job else words)
 
     async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._may(scope):
-            await self.app(scope, receive, send)
-        else:
+        asker = self.access.asker(scope)
+        if self.access.keys and asker.key is None and scope["path"] not in OPEN_PATHS:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
             await _refusal(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
-
-    def _may(self, scope: Scope) -> bool:
-        if not self.api_keys or scope["path"] in OPEN_PATHS:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        # Every key is compared, so that the time tells nothing.
-        found = [hmac.compare_digest(key.strip(), known) for known in self.api_keys]
-        return scheme.lower() == b"bearer" and any(found)
+        elif not self.access.named_here(scope):
+            message = "this server is for its own machine: ask it as localhost, or start it with an --api-key or with --cors"
+            await _refusal(ApiError(403, message, code="unknown_host"))(scope, receive, send)
+        else:
+            ASKER.set(asker)
+            await self.app(scope, receive, send)
 
 
 async def _body(request: Request, limit: int) -> bytes:
@@ -256,10 +257,12 @@ async def _body(request: Request, limit: int) -> bytes:
     too_large = ApiError(413, f"the body of this request is larger than {limit} bytes", code="body_too_large")
     if length.isdigit() and int(length[:20]) > limit:
         raise too_large
-    data = bytearray()
+    data, room = bytearray(), request.scope["state"].get("body")
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
+                if room:
+                    room.take(len(part))
                 data += part
                 if len(data) > limit:
                     raise too_large

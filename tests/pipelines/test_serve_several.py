@@ -15,6 +15,7 @@ import pytest
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.serve.app import Front, open_app
+from castiron.pipelines.serve.clients import Access
 from castiron.pipelines.serve.several import Several
 from castiron.vmfb.bundle import open_bundle
 from tests.pipelines.served import MESSAGES, RENDERED, SLOTS, Alone, bundle, served
@@ -77,7 +78,7 @@ class Asking:
 
     def __init__(self, paths, doors: Doors, **options):
         self.several = several = Several([open_bundle(path) for path in paths], doors, **{"keep": 60.0, **options})
-        self.front = Front(several, several, several.metrics, several.paths, (), True)
+        self.front = Front(several, several, several.metrics, several.paths, Access((), ()), True)
 
     async def __aenter__(self) -> Asking:
         return self
