@@ -94,10 +94,11 @@ def open_app(
     names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
     api: TextApi
     if manifest.encoder:
-        api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics), names, limits)
+        api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics.model(names[0])), names, limits)
     else:
-        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics, store)
-        metrics.watch(scheduler)
+        text, counting = load_text(bundle, template_args), metrics.model(names[0])
+        scheduler = Scheduler(bundle, threads, counting, store)
+        counting.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)
     return create_app(api, metrics, Access(api_keys, cors, shared_prefixes, local), quiet=quiet)
 
@@ -179,8 +180,8 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         Route("/", home),
     ]
     handlers = {
-        ApiError: lambda _, error: _refusal(error),
-        PipelineError: lambda _, error: _refusal(api_error(error)),
+        ApiError: _noted,
+        PipelineError: lambda request, error: _noted(request, api_error(error)),
         HTTPException: lambda _, error: _refusal(_plain(error), error.headers),
         ClientLeft: lambda *_: Response(status_code=LEFT),
         ClientDisconnect: lambda *_: Response(status_code=LEFT),
@@ -227,7 +228,7 @@ class Front:
         finally:
             body.give_back()
             path = scope["path"] if scope["path"] in self.paths else "other"
-            self.metrics.requests_total.add(1, path, str(state["status"]))
+            self.metrics.answered(path, scope["method"], state["status"], state.get("code"))
             if not self.quiet and path not in ("/health", "/metrics"):
                 job = state.get("job")
                 words = f"{scope['method']} {scope['path']!a} {state['status']}"
@@ -356,6 +357,12 @@ async def _while_connected(receive: Receive, work: Coroutine):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _noted(request: Request, error: ApiError) -> Response:
+    """A refusal that is counted by its code."""
+    request.state.code = error.code
+    return _refusal(error)
 
 
 def _refusal(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:

@@ -80,7 +80,7 @@ def said(server, alone, count: int = 12) -> bool:
 
 def gauge(server, name: str, key: str | None = None) -> float:
     page = ask(server, "/metrics", key=key)[2]
-    return float(re.search(rf"^castiron_{name} (\S+)$", page, re.MULTILINE)[1])
+    return float(re.search(rf"^(?:vllm:|castiron_){name}{{[^}}]*}} (\S+)$", page, re.MULTILINE)[1])
 
 
 def until(condition, seconds: float = 20) -> None:
@@ -134,21 +134,21 @@ def test_a_request_that_takes_too_long_ends_with_an_error_and_frees_its_slots(pa
         connection.close()
         assert response.status == 200 and events[-1] == "data: [DONE]"
         assert json.loads(events[-2][6:])["error"]["code"] == "timeout"
-        until(lambda: gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0)
+        until(lambda: gauge(server, "num_requests_running") == gauge(server, "num_requests_waiting") == 0)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_leaves_stops_its_generation(server, alone, streaming):
-    before = gauge(server, "generated_tokens_total")
+    before = gauge(server, "generation_tokens_total")
     connection, response = stream_of(server, LONG) if streaming else (connect(server), None)
     if not streaming:
         connection.request("POST", "/v1/chat/completions", json.dumps(LONG), {"Content-Type": "application/json"})
-    until(lambda: gauge(server, "requests_running") == SLOTS)
+    until(lambda: gauge(server, "num_requests_running") == SLOTS)
     if response:
         response.close()
     connection.close()
-    until(lambda: gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0)
-    assert gauge(server, "generated_tokens_total") - before < MANY * (CONTEXT - len(RENDERED)) / 2
+    until(lambda: gauge(server, "num_requests_running") == gauge(server, "num_requests_waiting") == 0)
+    assert gauge(server, "generation_tokens_total") - before < MANY * (CONTEXT - len(RENDERED)) / 2
     assert said(server, alone)
 
 
@@ -156,9 +156,9 @@ def test_a_client_that_leaves_in_the_queue_is_never_served(server, alone):
     busy, answer = stream_of(server, {**LONG, "n": SLOTS})
     waiting = connect(server)
     waiting.request("POST", "/v1/chat/completions", json.dumps({**LONG, "n": 1}), {"Content-Type": "application/json"})
-    until(lambda: gauge(server, "requests_waiting") == 1 or gauge(server, "requests_running") == 0)
+    until(lambda: gauge(server, "num_requests_waiting") == 1 or gauge(server, "num_requests_running") == 0)
     waiting.close()
-    until(lambda: gauge(server, "requests_waiting") == 0)
+    until(lambda: gauge(server, "num_requests_waiting") == 0)
     answer.read()
     busy.close()
     assert said(server, alone)
