@@ -164,6 +164,17 @@ def test_a_client_that_leaves_in_the_queue_is_never_served(server, alone):
     assert said(server, alone)
 
 
+def test_a_client_that_sends_no_more_has_its_answer(server, alone):
+    body = json.dumps({"messages": MESSAGES, "ignore_eos": True, "temperature": 0, "max_tokens": 40})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    parts = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as client:
+        client.sendall((head + body).encode())
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert json.loads(answer.rpartition(b"\r\n")[2])["choices"][0]["message"]["content"] == alone.says(RENDERED, 40)
+
+
 def test_nonsense_disturbs_nobody(server, alone):
     """A stream goes on, word for word, while others send what is no HTTP, no JSON or no request."""
     parts = urllib.parse.urlsplit(server.url)
@@ -206,8 +217,17 @@ def test_sigterm_lets_requests_finish_and_ends_with_0(path, alone, tmp_path):
     with served(path, tmp_path / "log", slow=STEP) as server:
         connection, response = stream_of(server, {**LONG, "n": 8})
         response.read(10)
+        idle = connect(server)
+        idle.request("GET", "/health")
+        assert idle.getresponse().read() == b'{"status":"ok"}'
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "stopping" in server.errors)
+        idle.sock.settimeout(5)
+        assert idle.sock.recv(1) == b"", "an idle connection stays"
+        idle.close()
+        assert ask(server, "/health")[::2] == (503, {"status": "stopping"})
+        status, headers, body = ask(server, "/v1/chat/completions", LONG)
+        assert status == 503 and headers["Retry-After"] and body["error"]["code"] == "shutting_down"
         events = response.read().decode().strip().split("\n\n")
         connection.close()
         assert server.process.wait(15) == 0
