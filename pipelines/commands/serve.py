@@ -39,12 +39,14 @@ examples:
   castiron serve smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct build/gemma-3-270m --keep 600
+  castiron serve build/smollm2-135m-instruct --scheduling-policy priority
   curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
 
 Requests beyond --queue get status 503, larger ones than --max-body 413, prompts past the context 400 with the numbers.
-SIGTERM or Ctrl-C takes no more requests, lets those under way finish for --grace seconds and ends with status 0.
+SIGTERM or Ctrl-C answers new requests and /health with 503, lets those under way finish for --grace seconds and ends with
+status 0. What is read next, and whose slots are whose, is in docs/serving.md.
 """
 # Seconds without a request after which one of several models is closed.
 KEEP = 300.0

@@ -45,6 +45,14 @@ class PrefixCache:
         held = max(self.common(prompt, slot, owner) for slot in range(len(self.sessions)))
         return max(held, self.store.place(self.sessions[0], prompt)) if self.store else held
 
+    def fetching(self, prompt: np.ndarray, owner: str = "") -> bool:
+        """Whether what `take` would take from disk is still being read, by another thread."""
+        if not self.store:
+            return False
+        held = max(self.common(prompt, slot, owner) for slot in range(len(self.sessions)))
+        on_disk = self.store.place(self.sessions[0], prompt) >= held + self.store.width
+        return on_disk and self.store.fetching(self.sessions[0], prompt)
+
     def take(self, prompt: np.ndarray, free: Collection[int], owner: str = "") -> tuple[int, int]:
         """A slot of `free`, which is not empty, prepared for `prompt`, and how many of its tokens it holds already."""
         slot, found = self._take(prompt, free, [self.common(prompt, slot, owner) for slot in range(len(self.sessions))])

@@ -58,8 +58,9 @@ class Scheduler:
                 ...
 
     A turn reads one chunk of one prompt and decodes one token of every other sequence, so that a long prompt delays
-    the others by a chunk, not by its length; where others are past their prompts what the cache has is taken in a turn of its own.
-    Tokens that a grammar forces are such a chunk, or as long as another one is read go through the step one by one.
+    the others by a chunk, not by its length; what the cache has of a prompt is taken in a turn of its own, if others
+    would wait, and read from disk beside the turns. Tokens that a grammar forces are such a chunk, or as long as another
+    one is read go through the step one by one.
 
     What is read next, and so who is given a free slot, is decided by: a lower `priority`; a client with fewer slots than
     its share, which is that of all clients that are here; having been passed over `PATIENCE` times, and then age; the
@@ -184,6 +185,8 @@ class Scheduler:
                 continue
             known = self.cache.longest(sequence.prompt, sequence.owner)
             older = [s.prompt for s in self.reading.values() if s.owner == sequence.owner and s.arrived <= sequence.arrived]
+            if self.decoding and self.cache.fetching(sequence.prompt, sequence.owner):
+                continue
             if all(shared(sequence.prompt, prompt) <= known for prompt in older):
                 beyond = max(0, held[sequence.client] - share + 1)
                 found.setdefault((sequence.priority, beyond), []).append((len(sequence.prompt) - known, None, sequence))

@@ -83,8 +83,8 @@ def open_app(
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
     chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
     where several applications count together. `shared_prefixes`: whether what prompts with different keys begin with is read
-    once for all. `local`: whether it is for this machine alone. Without `quiet` each request is a line on stderr. Its lifespan starts and
-    stops the thread that runs the model, so that it serves once.
+    once for all. `local`: whether it is for this machine alone. Without `quiet` each request is a line on stderr. Its
+    lifespan starts and stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)

@@ -32,8 +32,9 @@ class Asker:
     key: int | None = None
 
 
+ANYBODY = Asker()
 # Of the request that is being answered.
-ASKER: ContextVar[Asker] = ContextVar("asker", default=Asker())
+ASKER: ContextVar[Asker] = ContextVar("asker", default=ANYBODY)
 
 
 class Access:

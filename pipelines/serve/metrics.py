@@ -119,7 +119,9 @@ class Metrics:
 
         self.running = of_model(Gauge, "vllm:num_requests_running", "Sequences that have a slot.")
         self.waiting = of_model(Gauge, "vllm:num_requests_waiting", "Sequences that wait for a slot.")
-        self.usage = of_model(Gauge, "vllm:kv_cache_usage_perc", "Positions of all slots that running sequences fill; 1 is all.")
+        self.usage = of_model(
+            Gauge, "vllm:kv_cache_usage_perc", "Positions of all slots that running sequences fill; 1 is all."
+        )
         self.slots = of_model(Gauge, "castiron_slots", "Sequences that can run at once.")
         self.prompt_tokens = of_model(Counter, "vllm:prompt_tokens_total", "Tokens of prompts, cached ones included.")
         self.generated = of_model(Counter, "vllm:generation_tokens_total", "Tokens generated.")

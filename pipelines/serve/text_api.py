@@ -21,7 +21,6 @@ from castiron.pipelines.serve.schemas import (
 )
 from castiron.vmfb.manifest import Manifest
 
-
 # Characters of a text whose tokens are counted in any case.
 COUNTED = 100_000
 
