@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
-from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.text import Text, encoded
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed
 from castiron.pipelines.serve.schemas import (
@@ -99,8 +99,7 @@ class TextApi:
         text = body.content if body.content is not None else body.prompt
         if body.add_special or body.add_special_tokens:
             return await on_the_side(self.text.encode, text)
-        found = await on_the_side(self.text.tokenizer.encode, text, None, False, False)
-        return found.ids
+        return await on_the_side(encoded, self.text.tokenizer, text, False)
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of the ids, special tokens included."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 from uvicorn.server import ServerState
 
+from castiron.pipelines.generation.text import LONG, encoded
 from castiron.pipelines.serve import connections
 from castiron.pipelines.serve.clients import Access, Asker, Bodies, TooMuch
 from castiron.pipelines.serve.connections import Acceptor, Connection
+from tests.pipelines.served import LETTERS, SPECIAL, tokenizer
 
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -159,6 +163,22 @@ def test_a_half_closed_client_has_its_answer_and_one_that_left_does_not():
             await asyncio.sleep(0.005)
 
     over_sockets(test)
+
+
+def test_a_long_text_is_encoded_as_a_short_one_and_holds_nobody_up():
+    """Its ids are those of its letters, and meanwhile this thread goes on: not only before and after."""
+    text = "".join(LETTERS[i * i % 90 + 1] for i in range(4 * LONG))
+    made, known = tokenizer(), {letter: i + len(SPECIAL) for i, letter in enumerate(LETTERS)}
+    with ThreadPoolExecutor(1) as pool:
+        gaps, last, start = [], time.perf_counter(), time.perf_counter()
+        found = pool.submit(encoded, made, text, False)
+        while not found.done():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+    assert found.result() == [known[letter] for letter in text]
+    assert len(gaps) > 3 and sum(gap > 0.5 * (last - start) for gap in gaps) == 0
 
 
 def test_whose_share_a_request_takes():
