@@ -111,7 +111,7 @@ def test_headers_come_in_time_or_the_connection_ends(monkeypatch):
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.15)
 
     async def test(answers, port, there):
-        silent, _ = await asyncio.open_connection("127.0.0.1", port)
+        silent, kept = await asyncio.open_connection("127.0.0.1", port)
         drip, dripping = await asyncio.open_connection("127.0.0.1", port)
         again, asking = await ask(port)
         await answer(again)
@@ -125,7 +125,7 @@ def test_headers_come_in_time_or_the_connection_ends(monkeypatch):
                     break
             else:
                 raise AssertionError("a request that comes byte by byte is waited for")
-        assert await closed(silent) and await closed(again)
+        assert await closed(silent) and await closed(again) and kept
         # What is being answered takes as long as it takes.
         await asyncio.sleep(0.2)
         answers.may.set()
