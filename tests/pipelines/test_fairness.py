@@ -173,6 +173,15 @@ def test_the_lower_priority_goes_first():
         run(scheduler, 1)
         order += [p for p, request in requests.items() if _ended(request) and p not in order]
     assert order == [-3, 0, 5, 7]
+    # Also of two prompts that are being read, though the other one is shorter.
+    scheduler = Scheduler(FakeBatch(2))
+    low, high = Request([4] * 70, 1, stop_tokens=[]), Request([5] * 90, 1, stop_tokens=[])
+    low.sequence.priority = 1
+    scheduler.submit(low.sequence)
+    run(scheduler, 1)
+    scheduler.submit(high.sequence)
+    run(scheduler, 2)
+    assert _ended(high) and not _ended(low)
 
 
 @given(st.lists(st.tuples(PROMPTS, st.integers(0, 1)), min_size=2, max_size=8), st.integers(1, 3))
