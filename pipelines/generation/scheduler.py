@@ -206,7 +206,7 @@ class Scheduler:
     def _decode(self, events: Events) -> None:
         """The next token of every sequence that is past its prompt goes in; where it was the last one there is, the
         sequence has its next one."""
-        unread = {slot: self._unread(slot, sequence) for slot, sequence in self.decoding.items()}
+        unread = {slot: self._unread(slot, s) if s.constraint else s.tokens[-1:] for slot, s in self.decoding.items()}
         try:
             found = self.batch.step({slot: tokens[0] for slot, tokens in unread.items()})
         except Exception as error:
