@@ -194,8 +194,8 @@ def test_the_sizes_of_the_page_are_right():
 
 def test_the_page_names_metrics_and_defaults_that_there_are():
     page = PAGES["serving"]
-    known = {f"castiron_{name}" for name in vars(Metrics())}
-    named = set(re.findall(r"`(castiron_\w+)`", page))
+    known = {metric.name for metric in vars(Metrics()).values()}
+    named = set(re.findall(r"`((?:castiron_|vllm:)\w+)`", page))
     assert len(named) > 5 and named <= known
     plain = serve_arguments(["castiron", "serve", "x"])
     for name, value in re.findall(r"`--(queue|timeout|max-body|grace)\s(\d+)`", page):

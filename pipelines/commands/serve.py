@@ -23,6 +23,7 @@ while requests for the others go on, and is closed when none has for --keep seco
 import argparse
 import os
 import re
+from ipaddress import ip_address
 
 from castiron.pipelines.commands.generating import (
     add_bundle_argument,
@@ -39,6 +40,7 @@ examples:
   castiron serve smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct build/gemma-3-270m --keep 600
+  castiron serve build/smollm2-135m-instruct --scheduling-policy priority
   curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   curl http://127.0.0.1:8000/v1/messages \\
@@ -46,7 +48,8 @@ examples:
   python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
 
 Requests beyond --queue get status 503, larger ones than --max-body 413, prompts past the context 400 with the numbers.
-SIGTERM or Ctrl-C takes no more requests, lets those under way finish for --grace seconds and ends with status 0.
+SIGTERM or Ctrl-C answers new requests and /health with 503, lets those under way finish for --grace seconds and ends with
+status 0. What is read next, and whose slots are whose, is in docs/serving.md.
 """
 # Seconds without a request after which one of several models is closed.
 KEEP = 300.0
@@ -71,8 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_template_argument(parser)
     add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
+    parser.add_argument("--shared-prefixes", action="store_true", help="read what prompts begin with once for all keys; how "
+                        "soon an answer comes then tells one key what another has asked")  # fmt: skip
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences that may wait for a slot (default: 64)")
+    limits.add_argument("--queue", type=int, default=64, metavar="N", help="sequences of one client that may wait for a slot, "
+                        "and a quarter of those of all (default: 64)")  # fmt: skip
+    limits.add_argument("--scheduling-policy", choices=("fair", "priority"), default="fair", help="who goes first: fair "
+                        "shares the slots between clients, by key or else by address; with priority, vLLM's field of requests "
+                        "decides before that, the lower first (default: fair)")  # fmt: skip
     limits.add_argument("--max-body", type=float, default=4.0, metavar="MB", help="largest request body (default: 4)")
     limits.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest that a request may take, in "
                         "seconds, waiting included (default: 600)")  # fmt: skip
@@ -90,22 +99,25 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.measuring.memory import say_memory, slots_of
     from castiron.pipelines.serve.api import Api
     from castiron.pipelines.serve.app import Front, open_app
+    from castiron.pipelines.serve.clients import Access
     from castiron.pipelines.serve.server import listen, serve, url
     from castiron.pipelines.serve.several import Several
     from castiron.pipelines.serve.text_api import Limits
 
     check(args)
     keys, pages = api_keys(args), origins(args)
-    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature)
+    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature, args.scheduling_policy == "priority")
     shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": template_args(args)}
     with listen(args.host, args.port) as listening:
+        local = ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
         bundles = [bundle_of(place) for place in args.bundle]
         if len(bundles) > 1 or args.keep is not None:
             open_one = lambda bundle, name, metrics: open_app(
                 bundle, name=name, store=prefix_store(args, bundle.manifest), metrics=metrics, **shared
             )
             several = Several(bundles, open_one, keep=KEEP if args.keep is None else args.keep, limits=limits)
-            front = Front(several, several, several.metrics, several.paths, keys, args.quiet, pages)
+            access = Access(keys, pages, args.shared_prefixes, local)
+            front = Front(several, several, several.metrics, several.paths, access, args.quiet)
             names = ", ".join(model.name for model in several.models)
             say(f"{names} at {url(listening)} (each opened when a request names it)")
             serve(front, several, listening, args.grace)
@@ -114,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
         say_memory(bundle.manifest, slots_of(bundle.manifest))
         app = open_app(
             bundle, name=args.name, api_keys=keys, quiet=args.quiet, cors=pages, store=prefix_store(args, bundle.manifest),
-            **shared,
+            shared_prefixes=args.shared_prefixes, local=local, **shared,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if isinstance(api, Api) and slots == 1:

@@ -13,6 +13,10 @@ from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequ
 Tell = Callable[[Sequence, Event], None]
 
 
+# Clients that may each fill a queue before the next one is refused.
+QUEUES = 4
+
+
 class QueueFull(PipelineError):
     """There is no room for so many more sequences; there may be later."""
 
@@ -27,8 +31,8 @@ class Stopping(PipelineError):
 class Engine:
     """Runs a `Scheduler` in a thread of its own.
 
-    Sequences come from an event loop, and their events are delivered there. At most `queue` sequences wait beyond those
-    that have a slot.
+    Sequences come from an event loop, and their events are delivered there. Of one client at most `queue` sequences wait
+    beyond the slots that there are, and of all clients `QUEUES` times as many, so that none can take the room of all.
     """
 
     def __init__(self, scheduler: Scheduler, queue: int):
@@ -62,12 +66,14 @@ class Engine:
         with self._wake:
             if self._draining:
                 raise Stopping
-            if len(self._live) + len(sequences) > self.slots + self.queue:
-                waiting = max(0, len(self._live) - self.slots)
-                raise QueueFull(
-                    f"the server is busy: {len(self._live) - waiting} sequences run and {waiting} wait, "
-                    f"{len(sequences)} more do not fit in its queue of {self.queue}; try again later"
-                )
+            mine = sum(live.client == sequence.client for sequence in sequences[:1] for live in self._live)
+            for those, most in ((mine, self.queue), (len(self._live), QUEUES * self.queue)):
+                if those + len(sequences) > self.slots + most:
+                    waiting = max(0, those - self.slots)
+                    raise QueueFull(
+                        f"the server is busy: {those - waiting} sequences run and {waiting} wait, "
+                        f"{len(sequences)} more do not fit in its queue of {most}; try again later"
+                    )
             self._arrived += sequences
             self._live.update(dict.fromkeys(sequences, tell))
             self._wake.notify()

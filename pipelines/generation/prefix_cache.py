@@ -22,34 +22,51 @@ class PrefixCache:
 
     Caches outlive the sequence that filled them. A prompt that begins as one of them, at rest or in use, takes that
     beginning over: in place where it goes on from there, as a copy where something else hangs on it. Where a `store` of states
-    on disk has a whole chunk more of it than any slot, it comes from there.
+    on disk has a whole chunk more of it than any slot, it comes from there. A slot's tokens are its last prompt's `owner`'s: to
+    others they are as if they were not there.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None):
         self.sessions, self.store = sessions, store
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.used = [0] * len(sessions)
+        self.owners = [""] * len(sessions)
         self.clock = 0
 
-    def common(self, prompt: np.ndarray, slot: int) -> int:
+    def common(self, prompt: np.ndarray, slot: int, owner: str = "") -> int:
         """How many tokens at the beginning of `prompt` i32 [n] the slot holds, up to where its session can go back."""
+        if self.owners[slot] != owner:
+            return 0
         session = self.sessions[slot]
         return session.reachable(shared(self.tokens[slot, : session.position], prompt))
 
-    def longest(self, prompt: np.ndarray) -> int:
+    def longest(self, prompt: np.ndarray, owner: str = "") -> int:
         """What `take` would find in the cache."""
-        held = max(self.common(prompt, slot) for slot in range(len(self.sessions)))
+        held = max(self.common(prompt, slot, owner) for slot in range(len(self.sessions)))
         return max(held, self.store.place(self.sessions[0], prompt)) if self.store else held
 
-    def take(self, prompt: np.ndarray, free: Collection[int]) -> tuple[int, int]:
+    def fetching(self, prompt: np.ndarray, owner: str = "") -> bool:
+        """Whether what `take` would take from disk is still being read, by another thread."""
+        if not self.store:
+            return False
+        held = max(self.common(prompt, slot, owner) for slot in range(len(self.sessions)))
+        on_disk = self.store.place(self.sessions[0], prompt) >= held + self.store.width
+        return on_disk and self.store.fetching(self.sessions[0], prompt)
+
+    def take(self, prompt: np.ndarray, free: Collection[int], owner: str = "") -> tuple[int, int]:
         """A slot of `free`, which is not empty, prepared for `prompt`, and how many of its tokens it holds already."""
-        common = [self.common(prompt, slot) for slot in range(len(self.sessions))]
+        slot, found = self._take(prompt, free, [self.common(prompt, slot, owner) for slot in range(len(self.sessions))])
+        self.owners[slot] = owner
+        self.touch(slot)
+        return slot, found
+
+    def _take(self, prompt: np.ndarray, free: Collection[int], common: list[int]) -> tuple[int, int]:
+        """The same, where each slot has `common` tokens with the prompt."""
         best = max(common)
         if self.store and self.store.place(self.sessions[0], prompt) >= best + self.store.width:
             slot = self._given_away(free)
             if found := self.store.take(self.sessions[slot], prompt):
                 self.tokens[slot, :found] = prompt[:found]
-                self.touch(slot)
                 return slot, found
         slot = max(free, key=lambda s: (common[s], -s))
         goes_on = common[slot] == best and self.sessions[slot].position - best <= REWRITTEN
@@ -59,7 +76,6 @@ class PrefixCache:
         source = slot if common[slot] == best else common.index(best)
         stand(self.sessions[slot], best, source=self.sessions[source])
         self.tokens[slot, :best] = self.tokens[source, :best]
-        self.touch(slot)
         return slot, best
 
     def _given_away(self, free: Collection[int]) -> int:

@@ -30,6 +30,8 @@ MOST = 4_000_000_000
 # A beginning is long from so many whole chunks on.
 CHUNKS = 2
 SUFFIX = ".state"
+# States that are read ahead.
+FETCHED = 4
 
 
 class PrefixStore:
@@ -60,6 +62,7 @@ class PrefixStore:
         self._refused: set[str] = set()
         self._writer = ThreadPoolExecutor(1, "states")
         self._writing: Future | None = None
+        self._fetched: dict[str, Future[list[np.ndarray]]] = {}
         self._writable = True
 
     def place(self, session: Session, prompt: np.ndarray) -> int:
@@ -74,7 +77,8 @@ class PrefixStore:
             if state is None:
                 return 0
             try:
-                rows = read_rows(state, session.rows(len(state.tokens)))
+                fetched = self._fetched.pop(state.path.name, None)
+                rows = fetched.result() if fetched else read_rows(state, session.rows(len(state.tokens)))
             except (StateError, OSError) as error:
                 self._refuse(state.path, error)
                 continue
@@ -82,6 +86,18 @@ class PrefixStore:
             with contextlib.suppress(OSError):
                 os.utime(state.path)
             return place
+
+    def fetching(self, session: Session, prompt: np.ndarray) -> bool:
+        """Whether what `take` would give is still being read by another thread, which begins to with the first call."""
+        _, state = self._longest(session, prompt)
+        if state is None:
+            return False
+        if (name := state.path.name) not in self._fetched:
+            while len(self._fetched) >= FETCHED:
+                # Of whoever asked for it and left.
+                self._fetched.pop(next(iter(self._fetched)))
+            self._fetched[name] = self._writer.submit(read_rows, state, session.rows(len(state.tokens)))
+        return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
         """Keeps the state of `session`, which is reading `prompt`, if this is a place for it; returns before it is written.

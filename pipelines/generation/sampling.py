@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -47,6 +48,11 @@ class Sampling:
         for name, holds, wanted in ranges:
             if not holds:
                 raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {wanted}")
+
+    @cached_property
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """logit_bias as ids i64 [n] and what is added to their logits, f64 [n]."""
+        return np.array([*self.logit_bias], np.int64), np.array([*self.logit_bias.values()], np.float64)
 
     @property
     def shifts_logits(self) -> bool:
@@ -117,8 +123,8 @@ def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -
     logits = logits.astype(np.float64)
     for token, count in counts.items():
         logits[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
-    for token, bias in sampling.logit_bias.items():
-        logits[token] += bias
+    ids, biases = sampling.biases
+    logits[ids] += biases
     return logits
 
 

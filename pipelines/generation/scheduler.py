@@ -1,7 +1,9 @@
 """Continuous batching: which sequence's prompt is read next, and one decode step for all that are past theirs."""
 
 import time
-from collections import deque
+from bisect import insort
+from collections import Counter
+from math import ceil
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
@@ -13,7 +15,7 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
-# A prompt that others went before this often goes first.
+# A prompt that others went before this often goes first; of several such the oldest.
 PATIENCE = 4
 
 Events = list[tuple[Sequence, Event]]
@@ -56,10 +58,14 @@ class Scheduler:
                 ...
 
     A turn reads one chunk of one prompt and decodes one token of every other sequence, so that a long prompt delays
-    the others by a chunk, not by its length. Tokens that a grammar forces are read together, as a prompt is. Among
-    prompts the one with the fewest tokens left goes first; one that shares its beginning with a prompt being read waits
-    until it finds it in the cache. A sequence that fails ends alone; a decode step that fails
-    ends those that were in it.
+    the others by a chunk, not by its length; what the cache has of a prompt is taken in a turn of its own, if others
+    would wait, and read from disk beside the turns. Tokens that a grammar forces are such a chunk, or as long as another
+    one is read go through the step one by one.
+
+    What is read next, and so who is given a free slot, is decided by: a lower `priority`; a client with fewer slots than
+    its share, which is that of all clients that are here; having been passed over `PATIENCE` times, and then age; the
+    fewest tokens left to read. One that shares its beginning with an older prompt being read waits until it finds it in
+    the cache. A sequence that fails ends alone; a decode step that fails ends those that were in it.
     """
 
     def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None, store: PrefixStore | None = None):
@@ -76,7 +82,8 @@ class Scheduler:
         self.manifest = self.batch.slots[0].manifest
         self.observer = observer or Observer()
         self.cache = PrefixCache(self.batch.slots, store)
-        self.waiting: deque[Sequence] = deque()
+        # By priority, and in the order in which they came.
+        self.waiting: list[Sequence] = []
         self.reading: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
         widths = self.manifest.prefill_widths
@@ -91,17 +98,18 @@ class Scheduler:
         """Queues a sequence that was made for this context; it ends at the model's end token unless it has other stops."""
         if sequence.stop_tokens is None:
             sequence.stop_tokens = frozenset(self.manifest.tokens.eos)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.priority)
 
     def cancel(self, sequence: Sequence) -> None:
         """Lets go of a sequence, which has no more events; nothing if it has ended. Not during a turn."""
         self._leave(sequence, "cancelled")
 
     def turn(self) -> Events:
-        """One chunk of a prompt and one decode step, and what the sequences have to tell."""
+        """One chunk of what is to be read and one decode step, and what the sequences have to tell."""
         events: Events = []
-        if self.waiting or self.reading:
-            self._read(events)
+        forced = {slot: s for slot, s in self.decoding.items() if s.constraint and len(self._unread(slot, s)) > 1}
+        if self.waiting or self.reading or forced:
+            self._read(forced, events)
         if self.decoding:
             self._decode(events)
         return events
@@ -112,51 +120,83 @@ class Scheduler:
         self._fail([*self.reading.values(), *self.decoding.values(), *self.waiting], error, events)
         return events
 
-    def _read(self, events: Events) -> None:
-        """The next chunk of the prompt whose turn it is."""
-        slot, sequence = self._next()
+    def _unread(self, slot: int, sequence: Sequence) -> list[int]:
+        """Its tokens that the model has not taken in, of which several are forced."""
+        return sequence.tokens[self.batch.slots[slot].position - len(sequence.prompt) :]
+
+    def _read(self, forced: dict[int, Sequence], events: Events) -> None:
+        """The next chunk of the prompt, or of the `forced` tokens, whose turn it is."""
+        slot, sequence = self._next(forced)
         if sequence is None:
             return
         try:
             if slot is None:
                 slot = self._begin(sequence)
+                if self.decoding and sequence.cached:
+                    # It was copied, or came from disk, which may take as long as a chunk.
+                    return
             session = self.batch.slots[slot]
             width = self.interleaved if self.decoding else self.widest
-            chunk = sequence.prompt[session.position :][:width]
+            left = self._unread(slot, sequence) if slot in forced else sequence.prompt[session.position :]
+            chunk = left[:width]
             argmax = session.prefill(chunk)
             self.cache.fed(slot, chunk)
-            if self.cache.store:
+            if self.cache.store and slot not in forced and not sequence.owner:
                 self.cache.store.offer(session, sequence.prompt)
         except Exception as error:
             self._fail([sequence], error, events)
             return
-        if session.position == len(sequence.prompt):
-            session.keep()
-            self.decoding[slot] = self.reading.pop(slot)
+        if len(chunk) == len(left):
+            if slot not in forced:
+                session.keep()
+                self.decoding[slot] = self.reading.pop(slot)
             self._advance(slot, sequence, argmax, events)
 
-    def _next(self) -> tuple[int | None, Sequence | None]:
-        """Whose prompt is read on, with its slot; None for a sequence that has none yet."""
-        free = self.batch.size - len(self.reading) - len(self.decoding)
+    def _next(self, forced: dict[int, Sequence]) -> tuple[int | None, Sequence | None]:
+        """Whose prompt or `forced` tokens are read on, with its slot; None for a sequence that has none yet."""
         found: list[tuple[int, int | None, Sequence]] = [
             (len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()
         ]
-        for sequence in list(self.waiting)[:free]:
-            known = self.cache.longest(sequence.prompt)
-            if all(shared(sequence.prompt, other.prompt) <= known for other in self.reading.values()):
-                found.append((len(sequence.prompt) - known, None, sequence))
+        found += [(len(self._unread(slot, s)), slot, s) for slot, s in forced.items()]
+        if self.waiting and (free := self.batch.size - len(self.reading) - len(self.decoding)):
+            found += self._candidates(free)
         if not found:
             return None, None
-        _, slot, chosen = min(found, key=lambda f: (f[2].passed_over < PATIENCE, f[0], f[2].arrived))
+
+        def order(one: tuple[int, int | None, Sequence]) -> tuple[int, bool, int, float]:
+            left, _, s = one
+            patient = s.passed_over < PATIENCE
+            return s.priority, patient, left if patient else 0, s.arrived
+
+        _, slot, chosen = min(found, key=order)
         for _, _, sequence in found:
             sequence.passed_over = 0 if sequence is chosen else sequence.passed_over + 1
         return slot, chosen
+
+    def _candidates(self, free: int) -> list[tuple[int, None, Sequence]]:
+        """Those that a free slot may go to now, with the tokens that are to be read."""
+        held = Counter(s.client for s in (*self.reading.values(), *self.decoding.values()))
+        share = ceil(self.batch.size / len({*held, *(s.client for s in self.waiting)}))
+        seen: Counter[str] = Counter()
+        found: dict[tuple[int, int], list[tuple[int, None, Sequence]]] = {}
+        for sequence in self.waiting:
+            seen[sequence.client] += 1
+            if seen[sequence.client] > free:
+                continue
+            known = self.cache.longest(sequence.prompt, sequence.owner)
+            older = [s.prompt for s in self.reading.values() if s.owner == sequence.owner and s.arrived <= sequence.arrived]
+            if self.decoding and self.cache.fetching(sequence.prompt, sequence.owner):
+                continue
+            if all(shared(sequence.prompt, prompt) <= known for prompt in older):
+                beyond = max(0, held[sequence.client] - share + 1)
+                found.setdefault((sequence.priority, beyond), []).append((len(sequence.prompt) - known, None, sequence))
+        return found[min(found)] if found else []
 
     def _begin(self, sequence: Sequence) -> int:
         """Gives the sequence a slot; returns it."""
         taken = {**self.reading, **self.decoding}
         free = [slot for slot in range(self.batch.size) if slot not in taken]
-        slot, sequence.cached = self.cache.take(sequence.prompt, free)
+        slot, sequence.cached = self.cache.take(sequence.prompt, free, sequence.owner)
         self.waiting.remove(sequence)
         self.reading[slot] = sequence
         sequence.began = time.monotonic()
@@ -164,37 +204,19 @@ class Scheduler:
         return slot
 
     def _decode(self, events: Events) -> None:
-        """One token for every sequence that has a token to go on from; several that are forced are read first."""
-        sequences, tokens = {}, {}
-        for slot, sequence in list(self.decoding.items()):
-            unread = sequence.tokens[self.batch.slots[slot].position - len(sequence.prompt) :]
-            if len(unread) > 1:
-                self._read_forced(slot, sequence, unread, events)
-            else:
-                sequences[slot], tokens[slot] = sequence, unread[0]
-        if not tokens:
-            return
+        """The next token of every sequence that is past its prompt goes in; where it was the last one there is, the
+        sequence has its next one."""
+        unread = {slot: self._unread(slot, s) if s.constraint else s.tokens[-1:] for slot, s in self.decoding.items()}
         try:
-            found = self.batch.step(tokens)
+            found = self.batch.step({slot: tokens[0] for slot, tokens in unread.items()})
         except Exception as error:
-            self._fail(list(sequences.values()), error, events)
+            self._fail(list(self.decoding.values()), error, events)
             return
         self.observer.stepped()
-        for slot, sequence in sequences.items():
-            self.cache.fed(slot, [tokens[slot]])
-            self._advance(slot, sequence, found[slot], events)
-
-    def _read_forced(self, slot: int, sequence: Sequence, tokens: list[int], events: Events) -> None:
-        """Tokens of a sequence that are certain; behind the last of them comes one of the model's."""
-        chunk = tokens[: self.interleaved]
-        try:
-            argmax = self.batch.slots[slot].prefill(chunk)
-            self.cache.fed(slot, chunk)
-        except Exception as error:
-            self._fail([sequence], error, events)
-            return
-        if len(chunk) == len(tokens):
-            self._advance(slot, sequence, argmax, events)
+        for slot, sequence in list(self.decoding.items()):
+            self.cache.fed(slot, unread[slot][:1])
+            if len(unread[slot]) == 1:
+                self._advance(slot, sequence, found[slot], events)
 
     def _advance(self, slot: int, sequence: Sequence, argmax: int, events: Events) -> None:
         """The next token, and those that it forces."""

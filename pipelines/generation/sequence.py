@@ -129,6 +129,8 @@ class Sequence:
         # When its prompt began to be read, and when its first and its latest token came.
         self.began = self.first = self.last = 0.0
         self.cached = 0
+        # Whose share of the slots it takes, who else finds its prompt in a cache, and of those that wait the lower goes first.
+        self.client, self.owner, self.priority = "", "", 0
         # How often the scheduler read another sequence's prompt first.
         self.passed_over = 0
         self._repetition = Repetition() if repetition_stop else None

@@ -24,6 +24,8 @@ REPLACEMENT = "\ufffd"
 CUT = "\ue0c1\ue0c2\ue0c3"
 # Tokens at the end of a prompt in which a mark that begins thoughts may stand.
 PROMPT_END = 16
+# Characters of a text whose tokens take longer than others should wait.
+LONG = 20_000
 
 
 class Text:
@@ -132,11 +134,19 @@ class Text:
         except UnicodeEncodeError:
             # Python hands on what a terminal sends in another encoding as lone surrogates.
             raise PipelineError("the prompt is not valid UTF-8") from None
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return encoded(self.tokenizer, text, add_special_tokens)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, special ones left out."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def encoded(tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """The ids of a text, which may be long without holding up other threads."""
+    if len(text) > LONG:
+        # Of one text alone the library keeps Python's lock until it is done.
+        return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None) -> Text:

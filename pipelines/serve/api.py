@@ -17,6 +17,7 @@ from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.generation.tool_calls import Tools
 from castiron.pipelines.serve.blocks import Blocks
+from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
@@ -203,16 +204,21 @@ class Api(TextApi):
         if isinstance(reply, Choices):
             reply.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        if body.priority and not self.limits.priorities:
+            message = "priority needs a server that runs with --scheduling-policy priority"
+            raise ApiError(400, message, "priority", "unsupported_parameter")
+        asker, bias = ASKER.get(), self._bias(body.logit_bias or {})
         job = Job([], [], reply, asyncio.Queue(), [])
         for index, prompt in enumerate(prompts):
             free = self._check_room(prompt, limit, param)
             for choice in range(body.n or 1):
                 sequence = Sequence(
                     prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
-                    sampler=Sampler(self.sampling_of(body, choice)), stop_strings=stops, top_logprobs=top,
+                    sampler=Sampler(self.sampling_of(body, choice, bias)), stop_strings=stops, top_logprobs=top,
                     stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
                     thoughts=thoughts, grammar=grammar, tools=tools,
                 )  # fmt: skip
+                sequence.client, sequence.owner, sequence.priority = asker.client, asker.owner, body.priority or 0
                 job.prompts.append(index)
                 job.sequences.append(sequence)
         self.engine.submit(job.sequences, lambda sequence, event: job.events.put_nowait((sequence, event)))
@@ -233,8 +239,8 @@ class Api(TextApi):
             raise ApiError(400, message, param, "context_length_exceeded")
         return free
 
-    def sampling_of(self, body: Generating, choice: int = 0) -> Sampling:
-        """How the tokens of one choice are drawn."""
+    def sampling_of(self, body: Generating, choice: int = 0, bias: dict[int, float] | None = None) -> Sampling:
+        """How the tokens of one choice are drawn; `bias`: what `logit_bias` is, where that is known."""
         own, repeat = self.sampling, body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty
         given = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p, "min_p": body.min_p,
                  "repeat_penalty": repeat}  # fmt: skip
@@ -243,7 +249,7 @@ class Api(TextApi):
             # Choices of one request differ, and each is repeatable.
             seed=None if body.seed is None else (body.seed + choice) % 2**64,
             frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
-            logit_bias=self._bias(body.logit_bias or {}),
+            logit_bias=bias or {},
         )  # fmt: skip
 
     def _bias(self, given: dict[str, float]) -> dict[int, float]:

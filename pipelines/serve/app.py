@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -28,6 +27,7 @@ from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve import dialects
 from castiron.pipelines.serve.api import Api, Job
+from castiron.pipelines.serve.clients import ASKER, Access, Bodies, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
@@ -49,6 +49,8 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 LEFT = 499
 # A body of a few megabytes takes no longer on any network.
 BODY_SECONDS = 30.0
+# Largest bodies for which there is room at once, and those of one client.
+BODIES, BODIES_EACH = 16, 4
 OPEN_PATHS = ("/", "/health")
 # Sequences that may wait.
 QUEUE = 64
@@ -76,14 +78,17 @@ def open_app(
     template_args: Mapping[str, object] | None = None,
     store: PrefixStore | None = None,
     metrics: Metrics | None = None,
+    shared_prefixes: bool = False,
+    local: bool = False,
 ) -> Front:
     """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
     chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
-    where several applications count together. Without `quiet` each request is a line on stderr. Its lifespan starts and
-    stops the thread that runs the model, so that it serves once.
+    where several applications count together. `shared_prefixes`: whether what prompts with different keys begin with is read
+    once for all. `local`: whether it is for this machine alone. Without `quiet` each request is a line on stderr. Its
+    lifespan starts and stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
@@ -93,15 +98,16 @@ def open_app(
     names = [name] if name else list(dict.fromkeys([manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]))
     api: TextApi
     if manifest.encoder:
-        api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics), names, limits)
+        api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics.model(names[0])), names, limits)
     else:
-        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics, store)
-        metrics.watch(scheduler)
+        text, counting = load_text(bundle, template_args), metrics.model(names[0])
+        scheduler = Scheduler(bundle, threads, counting, store)
+        counting.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)
-    return create_app(api, metrics, api_keys=api_keys, quiet=quiet, cors=cors)
+    return create_app(api, metrics, Access(api_keys, cors, shared_prefixes, local), quiet=quiet)
 
 
-def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool, cors: Sequence[str] = ()) -> Front:
+def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -> Front:
     """The routes of `api`, behind what happens to every request."""
     started = int(time.time())
     page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
@@ -182,8 +188,8 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         Route("/", home),
     ]
     handlers = {
-        ApiError: lambda request, error: _refusal(error, request.url.path),
-        PipelineError: lambda request, error: _refusal(api_error(error), request.url.path),
+        ApiError: _noted,
+        PipelineError: lambda request, error: _noted(request, api_error(error)),
         HTTPException: lambda request, error: _refusal(_plain(error), request.url.path, error.headers),
         ClientLeft: lambda *_: Response(status_code=LEFT),
         ClientDisconnect: lambda *_: Response(status_code=LEFT),
@@ -193,25 +199,23 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         ),
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    return Front(app, api, metrics, {route.path for route in routes}, api_keys, quiet, cors)
+    return Front(app, api, metrics, {route.path for route in routes}, access, quiet)
 
 
 class Front:
     """What happens to every request, whatever its route: the key is asked for, the answer counted and logged."""
 
-    def __init__(
-        self, app: ASGIApp, api: TextApi, metrics: Metrics, paths: set[str], api_keys: Sequence[str], quiet: bool,
-        cors: Sequence[str] = (),
-    ):  # fmt: skip
+    def __init__(self, app: ASGIApp, api: TextApi, metrics: Metrics, paths: set[str], access: Access, quiet: bool):
         self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
-        self.api_keys = [key.encode() for key in api_keys]
         self.responses = ResponseStore()
+        self.access, most = access, api.limits.body_bytes
+        self.bodies = Bodies(BODIES * most, BODIES_EACH * most)
         # Browsers ask for leave without the key, and want to read a refusal too.
         self.answer: ASGIApp = self._with_key
-        if cors:
+        if access.origins:
             self.answer = CORSMiddleware(
                 self._with_key,
-                allow_origins=cors,
+                allow_origins=access.origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 allow_private_network=True,
@@ -222,7 +226,8 @@ class Front:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state.update(status=LEFT, responses=self.responses, client=_key(scope))
+        state.update(status=LEFT, responses=self.responses, client=api_key(scope))
+        state["body"] = body = self.bodies.of(self.access.asker(scope).client)
 
         async def sent(message):
             if message["type"] == "http.response.start":
@@ -232,33 +237,25 @@ class Front:
         try:
             await self.answer(scope, receive, sent)
         finally:
+            body.give_back()
             path = scope["path"] if scope["path"] in self.paths else "other"
-            self.metrics.requests_total.add(1, path, str(state["status"]))
+            self.metrics.answered(path, scope["method"], state["status"], state.get("code"))
             if not self.quiet and path not in ("/health", "/metrics"):
                 job = state.get("job")
                 words = f"{scope['method']} {scope['path']!a} {state['status']}"
                 say(f"{words}: {job.summary}" if job else words)
 
     async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._may(scope):
-            await self.app(scope, receive, send)
-        else:
+        asker = self.access.asker(scope)
+        if self.access.keys and asker.key is None and scope["path"] not in OPEN_PATHS:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             await _refusal(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
-
-    def _may(self, scope: Scope) -> bool:
-        if not self.api_keys or scope["path"] in OPEN_PATHS:
-            return True
-        # Every key is compared, so that the time tells nothing.
-        key = _key(scope)
-        return any([hmac.compare_digest(key, known) for known in self.api_keys])
-
-
-def _key(scope: Scope) -> bytes:
-    """The API key that a request gives, empty without one: OpenAI's clients say Authorization, Anthropic's x-api-key."""
-    headers = dict(scope["headers"])
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+        elif not self.access.named_here(scope):
+            message = "this server is for its own machine: ask it as localhost, or start it with an --api-key or with --cors"
+            await _refusal(ApiError(403, message, code="unknown_host"), scope["path"])(scope, receive, send)
+        else:
+            ASKER.set(asker)
+            await self.app(scope, receive, send)
 
 
 async def _body(request: Request, limit: int) -> bytes:
@@ -272,10 +269,12 @@ async def _body(request: Request, limit: int) -> bytes:
     too_large = ApiError(413, f"the body of this request is larger than {limit} bytes", code="body_too_large")
     if length.isdigit() and int(length[:20]) > limit:
         raise too_large
-    data = bytearray()
+    data, room = bytearray(), request.scope["state"].get("body")
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
+                if room:
+                    room.take(len(part))
                 data += part
                 if len(data) > limit:
                     raise too_large
@@ -371,6 +370,12 @@ async def _while_connected(receive: Receive, work: Coroutine):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _noted(request: Request, error: ApiError) -> Response:
+    """A refusal that is counted by its code."""
+    request.state.code = error.code
+    return _refusal(error, request.url.path)
 
 
 def _refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:

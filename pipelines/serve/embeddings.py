@@ -14,7 +14,7 @@ from castiron.pipelines.embedding import Embedder, Given, Tokens
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import QueueFull, Stopping
 from castiron.pipelines.serve.errors import ApiError
-from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.metrics import ModelMetrics
 from castiron.pipelines.serve.schemas import EmbeddingsRequest
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 
@@ -25,7 +25,7 @@ class EmbeddingsEngine:
 
     slots = 1
 
-    def __init__(self, embedder: Embedder, queue: int, metrics: Metrics):
+    def __init__(self, embedder: Embedder, queue: int, metrics: ModelMetrics):
         self.embedder, self.queue, self.metrics = embedder, queue, metrics
         self._thread = ThreadPoolExecutor(1, "model")
         self._under_way = 0
@@ -69,8 +69,7 @@ class EmbeddingsEngine:
     async def _vector(self, text: Tokens, dimensions: int | None) -> np.ndarray:
         if self._aborted:
             raise Stopping
-        self.metrics.prompt_tokens_total.add(len(text.ids))
-        self.metrics.request_prompt_tokens.observe(len(text.ids))
+        self.metrics.embedded(len(text.ids))
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
 
 

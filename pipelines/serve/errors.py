@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import QueueFull, Stopping
 from castiron.pipelines.generation.scheduler import ModelFailed
+from castiron.pipelines.serve.clients import TooMuch
 
 # What OpenAI calls the kinds of failure, by status.
-TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
 
 # What Anthropic calls them, by the status that it has for them.
@@ -46,7 +47,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        return {"Retry-After": "1"} if self.status == 503 else {}
+        return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
     def __str__(self) -> str:
         return self.message
@@ -55,6 +56,7 @@ class ApiError(Exception):
 # Status and code of what may go wrong behind the HTTP; anything else is the request's fault.
 FAILURES: dict[type[PipelineError], tuple[int, str]] = {
     QueueFull: (503, "queue_full"),
+    TooMuch: (429, "too_many_bytes"),
     Stopping: (503, "shutting_down"),
     ModelFailed: (500, "model_failure"),
 }

@@ -18,10 +18,16 @@ Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0)]
 # OpenAI has 64 letters, Anthropic 128.
 FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+# A list of a million things that are wrong has one error, which is the one that is told.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 # A request may ask for several answers; each is a sequence that queues.
 MAX_CHOICES = 128
 # Texts of a request for embeddings, as OpenAI has it.
 MAX_INPUTS = 2048
+# Entries of logit_bias, as OpenAI has it.
+MAX_BIASES = 1024
+# vLLM's is any integer; what JSON's other readers take for one.
+MAX_PRIORITY = 2**53
 Model = TypeVar("Model", bound="Body")
 
 
@@ -67,7 +73,7 @@ class ResponseFormat(Body):
 
 class Asking(Body):
     """What every request for an answer has, in whichever API; top_k, min_p, repeat_penalty (also repetition_penalty),
-    repetition_stop, ignore_eos, grammar and regex are castiron's."""
+    repetition_stop, ignore_eos, grammar and regex are castiron's; priority is vLLM's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -82,6 +88,7 @@ class Asking(Body):
     repetition_stop: bool | None = None
     grammar: str | None = None
     regex: str | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
 class Generating(Asking):
@@ -93,7 +100,7 @@ class Generating(Asking):
     stop: Stops | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
 
@@ -110,7 +117,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict:
         """As chat templates want it: content is one string, and the developer's role has its older name."""
@@ -170,7 +177,7 @@ class Tool(Body):
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -202,11 +209,7 @@ class ChatRequest(Generating):
 class CompletionRequest(Generating):
     """POST /v1/completions; a prompt is text or token ids, or a list of such."""
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
-    )
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1)
@@ -217,11 +220,7 @@ class EmbeddingsRequest(Body):
     """POST /v1/embeddings; prompt_name and truncate are castiron's: the model's prompt that comes before each text, and
     whether one that is too long is cut."""
 
-    input: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
-    )
+    input: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
@@ -236,7 +235,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -245,7 +244,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 # Two names of one thing; who gives both must mean the same.

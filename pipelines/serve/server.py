@@ -4,11 +4,14 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
+from castiron.pipelines.serve.connections import Acceptor, Connection, most_connections
 from castiron.pipelines.serve.text_api import Runs
 
 # After the requests have been told to end, how long their last bytes may take.
@@ -33,13 +36,13 @@ def url(listening: socket.socket) -> str:
 
 
 def serve(app, engine: Runs, listening: socket.socket, grace: float) -> None:
-    """Serves until SIGTERM or SIGINT. Then no request is taken any more, those under way have `grace` seconds, and
+    """Serves until SIGTERM or SIGINT. Then /health and new requests get 503, those under way have `grace` seconds, and
     what is left is told that the server stops. A second signal ends those at once."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, lifespan="on",
+        app, log_config=None, log_level="error", access_log=False, server_header=False, lifespan="on",
         # Whatever else is installed: uvloop and httptools, which others bring along, change neither speed nor behaviour.
-        loop="asyncio", http="h11", ws="none",
-        timeout_graceful_shutdown=int(grace) + LAST_BYTES_SECONDS,
+        loop="asyncio", http=Connection, ws="none",
+        timeout_graceful_shutdown=LAST_BYTES_SECONDS,
     )  # fmt: skip
     # uvicorn raises the signals again when it is done; a server that was asked to end has done so, and well.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -54,23 +57,47 @@ def serve(app, engine: Runs, listening: socket.socket, grace: float) -> None:
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: Runs, grace: float):
         super().__init__(config)
-        self.engine, self.grace = engine, grace
+        self.engine, self.grace, self.draining = engine, grace, False
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.accepting: asyncio.Task | None = None
 
     async def startup(self, sockets=None) -> None:
+        """As uvicorn's, with connections that are counted."""
         self.loop = asyncio.get_running_loop()
-        await super().startup(sockets=sockets)
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+
+        def make() -> Connection:
+            return Connection(self.config, self.server_state, self.lifespan.state, self.loop)
+
+        (listening,) = sockets
+        acceptor = Acceptor(listening, make, self.server_state.connections, most_connections())
+        self.servers, self.accepting, self.started = [], asyncio.create_task(acceptor.run()), True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.accepting.done():
+            self.accepting.result()
+        return await super().on_tick(counter) or self.draining and not self.engine.unfinished
+
+    async def shutdown(self, sockets=None) -> None:
+        self.accepting.cancel()
+        await asyncio.gather(self.accepting, return_exceptions=True)
+        await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame) -> None:
         # In a signal handler: the loop may be anywhere.
         self.loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
-        if self.should_exit:
+        if self.draining:
             self.engine.abort()
             return
-        self.should_exit = True
+        self.draining = True
         self.engine.drain()
         if self.engine.unfinished:
             say(f"stopping; what runs has {self.grace:g} s to finish (a second signal ends it now)")
+        # Those that are idle are closed, the others when they have their answers.
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
         self.loop.call_later(self.grace, self.engine.abort)

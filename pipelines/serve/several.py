@@ -26,7 +26,7 @@ from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.measuring.memory import needed, slots_of, total_bytes
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve.api import TEMPERATURE
-from castiron.pipelines.serve.app import POLICY, Front, _body, _plain, _refusal
+from castiron.pipelines.serve.app import POLICY, Front, _body, _noted, _plain, _refusal
 from castiron.pipelines.serve.dialects import stored_routes
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
@@ -95,7 +95,8 @@ class Several:
             model = self.model(_named(data))
             front = await self._enter(model)
         except (ApiError, PipelineError) as error:
-            await _refusal(error if isinstance(error, ApiError) else api_error(error), scope["path"])(scope, receive, send)
+            refused = error if isinstance(error, ApiError) else api_error(error)
+            await _noted(Request(scope), refused)(scope, receive, send)
             return
         except ClientDisconnect:
             return
@@ -174,7 +175,7 @@ class Several:
             if front is None:
                 return
             if isinstance(front.api.engine, Engine):
-                self.metrics.forget(front.api.engine.scheduler)
+                self.metrics.forget(model.name)
             await asyncio.get_running_loop().run_in_executor(None, front.api.engine.stop)
             del front
             # What refers to itself would keep the weights and the states.

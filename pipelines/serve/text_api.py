@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from castiron.pipelines.generation.chat_template import variables_of
-from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.text import Text, encoded
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed
 from castiron.pipelines.serve.schemas import (
@@ -22,15 +22,19 @@ from castiron.pipelines.serve.schemas import (
 )
 from castiron.vmfb.manifest import Manifest
 
+# Characters of a text whose tokens are counted in any case.
+COUNTED = 100_000
+
 
 @dataclass(frozen=True)
 class Limits:
     """seconds: of one request, from its arrival to its end. body_bytes: of what it sends. temperature: of requests that
-    name none, None for the model's own."""
+    name none, None for the model's own. priorities: whether a request may say which goes first."""
 
     seconds: float = 600.0
     body_bytes: int = 4_000_000
     temperature: float | None = None
+    priorities: bool = False
 
 
 class Runs(Protocol):
@@ -104,8 +108,7 @@ class TextApi:
         text = body.content if body.content is not None else body.prompt
         if body.add_special or body.add_special_tokens:
             return await on_the_side(self.text.encode, text)
-        found = await on_the_side(self.text.tokenizer.encode, text, None, False, False)
-        return found.ids
+        return await on_the_side(encoded, self.text.tokenizer, text, False)
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of the ids, special tokens included."""
@@ -120,6 +123,7 @@ class TextApi:
         if self.text.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         plain = [message.plain() for message in messages]
+        self.check_length(sum(len(message["content"]) for message in plain), "messages")
 
         def encode() -> list[int]:
             check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
@@ -130,9 +134,24 @@ class TextApi:
 
     async def ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
+            self.check_length(len(prompt), "prompt")
             return await on_the_side(self.text.encode, prompt)
         self.check_ids(prompt, "prompt")
         return prompt
+
+    def check_length(self, characters: int, param: str) -> None:
+        """ApiError 400, before it is made tokens of, for a text that has more than the context whatever it says."""
+        if characters > COUNTED and characters > (most := self.context * self.longest_token):
+            message = (
+                f"this model's maximum context length is {self.context} tokens, in which {most} characters fit at most; the "
+                f"{param} {'have' if param == 'messages' else 'has'} {characters}: shorten the {param}"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry in the vocabulary."""
+        return max(map(len, self.text.tokenizer.get_vocab()))
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         if tokens and max(tokens) >= self.vocab:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from castiron.pipelines import cli
+from castiron.pipelines.generation import prefix_store
 from castiron.pipelines.generation.chat import STATE, Chat
 from castiron.pipelines.generation.prefix_store import CHUNKS, PrefixStore
 from castiron.pipelines.generation.scheduler import Scheduler
@@ -126,6 +127,32 @@ def test_a_scheduler_finds_what_another_has_read(cast, tmp_path):
         scheduler.cache.store.finish()
         found.append((sequence.cached, sequence.tokens))
     assert found[0][0] == 0 < found[1][0] and found[0][1] == found[1][1]
+
+
+def test_a_running_answer_does_not_wait_for_the_disk(llama, tmp_path, monkeypatch):
+    """The state is read, and its sha256 taken, while the others go on; the sequence has it then."""
+    store = stored(llama, tmp_path)
+    store.prepare(Session(llama, 1), TOKENS[: store.width * CHUNKS])
+    threads, let = [], threading.Event()
+
+    def slowly(*arguments):
+        threads.append(threading.current_thread())
+        assert let.wait(20)
+        return read_rows(*arguments)
+
+    monkeypatch.setattr(prefix_store, "read_rows", slowly)
+    scheduler = Scheduler(llama, 1, store=store)
+    running, comes = (Sequence(p, scheduler.context, max_tokens=9, stop_tokens=()) for p in (OTHERS[:5], TOKENS))
+    scheduler.submit(running)
+    scheduler.turn()
+    scheduler.submit(comes)
+    for _ in range(3):
+        scheduler.turn()
+    assert len(running.tokens) == 5 and not comes.began and threading.current_thread() not in threads
+    let.set()
+    while not scheduler.idle:
+        scheduler.turn()
+    assert comes.cached == store.width * CHUNKS and len(threads) == 1
 
 
 def test_only_states_of_whole_chunks_are_kept(llama, tmp_path):

@@ -89,7 +89,7 @@ def test_a_stream_comes_while_it_is_made(path, tmp_path):
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             stream = chat(client, 100, stream=True)
             next(stream)
-            before = metric(client, "castiron_requests_running")
+            before = metric(client, "vllm:num_requests_running")
             rest = len(list(stream))
     assert before == 1 and rest > 60
 
@@ -267,22 +267,22 @@ def test_errors_are_openais(client, more, status, says):
 
 
 def metric(client: openai.OpenAI, name: str) -> float:
-    """A metric without labels."""
+    """A metric of the model."""
     text = client.get("../metrics", cast_to=str)
-    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{model_name="))
 
 
 def test_metrics_count_what_was_done(client):
-    names = ("prompt_tokens_total", "generated_tokens_total", "time_to_first_token_seconds_count",
-             "prefix_cache_queries_total", "time_per_token_seconds_count", "request_seconds_count")  # fmt: skip
-    before = [metric(client, f"castiron_{name}") for name in names]
+    names = ("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count",
+             "prefix_cache_queries_total", "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count")  # fmt: skip
+    before = [metric(client, f"vllm:{name}") for name in names]
     chat(client, 7, n=2)
-    after = [metric(client, f"castiron_{name}") for name in names]
-    assert [b - a for a, b in zip(before, after)] == [2 * len(RENDERED), 14, 2, 2, 12, 2]
-    assert metric(client, "castiron_requests_running") == metric(client, "castiron_requests_waiting") == 0
+    after = [metric(client, f"vllm:{name}") for name in names]
+    assert [b - a for a, b in zip(before, after)] == [2 * len(RENDERED), 14, 2, 2 * len(RENDERED), 12, 2]
+    assert metric(client, "vllm:num_requests_running") == metric(client, "vllm:num_requests_waiting") == 0
     assert metric(client, "castiron_slots") == SLOTS
     page = client.get("../metrics", cast_to=str)
-    assert 'castiron_requests_total{path="/v1/chat/completions",status="200"}' in page
+    assert 'http_requests_total{handler="/v1/chat/completions",method="POST",status="2xx"}' in page
     for line in page.splitlines():
         assert line.startswith("# ") or math.isfinite(float(line.rpartition(" ")[2])), line
 

@@ -80,7 +80,7 @@ def said(server, alone, count: int = 12) -> bool:
 
 def gauge(server, name: str, key: str | None = None) -> float:
     page = ask(server, "/metrics", key=key)[2]
-    return float(re.search(rf"^castiron_{name} (\S+)$", page, re.MULTILINE)[1])
+    return float(re.search(rf"^(?:vllm:|castiron_){name}{{[^}}]*}} (\S+)$", page, re.MULTILINE)[1])
 
 
 def until(condition, seconds: float = 20) -> None:
@@ -134,21 +134,21 @@ def test_a_request_that_takes_too_long_ends_with_an_error_and_frees_its_slots(pa
         connection.close()
         assert response.status == 200 and events[-1] == "data: [DONE]"
         assert json.loads(events[-2][6:])["error"]["code"] == "timeout"
-        until(lambda: gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0)
+        until(lambda: gauge(server, "num_requests_running") == gauge(server, "num_requests_waiting") == 0)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_leaves_stops_its_generation(server, alone, streaming):
-    before = gauge(server, "generated_tokens_total")
+    before = gauge(server, "generation_tokens_total")
     connection, response = stream_of(server, LONG) if streaming else (connect(server), None)
     if not streaming:
         connection.request("POST", "/v1/chat/completions", json.dumps(LONG), {"Content-Type": "application/json"})
-    until(lambda: gauge(server, "requests_running") == SLOTS)
+    until(lambda: gauge(server, "num_requests_running") == SLOTS)
     if response:
         response.close()
     connection.close()
-    until(lambda: gauge(server, "requests_running") == gauge(server, "requests_waiting") == 0)
-    assert gauge(server, "generated_tokens_total") - before < MANY * (CONTEXT - len(RENDERED)) / 2
+    until(lambda: gauge(server, "num_requests_running") == gauge(server, "num_requests_waiting") == 0)
+    assert gauge(server, "generation_tokens_total") - before < MANY * (CONTEXT - len(RENDERED)) / 2
     assert said(server, alone)
 
 
@@ -156,12 +156,23 @@ def test_a_client_that_leaves_in_the_queue_is_never_served(server, alone):
     busy, answer = stream_of(server, {**LONG, "n": SLOTS})
     waiting = connect(server)
     waiting.request("POST", "/v1/chat/completions", json.dumps({**LONG, "n": 1}), {"Content-Type": "application/json"})
-    until(lambda: gauge(server, "requests_waiting") == 1 or gauge(server, "requests_running") == 0)
+    until(lambda: gauge(server, "num_requests_waiting") == 1 or gauge(server, "num_requests_running") == 0)
     waiting.close()
-    until(lambda: gauge(server, "requests_waiting") == 0)
+    until(lambda: gauge(server, "num_requests_waiting") == 0)
     answer.read()
     busy.close()
     assert said(server, alone)
+
+
+def test_a_client_that_sends_no_more_has_its_answer(server, alone):
+    body = json.dumps({"messages": MESSAGES, "ignore_eos": True, "temperature": 0, "max_tokens": 40})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    parts = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as client:
+        client.sendall((head + body).encode())
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert json.loads(answer.rpartition(b"\r\n")[2])["choices"][0]["message"]["content"] == alone.says(RENDERED, 40)
 
 
 def test_nonsense_disturbs_nobody(server, alone):
@@ -206,8 +217,17 @@ def test_sigterm_lets_requests_finish_and_ends_with_0(path, alone, tmp_path):
     with served(path, tmp_path / "log", slow=STEP) as server:
         connection, response = stream_of(server, {**LONG, "n": 8})
         response.read(10)
+        idle = connect(server)
+        idle.request("GET", "/health")
+        assert idle.getresponse().read() == b'{"status":"ok"}'
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "stopping" in server.errors)
+        idle.sock.settimeout(5)
+        assert idle.sock.recv(1) == b"", "an idle connection stays"
+        idle.close()
+        assert ask(server, "/health")[::2] == (503, {"status": "stopping"})
+        status, headers, body = ask(server, "/v1/chat/completions", LONG)
+        assert status == 503 and headers["Retry-After"] and body["error"]["code"] == "shutting_down"
         events = response.read().decode().strip().split("\n\n")
         connection.close()
         assert server.process.wait(15) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import threading
@@ -15,11 +16,13 @@ import pytest
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.serve.app import Front, open_app
+from castiron.pipelines.serve.clients import Access
 from castiron.pipelines.serve.several import Several
 from castiron.vmfb.bundle import open_bundle
 from tests.pipelines.served import MESSAGES, RENDERED, SLOTS, Alone, bundle, served
 
 NAMES = ["tiny", "other"]
+COUNTED = ("castiron_slots", "vllm:generation_tokens_total")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ class Asking:
 
     def __init__(self, paths, doors: Doors, **options):
         self.several = several = Several([open_bundle(path) for path in paths], doors, **{"keep": 60.0, **options})
-        self.front = Front(several, several, several.metrics, several.paths, (), True)
+        self.front = Front(several, several, several.metrics, several.paths, Access((), ()), True)
 
     async def __aenter__(self) -> Asking:
         return self
@@ -135,7 +138,8 @@ def test_a_model_is_opened_when_it_is_named_and_found_by_its_name(paths, alone):
             await asyncio.gather(*(asking.says(name) for name in NAMES * 3))
             assert len(doors.opened) == 2 and await asking.loaded() == [True, True]
             metrics = (await asking.get("/metrics")).text
-            assert f"castiron_slots {2 * SLOTS}\n" in metrics and "castiron_generated_tokens_total 96\n" in metrics
+            slots, tokens = (re.findall(rf"^{name}{{model_name=\"(\w+)\"}} (\d+)$", metrics, re.M) for name in COUNTED)
+            assert slots == [("other", str(SLOTS)), ("tiny", str(SLOTS))] and sum(int(count) for _, count in tokens) == 96
 
     asyncio.run(main())
 
@@ -165,7 +169,7 @@ def test_a_model_that_nobody_uses_is_closed_and_opened_again(paths, alone):
                 while doors.programs[0]():
                     await asyncio.sleep(0.01)
             assert await asking.says("tiny") == alone.says(RENDERED, 12) and doors.opened == ["tiny", "tiny"]
-            assert "castiron_generated_tokens_total 24\n" in (await asking.get("/metrics")).text
+            assert 'vllm:generation_tokens_total{model_name="tiny"} 24\n' in (await asking.get("/metrics")).text
 
     asyncio.run(main())
 

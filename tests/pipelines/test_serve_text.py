@@ -21,7 +21,6 @@ from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.api import Limits
 from castiron.pipelines.serve.app import open_app
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, TokenizeRequest, read
 from tests.pipelines import toy_text
 from tests.pipelines.test_generate_text import TEXTS, byte_level
@@ -227,16 +226,3 @@ def test_an_application_is_opened_without_a_command_line(tmp_path):
         assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
     with pytest.raises(PipelineError, match="no tokenizer"):
         open_app(toy_text.write(tmp_path / "bare", text=False))
-
-
-def test_metrics_are_prometheus_text():
-    metrics = Metrics()
-    metrics.requests_total.add(2, '/a"b\\', "200")
-    for seconds in (0.004, 0.005, 0.3, 100.0):
-        metrics.time_to_first_token_seconds.observe(seconds)
-    lines = metrics.text().splitlines()
-    assert r'castiron_requests_total{path="/a\"b\\",status="200"} 2' in lines
-    name = "castiron_time_to_first_token_seconds"
-    assert f"# TYPE {name} histogram" in lines
-    assert f'{name}_bucket{{le="0.005"}} 2' in lines and f'{name}_bucket{{le="0.5"}} 3' in lines
-    assert f'{name}_bucket{{le="+Inf"}} 4' in lines and f"{name}_count 4" in lines
