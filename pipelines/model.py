@@ -22,6 +22,7 @@ from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.request import Prompt, Request, is_prompt
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.generation.scoring import Scored, scored
 from castiron.pipelines.generation.sequence import Delta, Failed, Finished
 from castiron.pipelines.generation.sequence import Sequence as Generated
 from castiron.pipelines.generation.shared import Client, SharedScheduler
@@ -189,6 +190,17 @@ class Model:
             raise PipelineError(f"{self.name} has no tokenizer, so there is no text to stream; generate gives token ids")
         sequence = request.sequence(prompt)
         return Stream(_pieces(client, sequence), sequence)
+
+    def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
+        """How likely the model finds a text, token ids or messages; of several a list in their order, run as many at once as the
+        batch holds. `top`: how many of the likeliest tokens are told in the place of each. PipelineError for one that has no
+        tokens or more than the context holds, and for a model that generates none."""
+        if top < 0:
+            raise PipelineError(f"top is {top}; it must be 0 or more")
+        client, request = self._client({})
+        one = is_prompt(texts)
+        found = list(scored(client, [cast(Prompt, texts)] if one else cast(Iterable[Prompt], texts), request, top))
+        return found[0] if one else found
 
     def embed(
         self, texts: str | Sequence[int] | Iterable[str | Sequence[int]], *, prompt_name: str | None = None,

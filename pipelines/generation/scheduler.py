@@ -8,11 +8,14 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
+from castiron.pipelines.generation.scoring import score_chunk, width_of
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
+# A token whose logits are looked at takes at most as long as so many others of a prompt.
+SCORING = 2
 # A prompt that others went before this often goes first.
 PATIENCE = 4
 
@@ -75,7 +78,7 @@ class Scheduler:
         self.slots, self.context = self.batch.size, self.batch.slots[0].context
         self.manifest = self.batch.slots[0].manifest
         self.observer = observer or Observer()
-        self.cache = PrefixCache(self.batch.slots, store)
+        self.cache = PrefixCache(self.batch.slots, store, width_of(self.manifest.widths("verify"), INTERLEAVED // SCORING))
         self.waiting: deque[Sequence] = deque()
         self.reading: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -123,7 +126,13 @@ class Scheduler:
             session = self.batch.slots[slot]
             width = self.interleaved if self.decoding else self.widest
             chunk = sequence.prompt[session.position :][:width]
-            argmax = session.prefill(chunk)
+            if sequence.prompt_logprobs is None:
+                argmax = session.prefill(chunk)
+            else:
+                # In whole calls, so that what is scored again is found again to the last bit.
+                own = self.cache.scoring
+                chunk = chunk[: max(1, width // SCORING // own) * own]
+                argmax = score_chunk(session, sequence, len(chunk), own)
             self.cache.fed(slot, chunk)
             if self.cache.store:
                 self.cache.store.offer(session, sequence.prompt)
@@ -142,8 +151,8 @@ class Scheduler:
             (len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()
         ]
         for sequence in list(self.waiting)[:free]:
-            known = self.cache.longest(sequence.prompt)
-            if all(shared(sequence.prompt, other.prompt) <= known for other in self.reading.values()):
+            known = self.cache.longest(sequence.prompt, sequence.prompt_logprobs)
+            if not any(self._gives_more(other, sequence, known) for other in self.reading.values()):
                 found.append((len(sequence.prompt) - known, None, sequence))
         if not found:
             return None, None
@@ -152,11 +161,20 @@ class Scheduler:
             sequence.passed_over = 0 if sequence is chosen else sequence.passed_over + 1
         return slot, chosen
 
+    def _gives_more(self, other: Sequence, sequence: Sequence, known: int) -> bool:
+        """Whether more of the sequence's prompt than is known will be in the cache once that of the `other` is read."""
+        wanted, given = sequence.prompt_logprobs, other.prompt_logprobs
+        if wanted is None:
+            return shared(sequence.prompt, other.prompt) > known
+        return given is not None and given >= wanted and self.cache.whole(shared(sequence.prompt, other.prompt)) > known
+
     def _begin(self, sequence: Sequence) -> int:
         """Gives the sequence a slot; returns it."""
         taken = {**self.reading, **self.decoding}
         free = [slot for slot in range(self.batch.size) if slot not in taken]
-        slot, sequence.cached = self.cache.take(sequence.prompt, free)
+        slot, sequence.cached = self.cache.take(sequence.prompt, free, sequence.prompt_logprobs)
+        if sequence.prompt_logprobs is not None:
+            sequence.scores = self.cache.scores[slot]
         self.waiting.remove(sequence)
         self.reading[slot] = sequence
         sequence.began = time.monotonic()
@@ -206,7 +224,8 @@ class Scheduler:
             except Exception as error:
                 self._fail([sequence], error, events)
                 return
-            self.observer.token(sequence, sequence.last - before if before else None)
+            if sequence.limit:
+                self.observer.token(sequence, sequence.last - before if before else None)
             events += [(sequence, event) for event in told]
             forced = sequence.forced
         if told and isinstance(told[-1], Finished):

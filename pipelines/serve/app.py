@@ -127,7 +127,12 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
     async def detokenize(request: Request) -> Response:
         body = read(DetokenizeRequest, await _body(request, api.limits.body_bytes))
         api.check_model(body.model)
-        return JSONResponse({"content": await api.detokenize(body.tokens)})
+        text = await api.detokenize(body.tokens)
+        # llama.cpp's name and vLLM's.
+        return JSONResponse({"content": text, "prompt": text})
+
+    async def tokenizer_info(_: Request) -> Response:
+        return JSONResponse(api.tokenizer_info)
 
     def described(name: str) -> dict:
         return {"id": name, "object": "model", "created": started, "owned_by": "castiron", **api.described}
@@ -169,6 +174,7 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         Route("/v1/models/{name:path}", model),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
         Route("/health", health),
         Route("/metrics", show_metrics),
         Route("/", home),

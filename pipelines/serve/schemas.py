@@ -196,6 +196,7 @@ class CompletionRequest(Generating):
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
     )
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1)

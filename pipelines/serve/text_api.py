@@ -97,6 +97,15 @@ class TextApi:
         found = await on_the_side(self.text.tokenizer.encode, text, None, False, False)
         return found.ids
 
+    @property
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What lm-eval's remote tokenizer asks for, by vLLM's names."""
+        text = self.text
+        names = {"bos_token": text.bos, "eos_token": text.eos[0] if text.eos else None}
+        special = {name: None if index is None else text.tokenizer.id_to_token(index) for name, index in names.items()}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **special, "pad_token": None,
+                "chat_template": text.chat_template, "model_max_length": self.context}  # fmt: skip
+
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of the ids, special tokens included."""
         self.check_ids(tokens, "tokens")

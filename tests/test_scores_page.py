@@ -1,0 +1,129 @@
+"""docs/scores.md: lm-eval finds the same figures with a server as with transformers, by the page's own commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import urllib.request
+from itertools import batched
+from pathlib import Path
+
+import pytest
+
+from castiron.pipelines.casting.cast import cast
+from castiron.pipelines.checking.likelihood import text_of
+from castiron.pipelines.checkpoints.catalogue import fetch
+from tests.pipelines.served import served
+
+PAGE = (Path(__file__).parent.parent / "docs/scores.md").read_text(encoding="utf-8")
+LINES = [
+    shlex.split(line)
+    for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+MODEL = "smollm2-135m-instruct"
+# Two tasks as lm-eval has them: whether the true ending is the likeliest, and how likely whole texts are.
+TASKS = {
+    "endings": """
+output_type: multiple_choice
+doc_to_text: "{{begin}}"
+doc_to_choice: "{{ends}}"
+doc_to_target: "{{answer}}"
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+""",
+    "paragraphs": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+  - {metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the page's commands are typed."""
+    place = tmp_path_factory.mktemp("scores")
+    paragraphs = [line for line in text_of().splitlines() if 200 < len(line) < 500]
+    halves = [(text[: text.index(" ", 60)], text[text.index(" ", 60) :][:60]) for text in paragraphs]
+    documents = {
+        "endings": [
+            {"begin": several[n % 3][0], "ends": [end for _, end in several], "answer": n % 3}
+            for n, several in enumerate(batched(halves[:18], 3))
+        ],
+        "paragraphs": [{"text": text} for text in paragraphs[20:23]],
+    }
+    (place / "tasks").mkdir()
+    for name, found in documents.items():
+        data = place / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(document) + "\n" for document in found))
+        head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test"
+        (place / "tasks" / f"{name}.yaml").write_text(head + TASKS[name])
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with served(cast(MODEL), tmp_path_factory.mktemp("serve") / "log") as found:
+        yield found
+
+
+@pytest.fixture
+def measure(folder, server, monkeypatch, capsys):
+    """What a command prints of each task and metric, run as the page has it but for the address and `more` of its model's
+    arguments."""
+    from lm_eval.__main__ import cli_evaluate
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
+
+    def run(words: list[str], *more: str) -> dict[str, str]:
+        words = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        cli_evaluate()
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+        return {row[4]: row[6] for row in rows if len(row) > 6 and re.fullmatch(r"\d+\.\d+", row[6])}
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_prompt_has_log_probabilities(server):
+    """The page's own request."""
+    (words,) = (words for words in LINES if words[0] == "curl")
+    request = urllib.request.Request(words[1].replace("http://127.0.0.1:8000", server.url), words[3].encode())
+    with urllib.request.urlopen(request) as answer:
+        (choice,) = json.load(answer)["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "The sky is blue." == "".join(logprobs["tokens"]) and logprobs["token_logprobs"][0] is None
+    assert all(-20 < logprob < 0 for logprob in logprobs["token_logprobs"][1:])
+
+
+@pytest.mark.slow
+def test_lm_eval_finds_what_it_finds_with_transformers(folder, measure):
+    asked, own = (words for words in LINES if words[0] == "lm-eval")
+    checkpoint = fetch(MODEL)
+    (folder / "models").mkdir()
+    (folder / f"models/{MODEL}.gguf").symlink_to(checkpoint)
+    expected = measure(own)
+    assert expected.keys() == {"acc", "acc_norm", "word_perplexity", "byte_perplexity"}
+    assert 0 < float(expected["acc"]) and 5 < float(expected["word_perplexity"]) < 200
+    assert measure(asked) == expected
+    at = asked.index("--model_args") + 1
+    # As texts, one after another, and several requests at once.
+    others = [*asked[:at], "tokenized_requests=False", "num_concurrent=3", *asked[at:]]
+    assert measure(others) == expected
+
+
+def test_the_snippet_of_the_page_runs(server, monkeypatch, tmp_path):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / MODEL).symlink_to(cast(MODEL))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs/scores.md", "exec"), {})
