@@ -50,7 +50,8 @@ class Scored:
 
 
 def width_of(widths: Sequence[int], most: int) -> int:
-    """How many tokens a call of verify functions of these `widths` scores: the widest of at most so many; 1, a step, without."""
+    """How many tokens a call of verify functions of these `widths` scores: the widest of at most so many; 1, a step, without
+    them."""
     return max((width for width in widths if width <= most), default=min(widths, default=1))
 
 
@@ -70,7 +71,7 @@ def rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.nda
 
 
 def score_chunk(session: Session, sequence: Generated, count: int, width: int) -> int:
-    """Appends the next `count` tokens of the sequence's prompt at most, adds the scores of the tokens after each to its own, and
+    """Appends the next `count` tokens of the sequence's prompt at most, adds the scores of the tokens after each to its own and
     returns the most probable token after them."""
     prompt, start, best = sequence.prompt, session.position, 0
     for place, logits in enumerate(rows(session, prompt[start : start + count].tolist(), width), start + 1):
@@ -83,7 +84,7 @@ def score_chunk(session: Session, sequence: Generated, count: int, width: int) -
 
 
 def scored(client: Client, prompts: Iterable[Prompt], request: Request, top: int) -> Iterator[Scored]:
-    """The scores of each of `prompts` in their order, as many at once as there are slots; what `request` says of encoding holds.
+    """The scores of each of `prompts` in their order, as many at once as there are slots, encoded as `request` has it.
     PipelineError for the first that cannot be scored."""
     waiting, ahead, ended = iter(prompts), deque[Generated](), set[Generated]()
     try:

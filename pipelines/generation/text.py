@@ -56,8 +56,7 @@ class Text:
         return self._encode(text, True)
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Where in its text each token of a prompt begins, in characters: of text as it is encoded, of ids as they are decoded.
-        """
+        """Where in its text each token of a prompt begins, in characters: of text as it is encoded, of ids as decoded."""
         found, end = [], 0
         if not isinstance(prompt, str):
             detokeniser = Detokeniser(self)

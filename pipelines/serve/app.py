@@ -35,6 +35,7 @@ from castiron.pipelines.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    RerankRequest,
     TokenizeRequest,
     read,
 )
@@ -118,6 +119,12 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         request.state.job = job = await api.embeddings(body)
         return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
 
+    async def rerank(request: Request) -> Response:
+        body = read(RerankRequest, await _body(request, api.limits.body_bytes))
+        api.check_model(body.model)
+        request.state.job = job = await api.rerank(body)
+        return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
+
     async def tokenize(request: Request) -> Response:
         body = read(TokenizeRequest, await _body(request, api.limits.body_bytes))
         api.check_model(body.model)
@@ -170,6 +177,8 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        # Clients that others wrote for have one or another of these.
+        *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/tokenize", tokenize, methods=["POST"]),

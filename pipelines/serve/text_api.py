@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
+from castiron.pipelines.embedding import NO_RERANKER
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed
@@ -16,6 +17,7 @@ from castiron.pipelines.serve.schemas import (
     CompletionRequest,
     EmbeddingsRequest,
     Message,
+    RerankRequest,
     TokenizeRequest,
 )
 from castiron.vmfb.manifest import Manifest
@@ -81,6 +83,9 @@ class TextApi:
     async def embeddings(self, body: EmbeddingsRequest) -> Any:
         message = f"{self.names[0]} generates text and has no embeddings; serve a model that encodes texts"
         raise ApiError(400, message, "model", "model_not_supported")
+
+    async def rerank(self, body: RerankRequest) -> Any:
+        raise ApiError(400, f"{self.names[0]} {NO_RERANKER}", "model", "model_not_supported")
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         given = [body.content, body.prompt, body.messages]
