@@ -90,8 +90,8 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """How relevant each document is, f64 [documents], from the vectors of what was `asked`: what a classifier says of it and
-        the query, or the cosine of their angle."""
+        """How relevant each document is, f64 [documents], from the vectors of what was `asked`: what a classifier says of it
+        and the query, or the cosine of their angle."""
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
             numbers = found[:, 0]

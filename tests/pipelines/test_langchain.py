@@ -34,7 +34,7 @@ def look_out(window: int) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    place = tiny.tiny_model("llama", tmp_path_factory.mktemp("langchain") / "tiny", num_hidden_layers=1)
+    place = tiny.tiny_model("llama", tmp_path_factory.mktemp("langchain") / "tiny", num_hidden_layers=1, max_position_embeddings=1024)
     served.tokenizer().save(str(place / "tokenizer.json"))
     (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
     return compile_model(place, place / "bundle", Options(context=1024, batch=(), speculate=())).bundle
