@@ -10,9 +10,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from castiron.pipelines.casting.cast import cast
 from castiron.pipelines.checking.likelihood import text_of
+from castiron.pipelines.checkpoints import open_checkpoint
 from castiron.pipelines.checkpoints.catalogue import fetch
 from tests.pipelines.served import served
 
@@ -92,6 +94,18 @@ def measure(folder, server, monkeypatch, capsys):
     return run
 
 
+def in_f32(place: Path) -> None:
+    """The model for transformers, which takes a minute to read a GGUF file."""
+    checkpoint = open_checkpoint(fetch(MODEL))
+    place.mkdir(parents=True)
+    tensors = {name: tensor.dequantise() for name, tensor in checkpoint.tensors.items()}
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    (place / "config.json").write_text(json.dumps({**checkpoint.config, "architectures": ["LlamaForCausalLM"]}))
+    (place / "tokenizer.json").write_text(json.dumps(checkpoint.tokenizer))
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (place / "tokenizer_config.json").write_text(json.dumps(names))
+
+
 @pytest.mark.slow
 def test_a_prompt_has_log_probabilities(server):
     """The page's own request."""
@@ -107,12 +121,10 @@ def test_a_prompt_has_log_probabilities(server):
 @pytest.mark.slow
 def test_lm_eval_finds_what_it_finds_with_transformers(folder, measure):
     asked, own = (words for words in LINES if words[0] == "lm-eval")
-    checkpoint = fetch(MODEL)
-    (folder / "models").mkdir()
-    (folder / f"models/{MODEL}.gguf").symlink_to(checkpoint)
+    in_f32(folder / own[own.index("--model_args") + 1].removeprefix("pretrained="))
     expected = measure(own)
     assert expected.keys() == {"acc", "acc_norm", "word_perplexity", "byte_perplexity"}
-    assert float(expected["acc"]) > 0 and 5 < float(expected["word_perplexity"]) < 200
+    assert float(expected["acc"]) > 0 and 5 < float(expected["word_perplexity"]) < 1000
     assert measure(asked) == expected
     at = asked.index("--model_args") + 1
     # As texts, one after another, and several requests at once.
@@ -120,6 +132,7 @@ def test_lm_eval_finds_what_it_finds_with_transformers(folder, measure):
     assert measure(others) == expected
 
 
+@pytest.mark.slow
 def test_the_snippet_of_the_page_runs(server, monkeypatch, tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (tmp_path / "build").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,21 +21,23 @@ TEMPLATE = '{% if tools %}{{ tools | tojson }} "parameters": dictionary{% endif 
 
 
 class Weather(BaseModel):
-    """What the weather is like."""
+    """What the weather is like; a random model would not end a text of its own."""
 
     sunny: bool
-    place: str
+    place: Literal["here", "there"]
 
 
 @tool
-def look_out(window: int) -> str:
-    """What is seen from a window."""
+def look_out(closed: bool) -> str:
+    """What is seen from a window, which may be closed."""
     return "trees"
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    place = tiny.tiny_model("llama", tmp_path_factory.mktemp("langchain") / "tiny", num_hidden_layers=1, max_position_embeddings=1024)
+    place = tiny.tiny_model(
+        "llama", tmp_path_factory.mktemp("langchain") / "tiny", num_hidden_layers=1, max_position_embeddings=1024
+    )
     served.tokenizer().save(str(place / "tokenizer.json"))
     (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
     return compile_model(place, place / "bundle", Options(context=1024, batch=(), speculate=())).bundle
@@ -60,7 +63,7 @@ def test_it_answers_whole_and_in_pieces(chat, bundle):
 def test_it_calls_tools_and_fills_in_forms(chat):
     answer = chat.bind_tools([look_out], tool_choice="look_out").invoke("Hello")
     (call,) = answer.tool_calls
-    assert call["name"] == "look_out" and isinstance(call["args"]["window"], int)
+    assert call["name"] == "look_out" and isinstance(call["args"]["closed"], bool)
     for method in ("json_schema", "function_calling"):
         assert isinstance(chat.with_structured_output(Weather, method=method).invoke("Hello"), Weather)
 
