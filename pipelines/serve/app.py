@@ -161,7 +161,7 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
 
     async def home(_: Request) -> Response:
         if not api.chats:
-            return PlainTextResponse(f"{api.names[0]} encodes texts: POST them to /v1/embeddings\n")
+            return PlainTextResponse(f"{api.names[0]} encodes texts: POST them to {api.endpoint}\n")
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(page, headers=headers)
 

@@ -100,9 +100,13 @@ class EmbeddingsApi(TextApi):
         super().__init__(engine, embedder.text, names, embedder.bundle.manifest, limits)
         self.engine: EmbeddingsEngine = engine
         self.embedder, self.context = embedder, embedder.facts.max_tokens
+        if embedder.facts.relevance:
+            self.endpoint = "/v1/rerank"
 
     @property
     def described(self) -> dict[str, Any]:
+        if self.embedder.facts.relevance:
+            return super().described
         prompts = dict(self.embedder.facts.prompts)
         return super().described | {"dimensions": self.embedder.bundle.manifest.hidden, "prompts": prompts}
 

@@ -53,6 +53,8 @@ class TextApi:
 
     # Whether the model answers at a page.
     chats = True
+    # What asks a model for what it does that answers at none.
+    endpoint = "/v1/embeddings"
 
     def __init__(self, engine: Runs, text: Text, names: list[str], manifest: Manifest, limits: Limits):
         """`names[0]` is the model's name; the others are taken for it too."""
@@ -77,7 +79,7 @@ class TextApi:
         self._generates_none()
 
     def _generates_none(self) -> NoReturn:
-        message = f"{self.names[0]} encodes texts and generates none; use /v1/embeddings"
+        message = f"{self.names[0]} encodes texts and generates none; use {self.endpoint}"
         raise ApiError(400, message, "model", "model_not_supported")
 
     async def embeddings(self, body: EmbeddingsRequest) -> Any:

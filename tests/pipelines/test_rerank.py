@@ -83,6 +83,7 @@ def test_the_server_reranks(bert, tmp_path_factory, capsys):
                             ({"query": None}, "query"), ({"max_chunks_per_doc": 2}, "max_chunks_per_doc")):  # fmt: skip
             refused = ask(**body)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert "/v1/rerank" in client.get("/").text and "dimensions" not in client.get("/v1/models").json()["data"][0]
         refused = client.post("/v1/embeddings", json={"input": "x"})
         assert refused.status_code == 400 and "at /v1/rerank" in refused.json()["error"]["message"]
     with TestClient(open_app(served.bundle(tmp_path_factory.getbasetemp()), threads=1)) as client:
