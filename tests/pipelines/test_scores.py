@@ -122,6 +122,14 @@ def test_what_was_scored_is_not_computed_again(path, alone, expected, monkeypatc
         again = scored(before.prompt.tolist(), top)
         run(scheduler, again)
         assert again.cached == cached and len(again.scores) == 5
+    # The score of a token that followed once is not that of another one.
+    other = [11] * 8 + [13] * 8
+    run(scheduler, scored([11] * 8 + [12] * 8))
+    run(scheduler, Sequence(other, scheduler.context, max_tokens=1))
+    again, fresh = scored(other), scored(other)
+    run(scheduler, again)
+    run(Scheduler(path, 1), fresh)
+    assert again.scores == fresh.scores and again.cached
     # A long one holds up an answer for half a chunk at most.
     read.clear()
     answer = Sequence(prompts[0], scheduler.context, max_tokens=40, stop_tokens=())
