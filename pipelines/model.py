@@ -191,6 +191,14 @@ class Model:
         sequence = request.sequence(prompt)
         return Stream(_pieces(client, sequence), sequence)
 
+    @overload
+    def score(self, texts: str, *, top: int = 0) -> Scored: ...  # type: ignore[overload-overlap]
+    @overload
+    def score(self, texts: Sequence[int], *, top: int = 0) -> Scored: ...
+    @overload
+    def score(self, texts: Sequence[Message], *, top: int = 0) -> Scored: ...
+    @overload
+    def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
         """How likely the model finds a text, token ids or messages; of several a list in their order, as many at once as the
         batch holds. `top`: how many of the likeliest tokens are told in the place of each. PipelineError for one that has no
