@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from castiron.pipelines.generation.model_sampling import model_sampling as model_sampling
     from castiron.pipelines.generation.sampling import Sampling as Sampling
     from castiron.pipelines.generation.scheduler import Scheduler as Scheduler
+    from castiron.pipelines.generation.scoring import Scored as Scored
     from castiron.pipelines.generation.sequence import Delta as Delta
     from castiron.pipelines.generation.sequence import Failed as Failed
     from castiron.pipelines.generation.sequence import Finished as Finished
@@ -63,6 +64,7 @@ _FULL_NAMES = {
     "Result": "castiron.pipelines.generation.many.Result",
     "Sampling": "castiron.pipelines.generation.sampling.Sampling",
     "Scheduler": "castiron.pipelines.generation.scheduler.Scheduler",
+    "Scored": "castiron.pipelines.generation.scoring.Scored",
     "Sequence": "castiron.pipelines.generation.sequence.Sequence",
     "Session": "castiron.vmfb.session.Session",
     "SessionError": "castiron.vmfb.program.SessionError",

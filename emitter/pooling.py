@@ -1,4 +1,5 @@
-"""From the hidden states of a text's tokens to its one vector, as the modules of sentence-transformers do it."""
+"""From the hidden states of a text's tokens to its one vector, as the modules of sentence-transformers and the heads of HF's
+sequence classifiers do it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from functools import partial
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import activation, carry, last_row, linear, recurrent
+from castiron.emitter.layers import activation, carry, last_row, layer_norm, linear, recurrent
 from castiron.emitter.states import State
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32, EmitError
@@ -29,12 +30,14 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 @dataclass(frozen=True)
 class Dense:
     """A linear layer after pooling: tensors `<name>.linear.weight` [features, in] and, with `bias`, `<name>.linear.bias`; then
-    `activation`, one of `ACTIVATIONS`."""
+    `activation`, one of `ACTIVATIONS`, and a LayerNorm, `<name>.norm.weight`, where there is a `norm`: its eps, and whether it
+    has a bias."""
 
     name: str
     features: int
     bias: bool = False
     activation: str = "identity"
+    norm: tuple[float, bool] | None = None
 
 
 def _mean(step: Step, x: Value, chunks: bool) -> Value:
@@ -82,6 +85,7 @@ class Pooling:
         for dense in self.dense:
             with scope(dense.name):
                 y = _ACTIVATIONS[dense.activation](linear(step, y, "linear", dense.features, dense.bias))
+                y = layer_norm(step, y, "norm", *dense.norm) if dense.norm else y
         if self.normalised:
             squares = ops.reduce("add", ops.multiply(y, y), (1,))
             length = ops.maximum(ops.sqrt(squares), ops.constant(LEAST_LENGTH, F32, squares.shape))

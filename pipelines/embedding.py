@@ -16,6 +16,10 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.encoder import Encoder
 from castiron.vmfb.manifest import Encoder as Facts
 
+# What is said of another model that is to rerank.
+NO_RERANKER = "generates text: rerank with a BERT or ModernBERT classifier of one label, or a model that encodes texts"
+# Names of prompts, of a question and of what is searched.
+QUERY, DOCUMENT = ("query",), ("document", "passage")
 # Text, or token ids as they are.
 Given = str | Sequence[int]
 
@@ -68,6 +72,45 @@ class Embedder:
             raise PipelineError(f"a text of {len(tokens.ids)} tokens has no vector; it needs 1 to {most} of them")
         return tokens
 
+    def pair(self, query: str, document: str) -> Tokens:
+        """The tokens of two texts together, the longer of which is cut, for a model that judges them so; PipelineError for a
+        text that is not valid."""
+        if self.text is None:
+            raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none")
+        found = self.text.tokenizer.encode(_utf8(query.strip()), _utf8(document.strip()))
+        shift = self.bundle.manifest.vocab if self.facts.types else 0
+        ids = [token + shift * (kind > 0) for token, kind in zip(found.ids, found.type_ids)]
+        return Tokens(ids, bool(found.overflowing))
+
+    def asked(self, query: str, documents: Sequence[str]) -> list[Tokens]:
+        """What has to be run to find out how relevant documents are to a query: `relevance` takes the vectors."""
+        if self.facts.relevance:
+            return [self.pair(query, document) for document in documents]
+        before = [self.prompt(next((n for n in names if n in self.facts.prompts), None)) for names in (QUERY, DOCUMENT)]
+        return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
+
+    def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
+        """How relevant each document is, f64 [documents], from the vectors of what was `asked`: what a classifier says of it
+        and the query, or the cosine of their angle."""
+        found = np.array(vectors, np.float64)
+        if self.facts.relevance:
+            numbers = found[:, 0]
+            return 1 / (1 + np.exp(-numbers)) if self.facts.relevance == "sigmoid" else numbers
+        found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+        return found[1:] @ found[0]
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
+        """Numbers of the documents with how relevant they are to the query, the most relevant first; says on stderr how many
+        were cut."""
+        tokens = self.asked(query, documents)
+        say_cut(sum(found.cut for found in tokens), len(tokens), self.facts.max_tokens)
+        return ranked(self.relevance([self.vector(found) for found in tokens])) if documents else []
+
+    def check_vectors(self) -> None:
+        """PipelineError for a model whose vectors are no embeddings."""
+        if self.facts.relevance:
+            raise PipelineError(f"{self.name} judges two texts together and gives no vectors: rerank texts with it")
+
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
         """The vector of a text, f32 [dimensions], by default all that there are; PipelineError for more than these."""
         self.check_dimensions(dimensions)
@@ -84,12 +127,18 @@ class Embedder:
         self, texts: Iterable[Given], prompt_name: str | None = None, prompt: str | None = None, dimensions: int | None = None
     ) -> np.ndarray:
         """The vectors of texts, f32 [texts, dimensions], in their order; says on stderr how many were cut."""
+        self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt
         tokens = [self.tokens(text, before) for text in texts]
         self.check_dimensions(dimensions)
         say_cut(sum(found.cut for found in tokens), len(tokens), self.facts.max_tokens)
         rows = [self.vector(found, dimensions) for found in tokens]
         return np.stack(rows) if rows else np.empty((0, dimensions or self.bundle.manifest.hidden), np.float32)
+
+
+def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
+    """Number and score of each, the highest first, of equals in their order."""
+    return [(int(index), float(scores[index])) for index in np.argsort(-scores, kind="stable")]
 
 
 def facts_of(bundle: Bundle) -> Facts:

@@ -14,7 +14,7 @@ import numpy as np
 
 from castiron.pipelines.casting.cast import cast as bundle_of
 from castiron.pipelines.casting.cast import is_bundle, options_of
-from castiron.pipelines.embedding import Embedder, cut_to
+from castiron.pipelines.embedding import NO_RERANKER, Embedder, cut_to
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.many import Result, results
 from castiron.pipelines.generation.positions import USUAL_TOKENS, stand
@@ -22,6 +22,7 @@ from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.request import Prompt, Request, is_prompt
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.generation.scoring import Scored, scored
 from castiron.pipelines.generation.sequence import Delta, Failed, Finished
 from castiron.pipelines.generation.sequence import Sequence as Generated
 from castiron.pipelines.generation.shared import Client, SharedScheduler
@@ -190,6 +191,25 @@ class Model:
         sequence = request.sequence(prompt)
         return Stream(_pieces(client, sequence), sequence)
 
+    @overload
+    def score(self, texts: str, *, top: int = 0) -> Scored: ...  # type: ignore[overload-overlap]
+    @overload
+    def score(self, texts: Sequence[int], *, top: int = 0) -> Scored: ...
+    @overload
+    def score(self, texts: Sequence[Message], *, top: int = 0) -> Scored: ...
+    @overload
+    def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
+    def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
+        """How likely the model finds a text, token ids or messages; of several a list in their order, as many at once as the
+        batch holds. `top`: how many of the likeliest tokens are told in the place of each. PipelineError for one that has no
+        tokens or more than the context holds, and for a model that generates none."""
+        if top < 0:
+            raise PipelineError(f"top is {top}; it must be 0 or more")
+        client, request = self._client({})
+        one = is_prompt(texts)
+        found = list(scored(client, [cast(Prompt, texts)] if one else cast(Iterable[Prompt], texts), request, top))
+        return found[0] if one else found
+
     def embed(
         self, texts: str | Sequence[int] | Iterable[str | Sequence[int]], *, prompt_name: str | None = None,
         prompt: str | None = None, dimensions: int | None = None, pooling: Pooling | None = None, normalise: bool | None = None,
@@ -218,6 +238,13 @@ class Model:
         words = [prompt + text if prompt and isinstance(text, str) else text for text in several]
         rows = [cut_to(self._embedding(text, max(known), pooling, normalise), dimensions, normalise) for text in words]
         return rows[0] if one else np.stack(rows) if rows else np.empty((0, dimensions or hidden), np.float32)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
+        """Numbers of the documents with how relevant each is to the query, the most relevant first: by a model that judges two
+        texts together, as its makers have it, or the cosine of embeddings. PipelineError for a model that generates."""
+        if self._embedder is None:
+            raise PipelineError(f"{self.name} {'is closed; load it again' if self.bundle.manifest.encoder else NO_RERANKER}")
+        return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
         embedder = self._embedder

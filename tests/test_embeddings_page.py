@@ -19,7 +19,8 @@ from tests.pipelines.served import served
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/embeddings.md").read_text(encoding="utf-8")
-LINES = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()]
+LINES = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+         for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
 SERVER, CLIENT = "castiron serve ", "curl "
 MODEL = "embeddinggemma-300m"
 
@@ -49,12 +50,18 @@ def test_the_commands_of_the_page_work(folder, tmp_path, monkeypatch):
             assert all(json.loads(row) for row in done.stdout.splitlines()) and done.stdout
     assert np.load(folder / "vectors.npy").shape == (2, 64)
     monkeypatch.chdir(folder)
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    exec(compile(code, "docs/embeddings.md", "exec"), {})
-    (server,), (client,) = ([line for line in LINES if line.startswith(start)] for start in (SERVER, CLIENT))
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+        exec(compile(code, "docs/embeddings.md", "exec"), {})
+    (server,), (client, reranker) = ([line for line in LINES if line.startswith(start)] for start in (SERVER, CLIENT))
     with served(folder / shlex.split(server)[2], tmp_path / "log") as running:
-        _, url, _, body = shlex.split(client)
-        url = url.replace("http://127.0.0.1:8000", running.url)
-        with urllib.request.urlopen(urllib.request.Request(url, body.encode())) as answer:
-            vectors = [row["embedding"] for row in json.load(answer)["data"]]
+
+        def asked(line: str) -> dict:
+            _, url, _, body = shlex.split(line)
+            url = url.replace("http://127.0.0.1:8000", running.url)
+            with urllib.request.urlopen(urllib.request.Request(url, body.encode())) as answer:
+                return json.load(answer)
+
+        vectors = [row["embedding"] for row in asked(client)["data"]]
+        (best,) = asked(reranker)["results"]
+        assert best["document"]["text"] in ("The sky is blue.", "Ice melts.")
     np.testing.assert_allclose(vectors, np.load(folder / "vectors.npy"), atol=1e-7)

@@ -29,7 +29,7 @@ PAGES = {
 }
 MODEL = "smollm2-135m-instruct"
 # What the tests of other files run: README's, and those of pages with a test of their own.
-ELSEWHERE = {"caches", "chat", "embeddings", "models", "kernels", "deploy", "python", "porting", "states"}
+ELSEWHERE = {"caches", "chat", "embeddings", "models", "kernels", "deploy", "python", "porting", "scores", "states"}
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -41,7 +41,7 @@ class Encoder:
         ids, most, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
         if ids.ndim != 1 or not 1 <= ids.size <= most:
             raise SessionError(f"a text of {ids.size} tokens has no vector here; it needs 1 to {most} of them")
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab * (1 + self.facts.types):
             raise SessionError(f"tokens must be whole numbers below {vocab}, the size of the vocabulary")
         for state in self._states:
             state.go_back(0, 0)

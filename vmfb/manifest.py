@@ -115,7 +115,9 @@ class Encoder:
     pooling: mean, last or cls. dense: how many features each linear layer after it has. normalised: whether vectors have the
     length 1. whole: a text is one call, because tokens see those after them, else it comes in several. prompts: what is put
     before a text, by name; default_prompt: the one that is where none is named. max_tokens: of a text and its prompt,
-    special tokens among them; what is longer is cut. lower_case: texts are.
+    special tokens among them; what is longer is cut. lower_case: texts are. relevance: of a model that gives two texts one
+    number, what makes a score of it, sigmoid or identity; None for vectors. types: whether tokens of the second of two texts
+    have their ids plus the size of the vocabulary.
     """
 
     pooling: str
@@ -126,6 +128,8 @@ class Encoder:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     lower_case: bool = False
+    relevance: str | None = None
+    types: bool = False
 
 
 @dataclass(frozen=True)

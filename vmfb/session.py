@@ -151,6 +151,23 @@ class Session:
         return call.argmaxes(len(tokens))
 
     @alone
+    def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
+        """`verify` of fewer tokens than the `width` of a verify function, whose other rows are forgotten at once. False, and
+        nothing is done, where those have no room or the states could not forget them."""
+        ids, call_end = self._checked(tokens), self._position + width
+        end = self._position + int(ids.size)
+        if call_end > self.context or not all(state.returns(call_end, end) for state in self._states):
+            return False
+        call, buffer = self._verify[width]
+        buffer.array[: ids.size], buffer.array[ids.size :] = ids, 0
+        self._position_word[0] = self._position
+        call.invoke()
+        for state in self._states:
+            state.go_back(call_end, end)
+        self._position, self._last = end, Row(call, int(ids.size) - 1)
+        return True
+
+    @alone
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         """Appends `tokens` and returns the hidden state of each after the last norm, f32 `[tokens, hidden]`.
 
@@ -171,16 +188,16 @@ class Session:
     def margins(self) -> list[float]:
         """Of each token of the last `verify`: how far its most probable successor is ahead of the second, as a share of
         the largest logit. SessionError if another call, or none, came last."""
-        return [_margin(logits) for logits in self._verified()]
+        return [_margin(logits) for logits in self.verified_rows()]
 
     @alone
     def verified_logits(self) -> np.ndarray:
         """The logits after each token of the last `verify`, f32 `[tokens, vocab]`, a copy; SessionError if another call, or
         none, came last."""
-        return np.stack(list(self._verified()))
+        return np.stack(list(self.verified_rows()))
 
-    def _verified(self) -> Iterator[np.ndarray]:
-        """The logits of the last `verify`, one row after another."""
+    def verified_rows(self) -> Iterator[np.ndarray]:
+        """The same, one row f32 `[vocab]` after another; to be taken before the next call."""
         if not isinstance(self._last, Row):
             raise SessionError("there are no logits of several tokens: verify first")
         call = self._last.call

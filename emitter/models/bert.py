@@ -1,6 +1,7 @@
 """BERT (arXiv:1810.04805) as in HF `BertModel`: learnt positions, LayerNorm after each part, attention both ways.
 
-It encodes texts and has no head; a text is all of the first type.
+It encodes texts and has no head. A text is all of the first type; the tokens of the second of two texts have their ids plus the
+size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ class Config:
 
 
 def embeddings(step: Step, c: Config) -> Value:
-    x = embedding(step, "word_embeddings", c.vocab, c.hidden)
-    types = ops.constant(0, I32, step.tokens.shape)
+    first, vocab = ops.constant(0, I32, step.tokens.shape), ops.constant(c.vocab, I32, step.tokens.shape)
+    second = ops.compare("GE", step.tokens, vocab)
+    types = ops.select(second, ops.constant(min(1, c.types - 1), I32, step.tokens.shape), first)
+    ids = ops.subtract(step.tokens, ops.select(second, vocab, first))
+    x = embedding(step, "word_embeddings", c.vocab, c.hidden, ids=ids)
     x = add(x, embedding(step, "token_type_embeddings", c.types, c.hidden, ids=types))
     x = add(x, embedding(step, "position_embeddings", c.max_positions, c.hidden, ids=positions(step)))
     return layer_norm(step, x, "LayerNorm", c.eps)

@@ -22,6 +22,7 @@ HARMLESS = frozenset(
     id2label label2id problem_type task_specific_params finetuning_task prefix pruned_heads tie_encoder_decoder
     is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size keys_to_ignore_at_inference
     attn_implementation _attn_implementation _attn_implementation_autoset is_llama_config transformers.js_config
+    sentence_transformers sbert_ce_default_activation_function
     """.split()
 )
 

@@ -47,4 +47,5 @@ def encoder_facts(encoding: Encoding, sizes: EncoderSizes) -> Encoder:
     return Encoder(
         pooling.mode, pooling.normalised, sizes.whole, sizes.most, tuple(dense.features for dense in pooling.dense),
         dict(encoding.prompts), encoding.default_prompt, encoding.lower_case,
+        encoding.relevance, encoding.types,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 
 from castiron.pipelines.checking.distances import Compared, compare_rows, joined, negative_log_likelihoods, statistics
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.scoring import rows, width_of
 from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Accuracy
@@ -52,24 +53,17 @@ class BundleRows:
         self.session, self.steps = session, steps
 
     def rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
-        session, count = self.session, len(tokens)
-        width = 0 if self.steps else max(session.manifest.widths("verify"), default=0)
-        # Whole calls up to the end; the first may begin before `first`.
-        calls = min(-(-(count - first) // width), count // width) if width else 0
-        start = count - calls * width
-        before = min(start, first)
+        session = self.session
         session.rewind(0)
-        if self.steps:
-            for token in tokens[:before]:
-                session.step(token)
-        elif before:
-            session.prefill(tokens[:before])
-        for token in tokens[before:start]:
+        if not self.steps:
+            if first:
+                session.prefill(tokens[:first])
+            yield from rows(session, tokens[first:], width_of(session.manifest.widths("verify"), len(tokens)))
+            return
+        for place, token in enumerate(tokens):
             session.step(token)
-            yield session.logits()
-        for place in range(start, count, width or 1):
-            session.verify(tokens[place : place + width])
-            yield from session.verified_logits()[max(0, first - place) :]
+            if place >= first:
+                yield session.logits()
 
 
 def text_of(path: str | None = None) -> str:

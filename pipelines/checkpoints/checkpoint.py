@@ -44,7 +44,7 @@ class Tensor:
 class Encoding:
     """How texts become vectors. prompts: what is put before a text, by name; default_prompt: the one that is where none is
     named. max_tokens: of a text, None for as many as the model takes. lower_case: texts are. tensors: of the layers after
-    pooling, by name."""
+    pooling, by name. relevance, types: of a model that gives two texts one number, as the manifest's Encoder has them."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +52,8 @@ class Encoding:
     max_tokens: int | None = None
     lower_case: bool = False
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: str | None = None
+    types: bool = False
 
 
 @dataclass

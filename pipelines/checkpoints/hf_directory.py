@@ -6,6 +6,7 @@ from pathlib import Path
 from castiron.emitter.shown import shown, shown_list, shown_text
 from castiron.pipelines.checkpoints.audit import HEAD, IGNORABLE, refuse_impossible_sizes, without_shared
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, without
+from castiron.pipelines.checkpoints.classifier_files import read_classifier
 from castiron.pipelines.checkpoints.hf_layouts import BYTES, laid_out
 from castiron.pipelines.checkpoints.json_files import json_object, text_of
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
@@ -36,7 +37,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
         raise CheckpointError(f"{path / CONFIG} names no model_type of its text, so the model's family is unknown")
     generation = json_object(path / "generation_config.json") or {}
     tensors, left_out = text_tensors(whole["model_type"], stored)
-    encoding = read_encoding(path)
+    encoding = read_encoding(path) or read_classifier(path, whole, stored)
     if encoding and tensors.pop(HEAD, None):
         left_out |= {"lm_head": 1}
     refuse_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})

@@ -67,7 +67,7 @@ _FURTHER = Layout(r"mtp\..*", {})
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
     # Without what stands after the states; the first checkpoints call the parts of a LayerNorm otherwise.
     "bert": (
-        Layout(r"(?:bert\.)?pooler\..*|cls\..*", {}),
+        Layout(r"(?:bert\.)?pooler\..*|cls\..*|classifier\..*", {}),
         Layout(r"(?:bert\.)?((?:embeddings|encoder)\..*LayerNorm)\.gamma", {r"\1.weight": _ALL}),
         Layout(r"(?:bert\.)?((?:embeddings|encoder)\..*LayerNorm)\.beta", {r"\1.bias": _ALL}),
         Layout(r"(?:bert\.)?((?:embeddings|encoder)\..*)", {r"\1": _ALL}),

@@ -53,7 +53,7 @@ def read_encoding(path: Path) -> Encoding | None:
         raise CheckpointError(f"{path / _PROMPTS} has no prompt {default!r}, which it says is the usual one")
     most = limits.get("max_seq_length")
     return Encoding(
-        pooling, named, default, most if isinstance(most, int) else _tokenizer_limit(path), limits.get("do_lower_case") is True,
+        pooling, named, default, most if isinstance(most, int) else tokenizer_limit(path), limits.get("do_lower_case") is True,
         tensors,
     )  # fmt: skip
 
@@ -116,7 +116,8 @@ def _config(folder: Path) -> dict:
     return found
 
 
-def _tokenizer_limit(path: Path) -> int | None:
+def tokenizer_limit(path: Path) -> int | None:
+    """How many tokens of a text the tokenizer in the directory `path` keeps, None where it does not say."""
     most = (json_object(path / "tokenizer_config.json") or {}).get("model_max_length")
     # Some say 1e30 for none.
     return int(most) if isinstance(most, int) and most < 2**31 else None

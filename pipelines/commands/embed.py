@@ -51,6 +51,7 @@ def main(args: argparse.Namespace) -> int:
 
     texts = list(texts_of(args))
     embedder = Embedder(bundle_of(args.bundle), args.threads)
+    embedder.check_vectors()
     prompt = embedder.prompt(args.prompt_name) if args.prompt is None else args.prompt
     embedder.check_dimensions(args.dimensions)
     tokens = [embedder.tokens(text, prompt) for text in texts]

@@ -125,6 +125,9 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
     if (facts := manifest.encoder) is None:
         return []
     dense = "".join(f", a layer of {features}" for features in facts.dense)
+    if facts.relevance:
+        size = f"two texts of at most {facts.max_tokens} tokens together"
+        return [("reranks", f"{size}: {facts.pooling} pooling, {facts.relevance} of one number")]
     vector = f"{manifest.hidden} numbers{' of length 1' * facts.normalised}"
     rows = [("encodes", f"texts of at most {facts.max_tokens} tokens: {facts.pooling} pooling{dense}, vectors of {vector}")]
     usual = f"; {facts.default_prompt} unless another is named" if facts.default_prompt is not None else ""

@@ -55,6 +55,10 @@ class Request:
             thoughts=self.grammar is not None and are_messages(prompt),
         )  # fmt: skip
 
+    def scoring(self, prompt: Prompt, top: int) -> Sequence:
+        """What finds the `scores` of a prompt, with the `top` likeliest tokens of each place, and generates nothing."""
+        return Sequence(self.encode(prompt), self.context, max_tokens=0, prompt_logprobs=top)
+
     def encode(self, prompt: Any) -> Collection[int]:
         """The token ids of one prompt; PipelineError for what is no prompt."""
         if self.text and isinstance(prompt, str):

@@ -174,8 +174,9 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> tuple[float
     top = logits.max()
     total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
     count = min(count, len(logits))
-    if not count:
-        return float(logits[token]) - total, ()
+    if count < 2:
+        # Nothing needs to be sorted.
+        return float(logits[token]) - total, ((int(logits.argmax()), float(top) - total),) * count
     least = np.partition(logits, -count)[-count]
     ids = np.flatnonzero(logits >= least)
     ids = ids[np.argsort(-logits[ids], kind="stable")][:count]

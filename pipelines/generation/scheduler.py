@@ -10,11 +10,14 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
+from castiron.pipelines.generation.scoring import score_chunk, width_of
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
+# A token whose logits are looked at takes at most as long as so many others of a prompt.
+SCORING = 2
 # A prompt that others went before this often goes first; of several such the oldest.
 PATIENCE = 4
 
@@ -81,7 +84,7 @@ class Scheduler:
         self.slots, self.context = self.batch.size, self.batch.slots[0].context
         self.manifest = self.batch.slots[0].manifest
         self.observer = observer or Observer()
-        self.cache = PrefixCache(self.batch.slots, store)
+        self.cache = PrefixCache(self.batch.slots, store, width_of(self.manifest.widths("verify"), INTERLEAVED // SCORING))
         # By priority, and in the order in which they came.
         self.waiting: list[Sequence] = []
         self.reading: dict[int, Sequence] = {}
@@ -139,7 +142,13 @@ class Scheduler:
             width = self.interleaved if self.decoding else self.widest
             left = self._unread(slot, sequence) if slot in forced else sequence.prompt[session.position :]
             chunk = left[:width]
-            argmax = session.prefill(chunk)
+            if sequence.prompt_logprobs is None or slot in forced:
+                argmax = session.prefill(chunk)
+            else:
+                # In whole calls, so that what is scored again is found again to the last bit.
+                own = self.cache.scoring
+                chunk = chunk[: max(1, width // SCORING // own) * own]
+                argmax = score_chunk(session, sequence, len(chunk), own)
             self.cache.fed(slot, chunk)
             if self.cache.store and slot not in forced and not sequence.owner:
                 self.cache.store.offer(session, sequence.prompt)
@@ -183,20 +192,30 @@ class Scheduler:
             seen[sequence.client] += 1
             if seen[sequence.client] > free:
                 continue
-            known = self.cache.longest(sequence.prompt, sequence.owner)
-            older = [s.prompt for s in self.reading.values() if s.owner == sequence.owner and s.arrived <= sequence.arrived]
-            if self.decoding and self.cache.fetching(sequence.prompt, sequence.owner):
+            asked = sequence.prompt, sequence.owner, sequence.prompt_logprobs
+            known = self.cache.longest(*asked)
+            older = [s for s in self.reading.values() if s.owner == sequence.owner and s.arrived <= sequence.arrived]
+            if self.decoding and self.cache.fetching(*asked):
                 continue
-            if all(shared(sequence.prompt, prompt) <= known for prompt in older):
+            if not any(self._gives_more(other, sequence, known) for other in older):
                 beyond = max(0, held[sequence.client] - share + 1)
                 found.setdefault((sequence.priority, beyond), []).append((len(sequence.prompt) - known, None, sequence))
         return found[min(found)] if found else []
+
+    def _gives_more(self, other: Sequence, sequence: Sequence, known: int) -> bool:
+        """Whether more of the sequence's prompt than is known will be in the cache once that of the `other` is read."""
+        wanted, given = sequence.prompt_logprobs, other.prompt_logprobs
+        if wanted is None:
+            return shared(sequence.prompt, other.prompt) > known
+        return given is not None and given >= wanted and self.cache.whole(shared(sequence.prompt, other.prompt)) > known
 
     def _begin(self, sequence: Sequence) -> int:
         """Gives the sequence a slot; returns it."""
         taken = {**self.reading, **self.decoding}
         free = [slot for slot in range(self.batch.size) if slot not in taken]
-        slot, sequence.cached = self.cache.take(sequence.prompt, free, sequence.owner)
+        slot, sequence.cached = self.cache.take(sequence.prompt, free, sequence.owner, sequence.prompt_logprobs)
+        if sequence.prompt_logprobs is not None:
+            sequence.scores = self.cache.scores[slot]
         self.waiting.remove(sequence)
         self.reading[slot] = sequence
         sequence.began = time.monotonic()
@@ -228,7 +247,8 @@ class Scheduler:
             except Exception as error:
                 self._fail([sequence], error, events)
                 return
-            self.observer.token(sequence, sequence.last - before if before else None)
+            if sequence.limit:
+                self.observer.token(sequence, sequence.last - before if before else None)
             events += [(sequence, event) for event in told]
             forced = sequence.forced
         if told and isinstance(told[-1], Finished):

@@ -24,6 +24,7 @@ from castiron.pipelines.generation.thoughts import Thought
 if TYPE_CHECKING:
     from castiron.pipelines.generation.constraint import Constraint
     from castiron.pipelines.generation.grammar import Grammar
+    from castiron.pipelines.generation.scoring import Score
     from castiron.pipelines.generation.tool_calls import CallPart, Tools
 
 
@@ -104,6 +105,7 @@ class Sequence:
         thoughts: bool = False,
         grammar: Grammar | None = None,
         tools: Tools | None = None,
+        prompt_logprobs: int | None = None,
     ):
         """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop or the
         end of the context. stop_tokens None are those of the model that runs it. Without `text` there are tokens alone, and no
@@ -111,17 +113,21 @@ class Sequence:
         `repetition_stop` ends a text that repeats one cycle of tokens over and over (`generation.repetition`). `thoughts` tells
         what a reasoning model thinks apart from its answer. `grammar`: what the text has to be, behind its thoughts where they
         are told apart; tokens that it leaves no choice about are `forced`. `tools`: functions whose calls are told apart from
-        the text.
+        the text. prompt_logprobs N >= 0 puts the log-probabilities of the prompt's own tokens after the first, and the N
+        likeliest of each place, into `scores`; max_tokens may then be 0, and the token that ends the text is told too.
 
         PipelineError if the prompt is empty, if it and max_tokens do not fit in the context, or for stop strings that
         cannot be looked for.
         """
-        room = check_room(context, position, len(prompt), max_tokens)
+        scored = prompt_logprobs is not None
+        room = check_room(context, position, len(prompt), None if scored and max_tokens == 0 else max_tokens)
         self.limit, self.limit_reason = (room, "context") if max_tokens is None else (max_tokens, "length")
         self.prompt = np.asarray(prompt)
         self.sampler = sampler or Sampler()
         self.stop_tokens = None if stop_tokens is None else frozenset(stop_tokens)
-        self.top_logprobs = top_logprobs
+        self.top_logprobs, self.prompt_logprobs = top_logprobs, prompt_logprobs
+        # Those of the prompt's tokens 1 and on that are known.
+        self.scores: list[Score] = []
         self.tokens: list[int] = []
         self.thought_tokens = 0
         self.finish_reason: str | None = None
@@ -171,9 +177,13 @@ class Sequence:
         tell, a Finished last if this was the end."""
         self.last = time.monotonic()
         self.first = self.first or self.last
+        if not self.limit:
+            return self._finish(self.limit_reason)
         token = self._choose(argmax, logits)
         whole = bool(self.constraint and self.constraint.done)
         if self.stop_tokens and token.id in self.stop_tokens or whole and token.id in self.constraint.eos:
+            if self.prompt_logprobs is not None:
+                self._waiting.append(token)
             return self._finish("stop")
         self.tokens.append(token.id)
         self._waiting.append(token)

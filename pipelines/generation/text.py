@@ -59,6 +59,21 @@ class Text:
         """The ids of plain text; with a BOS where the model's tokenizer puts one."""
         return self._encode(text, True)
 
+    def offsets(self, prompt: str | Sequence[int]) -> list[int]:
+        """Where in its text each token of a prompt begins, in characters: of text as it is encoded, of ids as decoded."""
+        found, end = [], 0
+        if not isinstance(prompt, str):
+            detokeniser = Detokeniser(self)
+            for token in prompt:
+                found.append(end)
+                end += len(detokeniser.add(token))
+            return found
+        for first, last in self.tokenizer.encode(prompt).offsets:
+            # White space before a word is its token's, though some tokenizers leave it out; a special token has no place.
+            found.append(min(first, end) if last > first else end)
+            end = max(end, last)
+        return found
+
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
         """The ids of `messages` ({"role", "content"} each) in the chat template; PipelineError if there is none."""
         # The template has written the special tokens itself.

@@ -19,7 +19,7 @@ from castiron.pipelines.generation.tool_calls import Tools
 from castiron.pipelines.serve.blocks import Blocks
 from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Reply, usage
+from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Echo, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 from castiron.vmfb.manifest import Manifest
@@ -111,15 +111,20 @@ class Api(TextApi):
         prompts = [await self.ids(part) for part in parts]
         if body.best_of not in (None, body.n or 1):
             raise ApiError(400, "best_of other than n is not supported by this server", "best_of", "unsupported_parameter")
-        if body.echo and body.logprobs is not None:
-            message = "echo together with logprobs is not supported by this server"
-            raise ApiError(400, message, "echo", "unsupported_parameter")
+        if body.max_tokens == 0 and not body.echo:
+            raise ApiError(400, "max_tokens 0 leaves nothing to answer without echo", "max_tokens", "invalid_value")
         # A prompt of ids is echoed as the text that they are.
         texts = [p if isinstance(p, str) else self.text.decode(p) for p in parts] if body.echo else [""] * len(parts)
-        echoes = [text for text in texts for _ in range(body.n or 1)]
-        reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs is not None, echoes)
-        grammar = await self._grammar(body)
-        return self._start(body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS, grammar=grammar)
+        scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+        places = await on_the_side(lambda: [self.text.offsets(p) if scored else [] for p in parts])
+        echoes = [Echo(*each) for each in zip(texts, places) for _ in range(body.n or 1)]
+        reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, echoes)
+        job = self._start(
+            body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS,
+            grammar=await self._grammar(body), prompt_logprobs=(body.logprobs or 0) if scored else None,
+        )  # fmt: skip
+        reply.sequences = job.sequences
+        return job
 
     def _tools(self, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:
         """What reads the calls out of an answer, None for one that has none, and the functions of which one must be called;
@@ -198,6 +203,7 @@ class Api(TextApi):
     def _start(
         self, body: Generating, prompts: list[list[int]], param: str, limit: int | None, top: int | None, reply: Reply,
         usual: int | None = None, thoughts: bool = False, grammar: Grammar | None = None, tools: Tools | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Job:  # fmt: skip
         """Queues a sequence for every choice: of `limit` tokens, or where the request names none of `usual` or of as
         many as there is room for."""
@@ -213,10 +219,10 @@ class Api(TextApi):
             free = self._check_room(prompt, limit, param)
             for choice in range(body.n or 1):
                 sequence = Sequence(
-                    prompt, self.context, max_tokens=limit or at_most(usual, free), text=self.text,
+                    prompt, self.context, max_tokens=at_most(usual, free) if limit is None else limit, text=self.text,
                     sampler=Sampler(self.sampling_of(body, choice, bias)), stop_strings=stops, top_logprobs=top,
                     stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
-                    thoughts=thoughts, grammar=grammar, tools=tools,
+                    thoughts=thoughts, grammar=grammar, tools=tools, prompt_logprobs=prompt_logprobs,
                 )  # fmt: skip
                 sequence.client, sequence.owner, sequence.priority = asker.client, asker.owner, body.priority or 0
                 job.prompts.append(index)

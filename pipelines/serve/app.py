@@ -39,6 +39,7 @@ from castiron.pipelines.serve.schemas import (
     DetokenizeRequest,
     EmbeddingsRequest,
     Model,
+    RerankRequest,
     TokenizeRequest,
     read,
 )
@@ -133,14 +134,23 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         request.state.job = job = await api.embeddings(body)
         return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
 
+    async def rerank(request: Request) -> Response:
+        body = await take(request, RerankRequest)
+        request.state.job = job = await api.rerank(body)
+        return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
+
     async def tokenize(request: Request) -> Response:
         body = await take(request, TokenizeRequest)
         tokens = await api.tokenize(body)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "context_length": api.context})
 
     async def detokenize(request: Request) -> Response:
-        body = await take(request, DetokenizeRequest)
-        return JSONResponse({"content": await api.detokenize(body.tokens)})
+        text = await api.detokenize((await take(request, DetokenizeRequest)).tokens)
+        # llama.cpp's name and vLLM's.
+        return JSONResponse({"content": text, "prompt": text})
+
+    async def tokenizer_info(_: Request) -> Response:
+        return JSONResponse(api.tokenizer_info)
 
     def described(name: str) -> dict:
         return {"id": name, "object": "model", "created": started, "owned_by": "castiron", **api.described}
@@ -162,7 +172,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
 
     async def home(_: Request) -> Response:
         if not api.chats:
-            return PlainTextResponse(f"{api.names[0]} encodes texts: POST them to /v1/embeddings\n")
+            return PlainTextResponse(f"{api.names[0]} encodes texts: POST them to {api.endpoint}\n")
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(page, headers=headers)
 
@@ -179,10 +189,13 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         *dialects.routes(api, take, answer),
+        # Clients that others wrote for have one or another of these.
+        *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
         Route("/health", health),
         Route("/metrics", show_metrics),
         Route("/", home),

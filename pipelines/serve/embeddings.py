@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from castiron.pipelines.embedding import Embedder, Given, Tokens
+from castiron.pipelines.embedding import Embedder, Given, Tokens, ranked
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import QueueFull, Stopping
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.metrics import ModelMetrics
-from castiron.pipelines.serve.schemas import EmbeddingsRequest
+from castiron.pipelines.serve.schemas import Document, EmbeddingsRequest, RerankRequest
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 
 
@@ -98,14 +99,22 @@ class EmbeddingsApi(TextApi):
         super().__init__(engine, embedder.text, names, embedder.bundle.manifest, limits)
         self.engine: EmbeddingsEngine = engine
         self.embedder, self.context = embedder, embedder.facts.max_tokens
+        if embedder.facts.relevance:
+            self.endpoint = "/v1/rerank"
 
     @property
     def described(self) -> dict[str, Any]:
+        if self.embedder.facts.relevance:
+            return super().described
         prompts = dict(self.embedder.facts.prompts)
         return super().described | {"dimensions": self.embedder.bundle.manifest.hidden, "prompts": prompts}
 
     async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
         """A request whose texts are tokens; ApiError for one that cannot be answered."""
+        try:
+            self.embedder.check_vectors()
+        except PipelineError as error:
+            raise ApiError(400, f"{error}, at /v1/rerank", "model", "model_not_supported") from None
         given = body.input
         texts: list[Given] = [given] if isinstance(given, str) or isinstance(given[0], int) else given  # type: ignore
         try:
@@ -123,6 +132,28 @@ class EmbeddingsApi(TextApi):
             return await on_the_side(lambda: self._answer(tokens, vectors, body.encoding_format == "base64"))
 
         return EmbeddingsJob(tokens, answer)
+
+    async def rerank(self, body: RerankRequest) -> EmbeddingsJob:
+        """A request to say how relevant documents are to a query."""
+        texts = [document if isinstance(document, str) else document.text for document in body.documents]
+        tokens = await on_the_side(self.embedder.asked, body.query, texts)
+
+        async def answer() -> dict:
+            found = ranked(self.embedder.relevance(await self.engine.vectors(tokens, None)))
+            results = [
+                {"index": index, "relevance_score": score}
+                | ({} if body.return_documents is False else {"document": self._document(body.documents[index])})
+                for index, score in found[: body.top_n]
+            ]
+            count = sum(len(text.ids) for text in tokens)
+            usage = {"prompt_tokens": count, "total_tokens": count}
+            return {"id": f"rerank-{uuid.uuid4().hex}", "model": self.names[0], "results": results, "usage": usage}
+
+        return EmbeddingsJob(tokens, answer)
+
+    @staticmethod
+    def _document(document: str | Document) -> dict:
+        return {"text": document} if isinstance(document, str) else document.model_dump()
 
     def _tokens(self, index: int, text: Given, prompt: str, body: EmbeddingsRequest) -> Tokens:
         place, most = f"input[{index}]", self.embedder.facts.max_tokens

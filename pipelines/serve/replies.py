@@ -4,6 +4,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from castiron.pipelines.generation.sequence import Delta, Finished, Sequence, Token
@@ -168,40 +169,69 @@ class ChatReply(Choices):
         return {"content": self.logprobs_of(tokens), "refusal": None} if self.logprobs else None
 
 
+@dataclass(frozen=True)
+class Echo:
+    """What comes before an answer: the prompt's text, or nothing; and where in it its tokens begin, if they are shown."""
+
+    text: str = ""
+    offsets: Collection[int] = ()
+
+
 class CompletionReply(Choices):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool, echoes: list[str]):
-        """`echoes` is what comes before each answer: the prompt, or nothing."""
-        super().__init__(model, token_bytes, logprobs)
-        self.echoes = echoes
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: int | None, echoes: list[Echo]):
+        """`logprobs`: how many of the likeliest tokens are shown in each place, None for no log-probabilities. `echoes` is what
+        comes before each answer."""
+        super().__init__(model, token_bytes, logprobs is not None)
+        self.top, self.echoes = logprobs, echoes
+        # That of each choice.
+        self.sequences: list[Sequence] = []
 
     def choice(self, index: int, said: Delta, end: Finished) -> dict:
-        return self._choice(index, self.echoes[index] + said.text, said.tokens, end)
+        tokens = (*self._prompt(index), *self._answer(index, said.tokens))
+        return self._choice(index, self.echoes[index].text + said.text, tokens, end)
 
     def opening(self, index: int) -> dict | None:
-        return self._choice(index, self.echoes[index], (), None) if self.echoes[index] else None
+        echo = self.echoes[index]
+        return self._choice(index, echo.text, self._prompt(index), None) if echo.text or echo.offsets else None
 
     def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
-        return self._choice(index, more.text, more.tokens, end)
+        return self._choice(index, more.text, self._answer(index, more.tokens), end)
+
+    def _prompt(self, index: int) -> tuple[Token, ...]:
+        """The prompt's own tokens, of which the first has no log-probability; none where these were not asked for."""
+        offsets, sequence = self.echoes[index].offsets, self.sequences[index]
+        scores = [None, *sequence.scores] if offsets else []
+        ids = sequence.prompt.tolist()
+        return tuple(
+            Token(*place, *((score.logprob, score.top[: self.top]) if score else ()))
+            for *place, score in zip(ids, offsets, scores)
+        )
+
+    def _answer(self, index: int, tokens: Collection[Token]) -> tuple[Token, ...]:
+        """Tokens of an answer, where they stand behind its echo."""
+        before = len(self.echoes[index].text)
+        return tuple(replace(token, offset=before + token.offset) for token in tokens) if self.logprobs else ()
 
     def _choice(self, index: int, text: str, tokens: Collection[Token], end: Finished | None) -> dict:
         logprobs = None
         if self.logprobs and (tokens or end is not None):
-            before = len(self.echoes[index])
             logprobs = {
                 "tokens": [self.token_bytes.text(token.id) for token in tokens],
-                "token_logprobs": [finite(token.logprob) for token in tokens],
-                "top_logprobs": [self._top((*token.top, (token.id, token.logprob))) for token in tokens],
-                "text_offset": [before + token.offset for token in tokens],
+                "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
+                "top_logprobs": [self._top(token) for token in tokens],
+                "text_offset": [token.offset for token in tokens],
             }
         return {"index": index, "text": text, "logprobs": logprobs, **ending(end)}
 
-    def _top(self, tokens: Iterable[tuple[int, float]]) -> dict[str, float]:
+    def _top(self, token: Token) -> dict[str, float] | None:
         """The likeliest tokens and the chosen one, by their text; of equal texts the first, which is likeliest, counts."""
+        if token.logprob is None:
+            return None
         found: dict[str, float] = {}
-        for token, logprob in tokens:
-            found.setdefault(self.token_bytes.text(token), finite(logprob))
+        for other, logprob in (*(token.top or ()), (token.id, token.logprob)):
+            found.setdefault(self.token_bytes.text(other), finite(logprob))
         return found
 
 

@@ -210,6 +210,7 @@ class CompletionRequest(Generating):
     """POST /v1/completions; a prompt is text or token ids, or a list of such."""
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1)
@@ -227,6 +228,26 @@ class EmbeddingsRequest(Body):
     prompt_name: str | None = None
     truncate: bool | None = None
     user: str | None = None
+
+
+class Document(BaseModel):
+    """What else a document has goes along."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    text: str
+
+
+class RerankRequest(Body):
+    """POST /v1/rerank, as Cohere, Jina and vLLM have it; a document that is too long is cut."""
+
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
+    model: str | None = None
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool | None = None
+    user: str | None = None
+    # Of one document that is too long there is one part.
+    max_chunks_per_doc: Annotated[Any, Harmless(1)] = None
 
 
 class TokenizeRequest(Body):
@@ -259,6 +280,7 @@ WANTED = {
     "stop": "a string of 1 to 256 characters or a list of at most 16 such strings",
     "prompt": "a string, a list of token ids, or a list of at most 128 of either, none of them without ids",
     "input": "a string, a list of token ids, or a list of at most 2048 of either, none of them without ids",
+    "documents": "a list of 1 to 2048 strings or objects with a text",
     "content": "a string or a list of parts of type text",
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }

@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
+from castiron.pipelines.embedding import NO_RERANKER
 from castiron.pipelines.generation.chat_template import variables_of
 from castiron.pipelines.generation.text import Text, encoded
 from castiron.pipelines.serve.errors import ApiError
@@ -18,6 +19,7 @@ from castiron.pipelines.serve.schemas import (
     CompletionRequest,
     EmbeddingsRequest,
     Message,
+    RerankRequest,
     TokenizeRequest,
 )
 from castiron.vmfb.manifest import Manifest
@@ -57,6 +59,8 @@ class TextApi:
 
     # Whether the model answers at a page.
     chats = True
+    # What asks a model for what it does that answers at none.
+    endpoint = "/v1/embeddings"
 
     def __init__(self, engine: Runs, text: Text, names: list[str], manifest: Manifest, limits: Limits):
         """`names[0]` is the model's name; the others are taken for it too."""
@@ -89,12 +93,15 @@ class TextApi:
         self._generates_none()
 
     def _generates_none(self) -> NoReturn:
-        message = f"{self.names[0]} encodes texts and generates none; use /v1/embeddings"
+        message = f"{self.names[0]} encodes texts and generates none; use {self.endpoint}"
         raise ApiError(400, message, "model", "model_not_supported")
 
     async def embeddings(self, body: EmbeddingsRequest) -> Any:
         message = f"{self.names[0]} generates text and has no embeddings; serve a model that encodes texts"
         raise ApiError(400, message, "model", "model_not_supported")
+
+    async def rerank(self, body: RerankRequest) -> Any:
+        raise ApiError(400, f"{self.names[0]} {NO_RERANKER}", "model", "model_not_supported")
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         given = [body.content, body.prompt, body.messages]
@@ -109,6 +116,15 @@ class TextApi:
         if body.add_special or body.add_special_tokens:
             return await on_the_side(self.text.encode, text)
         return await on_the_side(encoded, self.text.tokenizer, text, False)
+
+    @property
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What lm-eval's remote tokenizer asks for, by vLLM's names."""
+        text = self.text
+        names = {"bos_token": text.bos, "eos_token": text.eos[0] if text.eos else None}
+        special = {name: None if index is None else text.tokenizer.id_to_token(index) for name, index in names.items()}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **special, "pad_token": None,
+                "chat_template": text.chat_template, "model_max_length": self.context}  # fmt: skip
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of the ids, special tokens included."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from castiron.emitter.models import ENCODERS
 from castiron.reference import tiny
@@ -54,11 +55,11 @@ def write(
     return place
 
 
-def _alone(family: str, directory: Path, config: dict) -> Path:
+def _alone(family: str, directory: Path, config: dict, kind=AutoModel) -> Path:
     """A random model of a family that only encodes, whose norms and biases matter."""
     sizes = {name: value for name, value in tiny.COMMON.items() if name != "num_key_value_heads"}
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(family, **sizes | config))
+    model = kind.from_config(AutoConfig.for_model(family, **sizes | config))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape)
@@ -66,6 +67,28 @@ def _alone(family: str, directory: Path, config: dict) -> Path:
             weight.copy_(weight * (weight.ndim == 1) + scale * noise)
     model.save_pretrained(directory)
     return directory
+
+
+def write_classifier(family: str, directory: Path, activation: str | None = None, **config) -> Path:
+    """Writes a classifier of two texts with one label. activation: what CrossEncoder puts after it."""
+    place = _alone(family, directory, {"num_labels": 1, **config}, AutoModelForSequenceClassification)
+    words = served.tokenizer()
+    pair = "<s>:0 $A:0 </s>:0 $B:1 </s>:1"
+    words.post_processor = TemplateProcessing("<s> $A </s>", pair, [("<s>", 1), ("</s>", 2)])
+    words.save(str(place / "tokenizer.json"))
+    if activation:
+        own = {"sentence_transformers": {"activation_fn": f"torch.nn.modules.{activation}"}}
+        _save(place / "config.json", json.loads((place / "config.json").read_text()) | own)
+    return place
+
+
+def logit(place: Path, query: str, document: str) -> float:
+    """What transformers makes of two texts, before any activation."""
+    model = AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
+    found = Tokenizer.from_file(str(place / "tokenizer.json")).encode(query, document)
+    types = {"token_type_ids": torch.tensor([found.type_ids])} if model.config.model_type == "bert" else {}
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([found.ids]), **types).logits.item()
 
 
 def _module(index: int, path: str, kind: str) -> dict:

@@ -177,7 +177,7 @@ def test_a_slot_that_was_being_prepared_in_an_interrupt_is_forgotten(model, alon
     held = {text: slot for slot in range(len(slots)) for text in ("Hello", "To be")
             if scheduler.cache.tokens[slot, : len(text)].tolist() == alone.text.encode(text)}  # fmt: skip
 
-    def interrupted(prompt, free):
+    def interrupted(*arguments):
         stand(slots[held["To be"]], 5, source=slots[held["Hello"]])
         raise KeyboardInterrupt
 

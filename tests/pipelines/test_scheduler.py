@@ -44,7 +44,10 @@ class Slot:
     def __init__(self, batch: FakeBatch):
         self.batch, self.held, self.ready = batch, [], False
         tokens = SimpleNamespace(eos=(EOS,))
-        self.context, self.manifest = CONTEXT, SimpleNamespace(prefill_widths=WIDTHS, vocab=VOCAB, tokens=tokens)
+        self.context, self.manifest = (
+            CONTEXT,
+            SimpleNamespace(prefill_widths=WIDTHS, vocab=VOCAB, tokens=tokens, widths=lambda role: ()),
+        )
 
     @property
     def position(self) -> int:

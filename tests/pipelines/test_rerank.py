@@ -1,0 +1,117 @@
+"""Documents in the order of their relevance: by classifiers as transformers has them, and by the cosine of embeddings."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import castiron
+from castiron.pipelines import cli
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.serve.app import open_app
+from tests.pipelines import encoders, served
+
+QUERY, DOCUMENTS = "What does ice do?", ["Ice melts.", "The sky is blue", "", "Hello", "a longer one, cut" + "!" * 40]
+# Sums in f32 of numbers about 1.
+CLOSE = 2e-5
+LONGEST = 48
+
+
+def compiled(made, place):
+    return compile_model(made, place / "bundle", Options(context=LONGEST, embed=(LONGEST,))).bundle
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    place = tmp_path_factory.mktemp("bert")
+    made = encoders.write_classifier("bert", place / "bert", num_hidden_layers=2)
+    return made, compiled(made, place)
+
+
+def expected(made):
+    """The number of each document, of two texts together of which the longer is cut."""
+    room = LONGEST - 3 - len(QUERY)
+    return np.array([encoders.logit(made, QUERY, document[:room]) for document in DOCUMENTS])
+
+
+def test_bert_judges_two_texts_of_two_types(bert):
+    made, bundle = bert
+    wanted = 1 / (1 + np.exp(-expected(made)))
+    assert np.ptp(wanted) > 0.05, "the model's numbers do not prove anything"
+    with castiron.load(bundle, threads=1) as model:
+        found = model.rerank(QUERY, DOCUMENTS)
+        assert [index for index, _ in found] == np.argsort(-wanted).tolist()
+        np.testing.assert_allclose([score for _, score in found], np.sort(wanted)[::-1], atol=CLOSE)
+        # Which is the first and which the second text matters, and so does the type of the second.
+        assert abs(model.rerank(DOCUMENTS[0], [QUERY])[0][1] - wanted[0]) > 1e-4
+        assert model.rerank(QUERY, []) == []
+        with pytest.raises(PipelineError, match="judges two texts together and gives no vectors"):
+            model.embed("x")
+
+
+def test_modernbert_has_a_head_and_a_maker_who_wants_its_numbers_as_they_are(tmp_path):
+    own = {"num_hidden_layers": 2, "local_attention": 12, "global_attn_every_n_layers": 2, "classifier_pooling": "mean",
+           "classifier_bias": True}  # fmt: skip
+    made = encoders.write_classifier("modernbert", tmp_path / "model", "linear.Identity", **own)
+    with castiron.load(compiled(made, tmp_path), threads=1) as model:
+        found = dict(model.rerank(QUERY, DOCUMENTS))
+    np.testing.assert_allclose([found[index] for index in range(5)], expected(made), atol=CLOSE)
+
+
+def test_the_server_reranks(bert, tmp_path_factory, capsys):
+    _, bundle = bert
+    with castiron.load(bundle, threads=1) as model:
+        wanted = model.rerank(QUERY, DOCUMENTS)
+    with TestClient(open_app(bundle, threads=1)) as client:
+        ask = lambda path="/v1/rerank", **body: client.post(path, json={"query": QUERY, "documents": DOCUMENTS} | body)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            answer = ask(path).json()
+            assert [(row["index"], row["relevance_score"]) for row in answer["results"]] == wanted
+        assert [row["document"] for row in answer["results"]] == [{"text": DOCUMENTS[index]} for index, _ in wanted]
+        assert answer["usage"]["total_tokens"] == sum(min(LONGEST, len(QUERY) + len(text) + 3) for text in DOCUMENTS)
+        documents = [{"text": text, "title": "x"} for text in DOCUMENTS]
+        top = ask(documents=documents, top_n=2, max_chunks_per_doc=1).json()["results"]
+        assert [row["index"] for row in top] == [index for index, _ in wanted[:2]]
+        assert top[0]["document"] == documents[wanted[0][0]]
+        assert all(row.keys() == {"index", "relevance_score"} for row in ask(return_documents=False).json()["results"])
+        for body, param in (({"documents": []}, "documents"), ({"documents": [{"title": "x"}]}, "documents"), ({"top_n": 0}, "top_n"),
+                            ({"query": None}, "query"), ({"max_chunks_per_doc": 2}, "max_chunks_per_doc")):  # fmt: skip
+            refused = ask(**body)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert "/v1/rerank" in client.get("/").text and "dimensions" not in client.get("/v1/models").json()["data"][0]
+        refused = client.post("/v1/embeddings", json={"input": "x"})
+        assert refused.status_code == 400 and "at /v1/rerank" in refused.json()["error"]["message"]
+    with TestClient(open_app(served.bundle(tmp_path_factory.getbasetemp()), threads=1)) as client:
+        refused = client.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS})
+        assert refused.status_code == 400 and "BERT or ModernBERT classifier" in refused.json()["error"]["message"]
+    assert cli.main(["inspect", str(bundle)]) == 0
+    assert f"two texts of at most {LONGEST} tokens together: cls pooling, sigmoid of one number" in capsys.readouterr().out
+    assert cli.main(["embed", str(bundle), "x"]) == 1 and "rerank texts with it" in capsys.readouterr().err
+
+
+def test_embeddings_rerank_by_their_angle(tmp_path):
+    made = encoders.write("bert", tmp_path / "model", pooling="cls", longest=LONGEST, num_hidden_layers=1)
+    with castiron.load(compiled(made, tmp_path), threads=1) as model:
+        question, texts = model.embed(QUERY, prompt_name="query"), model.embed(DOCUMENTS, prompt_name="document")
+        found = model.rerank(QUERY, DOCUMENTS)
+    assert [index for index, _ in found] == np.argsort(-(texts @ question), kind="stable").tolist()
+    np.testing.assert_allclose([score for _, score in found], np.sort(texts @ question)[::-1], atol=1e-6)
+
+
+def test_other_classifiers_are_refused(bert, tmp_path):
+    made, _ = bert
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(made / name)
+    config = json.loads((made / "config.json").read_text())
+    for changed, why in (
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "with one label, to rerank"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "knows Sigmoid and Identity"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(CheckpointError, match=why):
+            open_checkpoint(tmp_path)
