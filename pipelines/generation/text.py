@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.chat_template import check_variables, render
+from castiron.pipelines.generation.chat_template import check_variables, prepare, render
+from castiron.pipelines.generation.control_words import ControlWords
 from castiron.pipelines.generation.thoughts import Marks, Thoughts, marks_of
 from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import VOCABULARY
+from castiron.vmfb.manifest import TEMPLATE, VOCABULARY
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.grammar import Grammar, Grammars
@@ -36,12 +37,17 @@ class Text:
         template_args: Mapping[str, object] | None = None,
         vocabulary: Callable[[], Vocabulary] | None = None,
         tool_form: ToolForm | None = None,
+        parse_special: bool = False,
     ):
         """`template_args`: values for variables of the template, unless a call gives others; PipelineError for one that
         the template does not read. `vocabulary` reads that of the bundle; the tokenizer's own without it. `tool_form`: how
-        the template has functions called.
+        the template has functions called. `parse_special`: control words in messages are control tokens, as the template's
+        own are, and not the text that somebody said.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self.parse_special = tokenizer, parse_special
+        # A file may have settings of its own for the batches in which it was trained.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self.chat_template = chat_template
         self.bos = bos
         self.eos = tuple(eos)
@@ -57,16 +63,32 @@ class Text:
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
         """The ids of `messages` ({"role", "content"} each) in the chat template; PipelineError if there is none."""
+        given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
+        if self.chat_template is not None and not self.parse_special:
+            given, mark = self.control_words.broken(given)
+        text = self._rendered(**given)
         # The template has written the special tokens itself.
-        return self._encode(self.render_chat(messages, **variables), False)
+        return self.control_words.encode(_utf8(text), mark) if mark else self._encode(text, False)
 
     def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
         """The text whose ids `encode_chat` gives."""
+        return self._rendered(messages, **(self.template_args | variables))
+
+    def _rendered(self, messages: Sequence[Mapping], **variables) -> str:
         if self.chat_template is None:
             raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
         names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
         special = {name: self.tokenizer.id_to_token(index) for name, index in names.items() if index is not None}
-        return render(self.chat_template, messages, special_tokens=special, **(self.template_args | variables))
+        return render(self.chat_template, messages, special_tokens=special, **variables)
+
+    @cached_property
+    def control_words(self) -> ControlWords:
+        """Of the template's text; made when messages are first encoded."""
+        form, answers = self.tool_form, {word for pair in self.marks for word in pair}
+        # Harmony's open turns too.
+        if form and form.name != "harmony":
+            answers |= {form.begin, form.end, *form.marks}
+        return ControlWords(self.tokenizer, self.chat_template or "", answers)
 
     def thoughts(self, prompt: Sequence[int]) -> Thoughts | None:
         """What tells the model's thoughts from its answer after `prompt`, whose end may have begun them; None for a model
@@ -113,22 +135,31 @@ class Text:
         return Grammars(self.tokenizer, read(), self.eos)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            # Python hands on what a terminal sends in another encoding as lone surrogates.
-            raise PipelineError("the prompt is not valid UTF-8") from None
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.tokenizer.encode(_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, special ones left out."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None) -> Text:
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Python hands on what a terminal sends in another encoding as lone surrogates.
+        raise PipelineError("the prompt is not valid UTF-8") from None
+    return text
+
+
+def load_text(
+    bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
+) -> Text:
     """The tokenizer of a bundle, or of the one at a path; PipelineError if it has none or if its file is not a tokenizer, or
     as `Text` says."""
     bundle = open_bundle(bundle)
+    if TEMPLATE in bundle.manifest.files:
+        # Beside what follows.
+        prepare()
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
     from tokenizers import Tokenizer
@@ -157,7 +188,9 @@ def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] |
             return Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
         return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
 
-    return Text(tokenizer, bundle.chat_template, manifest.tokens.bos, manifest.tokens.eos, template_args, vocabulary, form)
+    return Text(
+        tokenizer, bundle.chat_template, manifest.tokens.bos, manifest.tokens.eos, template_args, vocabulary, form, parse_special
+    )
 
 
 class Detokeniser:
