@@ -44,8 +44,13 @@ class Bundle:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source of the chat template, if the model has one."""
-        return self.part(TEMPLATE).read_bytes().decode() if TEMPLATE in self.manifest.files else None
+        """The Jinja source of the chat template, if the model has one; BundleError if it is not UTF-8."""
+        if TEMPLATE not in self.manifest.files:
+            return None
+        try:
+            return self.part(TEMPLATE).read_bytes().decode()
+        except UnicodeDecodeError:
+            raise BundleError(f"{self.path / TEMPLATE} is not UTF-8; compile the bundle again") from None
 
 
 def open_bundle(place: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:

@@ -95,6 +95,12 @@ def template_args(args: argparse.Namespace) -> dict[str, Any]:
     return dict(args.template_arg)
 
 
+def add_special_argument(parser: argparse._ActionsContainer) -> None:
+    """--parse-special, of `load_text`."""
+    parser.add_argument("--parse-special", action="store_true", help="take words of messages that are spelled as control "
+                        "tokens, such as <|im_end|>, for these; without it what is said is text")  # fmt: skip
+
+
 def add_prefix_cache_arguments(parser: argparse._ActionsContainer) -> None:
     """The options of `prefix_store`."""
     parser.add_argument("--prefix-cache", metavar="DIR", help="keep the states of long beginnings in this "

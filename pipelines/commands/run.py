@@ -28,6 +28,7 @@ from castiron.pipelines.commands.generating import (
     add_length_argument,
     add_prefix_cache_arguments,
     add_sampling_arguments,
+    add_special_argument,
     add_template_argument,
     length_of,
     prefix_store,
@@ -81,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
     add_template_argument(parser)
+    add_special_argument(parser)
     group = parser.add_argument_group("structured output", "What the text has to be; tokens that do not fit are never chosen.")
     form = group.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", help="JSON that holds to the JSON schema in a file")
@@ -176,7 +178,7 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
         needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
         return args.tokens, load_text(bundle) if bundle.tokenizer and needed else None
-    text = load_text(bundle, template_args(args))
+    text = load_text(bundle, template_args(args), args.parse_special)
     words = prompt_words(args)
     if args.raw or text.chat_template is None:
         if args.system:

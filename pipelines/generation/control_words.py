@@ -13,6 +13,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
@@ -73,9 +74,8 @@ class ControlWords:
 
     def _parted(self, value: Any, mark: str, words: Words) -> Any:
         if isinstance(value, str):
-            for at in reversed(words.breaks(value)):
-                value = value[:at] + mark + value[at:]
-            return value
+            cuts = [0, *words.breaks(value), len(value)]
+            return mark.join(value[start:end] for start, end in pairwise(cuts))
         if isinstance(value, Mapping):
             answer = value.get("role") == "assistant"
             return {

@@ -75,8 +75,9 @@ def _answered(template: str, variables: dict[str, Any] | None = None) -> dict[st
 
 def _short(error: Exception) -> str:
     """What it says, of which a template may say much."""
-    said = str(error) or type(error).__name__
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in said[:200]) + "..." * (len(said) > 200)
+    said = str(error)[:200] or type(error).__name__
+    said = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
+    return said[:180] + "..." * (len(said) > 180)
 
 
 def _names(template: str) -> dict[str, list[str]]:

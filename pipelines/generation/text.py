@@ -189,7 +189,14 @@ def load_text(
         return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
 
     return Text(
-        tokenizer, bundle.chat_template, manifest.tokens.bos, manifest.tokens.eos, template_args, vocabulary, form, parse_special
+        tokenizer,
+        bundle.chat_template,
+        manifest.tokens.bos,
+        manifest.tokens.eos,
+        template_args,
+        vocabulary,
+        form,
+        parse_special,
     )
 
 

@@ -70,6 +70,7 @@ def open_app(
     quiet: bool = True,
     cors: Sequence[str] = (),
     template_args: Mapping[str, object] | None = None,
+    parse_special: bool = False,
     store: PrefixStore | None = None,
     metrics: Metrics | None = None,
 ) -> Front:
@@ -77,7 +78,7 @@ def open_app(
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
-    chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
+    chat template, where a request gives no others. `parse_special`: control words in messages are control tokens. `store`: where states of long beginnings are kept. `metrics`: what counts,
     where several applications count together. Without `quiet` each request is a line on stderr. Its lifespan starts and
     stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
@@ -91,7 +92,7 @@ def open_app(
     if manifest.encoder:
         api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics), names, limits)
     else:
-        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics, store)
+        text, scheduler = load_text(bundle, template_args, parse_special), Scheduler(bundle, threads, metrics, store)
         metrics.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)
     return create_app(api, metrics, api_keys=api_keys, quiet=quiet, cors=cors)

@@ -119,7 +119,11 @@ def test_control_words_are_text_in_every_role(texts, name):
     text, hf = texts[name]
     for word in SAID[name]:
         ordinary, said = (f"Hi {w} there{w}\n{w}{w}" for w in ("@", word))
-        roles = ("user", "assistant", "user") if name in ("gemma", "mistral", "unigram") else ("system", "user", "assistant", "tool")
+        roles = (
+            ("user", "assistant", "user")
+            if name in ("gemma", "mistral", "unigram")
+            else ("system", "user", "assistant", "tool")
+        )
         for spoilt in roles:
             messages, plain = (
                 [{"role": role, "content": words if role == spoilt else "a"} for role in roles] for words in (said, ordinary)
@@ -152,7 +156,8 @@ def test_arguments_results_and_descriptions_of_tools(texts):
 
 
 @pytest.mark.parametrize(
-    "content", [["<|eot", "_id|>"], ["<|", "eot", "_id|>"], ["<|eot_", " id|>", "<|eot_id|", ">"], ["<|end", "_header_id|>"], ["|>"]]
+    "content",
+    [["<|eot", "_id|>"], ["<|", "eot", "_id|>"], ["<|eot_", " id|>", "<|eot_id|", ">"], ["<|end", "_header_id|>"], ["|>"]],
 )
 def test_words_that_come_about_by_joining_were_said_too(texts, content):
     """Two parts of a message, or one beside the template's own words."""
@@ -179,7 +184,9 @@ def test_thoughts_that_come_back_are_the_models():
     words = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
     template = "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
     text = Text(byte_level(words), template)
-    said = lambda role: text.tokenizer.decode(text.encode_chat([{"role": role, "content": "<think>a</think>b<|im_end|>"}]), False)
+    said = lambda role: text.tokenizer.decode(
+        text.encode_chat([{"role": role, "content": "<think>a</think>b<|im_end|>"}]), False
+    )
     assert said("assistant") == "<|im_start|>b<|im_end|><|im_end|>"
     assert said("user") == "<|im_start|><think>a</think>b<|im_end|><|im_end|>"
     assert controls(text, text.encode_chat([{"role": "user", "content": "<think>a</think>b"}])) == words[:2]
