@@ -1,4 +1,4 @@
-"""Renders chat templates, as a program of its own within limits of time and memory: a template is a program of the checkpoint's.
+"""Renders chat templates, as a program of its own within limits of time and memory: a template is one of the checkpoint's.
 
     python -I -S template_program.py SYS_PATH
 

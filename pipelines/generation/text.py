@@ -13,8 +13,9 @@ from castiron.pipelines.generation.chat_template import check_variables, prepare
 from castiron.pipelines.generation.control_words import ControlWords
 from castiron.pipelines.generation.thoughts import Marks, Thoughts, marks_of
 from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
+from castiron.pipelines.generation.trial import Trial
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import TEMPLATE, VOCABULARY
+from castiron.vmfb.manifest import TEMPLATE, TOKENIZER, VOCABULARY
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.grammar import Grammar, Grammars
@@ -164,11 +165,11 @@ def load_text(
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
     from tokenizers import Tokenizer
 
-    data = bundle.tokenizer.read_bytes()
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise PipelineError(f"{bundle.tokenizer} is not a tokenizer: {error}") from None
+    data, file = bundle.tokenizer.read_bytes(), bundle.manifest.files[TOKENIZER]
+    with Trial(data, bundle.manifest.vocab, file.sha256) as trial:
+        if fault := trial.fault():
+            raise PipelineError(f"{bundle.tokenizer} has {fault}; compile the bundle again")
+    tokenizer = Tokenizer.from_buffer(data)
     special = {str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     form = FORMS.get(bundle.manifest.tool_form or "")
     marks = [*marks_of(bundle.chat_template or "", special), (form.begin, form.end, *form.marks) if form else ()]

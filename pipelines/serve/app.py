@@ -78,7 +78,8 @@ def open_app(
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
-    chat template, where a request gives no others. `parse_special`: control words in messages are control tokens. `store`: where states of long beginnings are kept. `metrics`: what counts,
+    chat template, where a request gives no others. `parse_special`: control words in messages are
+    control tokens. `store`: where states of long beginnings are kept. `metrics`: what counts,
     where several applications count together. Without `quiet` each request is a line on stderr. Its lifespan starts and
     stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.

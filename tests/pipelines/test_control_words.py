@@ -8,11 +8,17 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+import castiron
+from castiron.pipelines import cli
+from castiron.pipelines.cli import build_parser
 from castiron.pipelines.generation.chat_template import render
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.tool_forms import FORMS
+from castiron.pipelines.serve.app import open_app
+from tests.pipelines import toy_text
 from tests.pipelines.test_generate_text import sentencepiece
 
 HARMONY = (
@@ -199,3 +205,26 @@ def test_truncation_and_padding_of_a_file_are_off():
     assert len(Text(tokenizer).encode("abcdef")) == 6
     assert len(Text(tokenizer).encode("ab")) == 2
     assert render("{{ messages[0].content }}", [{"content": "<|x|>"}]) == "<|x|>"
+
+
+def test_the_way_there_is_asked_for(tmp_path, capsys):
+    """A prompt for the template is said, in run, in chat's messages and over HTTP; one without it is as it stands."""
+    bundle = str(toy_text.write(tmp_path / "toy"))
+
+    def tokens(*argv: str) -> int:
+        assert cli.main(["run", bundle, "ab</s>", "-n", "1", "--json", *argv]) == 0
+        return toy_text.read_json(capsys.readouterr().out)["prompt_tokens"]
+
+    # The template's role and its last word are a token each.
+    assert (tokens(), tokens("--parse-special"), tokens("--raw")) == (2 + 2 + 4, 2 + 2 + 1, 2 + 1)
+    asked, messages = {"json": {"messages": [{"role": "user", "content": "ab</s>"}]}}, [{"role": "user", "content": "ab</s>"}]
+    for parses, count in ((False, 8), (True, 5)):
+        with TestClient(open_app(bundle, threads=1, parse_special=parses)) as client:
+            assert client.post("/tokenize", **asked).json()["count"] == count
+            chat = client.post("/v1/chat/completions", json={**asked["json"], "max_tokens": 1}).json()
+            assert chat["usage"]["prompt_tokens"] == count
+        with castiron.load(bundle, threads=1, parse_special=parses) as model:
+            assert len(model.text.encode_chat(messages)) == count
+    for command in ("chat", "serve"):
+        parser = build_parser([command])
+        assert parser.parse_args([command, bundle, "--parse-special"]).parse_special

@@ -1,0 +1,56 @@
+"""Whether a tokenizer.json can be read without harm: another process tries, once, and the cache remembers which were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from castiron.emitter.shown import shown_text
+from castiron.pipelines.generation import tokenizer_trial
+from castiron.vmfb.cache import cache_root, keep
+
+
+class Trial:
+    """Another process reads the tokenizer from the beginning of the block on, if none has done so before."""
+
+    def __init__(self, data: bytes, vocab: int, sha256: str | None = None):
+        """`vocab`: how many tokens the model has. `sha256`: of `data`, in hex, where that is known."""
+        self.data, self.vocab = data, vocab
+        name = f"tokenizer-{vocab}-{sha256 or hashlib.sha256(data).hexdigest()}"
+        self.stamp = cache_root() / "verified" / name
+
+    def __enter__(self) -> Trial:
+        self.process = None
+        if self.data and not self.stamp.exists():
+            # -P: the modules beside it are castiron's and not the library's.
+            command = [sys.executable, "-P", str(Path(tokenizer_trial.__file__))]
+            with tempfile.TemporaryFile() as file:
+                file.write(self.data)
+                file.seek(0)
+                self.process = subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+
+    def fault(self) -> str | None:
+        """What the file that has it is said to have: a tokenizer that cannot be read, ends its process or gives ids past the
+        vocabulary; None for a sound one."""
+        if self.process is None:
+            return None
+        try:
+            found = json.loads(self.process.communicate(timeout=6 * tokenizer_trial.SECONDS)[0])
+        except (ValueError, subprocess.TimeoutExpired):
+            return "a tokenizer that the tokenizers library fails on"
+        if "error" in found:
+            return f"no tokenizer that can be read ({shown_text(found['error'])})"
+        if found["largest"] >= self.vocab:
+            return f"a tokenizer of other tokens: one is {found['largest']}, of {self.vocab} in all"
+        keep(self.stamp, b"")
+        return None
