@@ -50,8 +50,15 @@ def from_json(kind: Any, value: Json, path: str = "") -> Any:
         pairs = _expect(dict, value, path)
         return {key: from_json(arguments[1], item, f"{path}.{key}") for key, item in pairs.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _float(value, path)
     return _expect(kind, value, path)
+
+
+def _float(value: int, path: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise RecordError(f"{path} is larger than any number of 64 bits") from None
 
 
 def _dataclass(kind: Any, value: Json, path: str) -> Any:

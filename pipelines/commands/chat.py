@@ -19,6 +19,7 @@ from castiron.pipelines.commands.generating import (
     prefix_store,
     sampling_of,
     template_args,
+    trust_of,
 )
 from castiron.pipelines.progress import say
 
@@ -61,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.vmfb.session import Session
 
     asked, usual = length_of(args)
-    bundle = generating(bundle_of(args.bundle))
+    bundle = generating(bundle_of(args.bundle, **trust_of(args)))
     warn_of_shortage(bundle.manifest)
     sampling = sampling_of(args, bundle.manifest.generation)
     text = load_text(bundle, template_args(args), args.parse_special)

@@ -34,6 +34,7 @@ from castiron.pipelines.commands.generating import (
     prefix_store,
     sampling_of,
     template_args,
+    trust_of,
 )
 from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.errors import PipelineError
@@ -123,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
     if args.template_arg and (args.tokens or args.raw):
         raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
-    bundle = generating(bundle_of(args.bundle))
+    bundle = generating(bundle_of(args.bundle, **trust_of(args)))
     store = prefix_store(args, bundle.manifest)
     warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)

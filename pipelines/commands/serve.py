@@ -30,6 +30,7 @@ from castiron.pipelines.commands.generating import (
     add_template_argument,
     prefix_store,
     template_args,
+    trust_of,
 )
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
@@ -99,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
     shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": template_args(args),
               "parse_special": args.parse_special}  # fmt: skip
     with listen(args.host, args.port) as listening:
-        bundles = [bundle_of(place) for place in args.bundle]
+        bundles = [bundle_of(place, **trust_of(args)) for place in args.bundle]
         if len(bundles) > 1 or args.keep is not None:
             open_one = lambda bundle, name, metrics: open_app(
                 bundle, name=name, store=prefix_store(args, bundle.manifest), metrics=metrics, **shared
