@@ -223,6 +223,10 @@ def check(manifest: Manifest) -> None:
     for name, smallest in least.items():
         if (value := getattr(manifest, name)) < smallest:
             raise RecordError(f"{name} is {value}, not a positive number")
+    # i32 counts them, and each has a row of some bytes; a file of weights has a page at least.
+    most = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
+    if manifest.vocab > most:
+        raise RecordError(f"vocab is {manifest.vocab}, and the weights have no more than {most} rows")
     _check_states(manifest)
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     several = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]

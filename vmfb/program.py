@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import io
 import mmap
 import os
 import re
+import struct
 import threading
 import time
 import weakref
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import isnan, prod
@@ -100,14 +104,13 @@ class Program(Loaded):
             read_irpa(weights := bundle.part(WEIGHTS).map())
             # Mapped here, since VmModule.mmap asks for permission to write. Hyperthreads share the vector units that a kernel
             # keeps full.
-            super().__init__(weights, bundle.part(MODEL).map(), threads or physical_cores(), self._check)
+            super().__init__(weights, _checked(bundle.part(MODEL).map()), threads or physical_cores(), self._check)
         except WeightsError as error:
             raise BundleError(
                 f"{bundle.path / WEIGHTS} is not as castiron writes it: {error}; compile the bundle again"
             ) from None
         except REFUSALS as error:
-            reason = str(error).splitlines()[0]
-            raise BundleError(f"the IREE runtime refuses {bundle.path} ({reason}); compile the bundle again") from None
+            raise BundleError(f"the IREE runtime refuses {bundle.path} ({_reason(error)}); compile the bundle again") from None
 
     def _check(self, module: rt.VmModule) -> None:
         """BundleError unless the module's functions are those of the manifest: what they are called with is made by that."""
@@ -118,6 +121,24 @@ class Program(Loaded):
             said = module.lookup_function(entry.name).reflection.get("iree.abi.declaration", "")
             if _types(said, "input") != entry.inputs or _types(said, "output") != entry.outputs:
                 raise BundleError(f"{place} has another {entry.name} than the manifest says; compile the bundle again")
+
+
+def _checked(module: memoryview) -> memoryview:
+    """The module itself, if its parts are as IREE wrote them; ValueError otherwise."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(module)) as archive:
+            spoilt = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError) as error:
+        raise ValueError(f"its module is no archive of parts: {error}") from None
+    if spoilt is not None:
+        raise ValueError(f"the part {spoilt!a} of its module is spoilt")
+    return module
+
+
+def _reason(error: Exception) -> str:
+    """What the runtime says, of which it may say much."""
+    said = " ".join(str(error).split())[:160]
+    return "".join(c for c in said if c.isprintable())
 
 
 def _types(declaration: str, side: str) -> tuple[str, ...]:
@@ -192,6 +213,7 @@ class Call:
         self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(len(entry.outputs))
         for operand in operands:
             self._arguments.push_ref(operand.view)
+        self._name = entry.name
         self._vocab, self._workers = program.vocab, program.threads > 1
         self.seconds = 0.0
         _calls.add(self)
@@ -200,7 +222,10 @@ class Call:
         """Returns when the results are there; the states among the operands have changed in place."""
         if self._workers:
             give_way()
-        self._run(self._function, self._arguments, self._results)
+        try:
+            self._run(self._function, self._arguments, self._results)
+        except REFUSALS as error:
+            raise SessionError(f"the IREE runtime fails in {self._name} ({_reason(error)}): compile the bundle again") from None
 
     def count_seconds(self) -> None:
         """From now on `seconds` adds up what the runtime takes; a call that was not told so pays nothing for it."""

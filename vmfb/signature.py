@@ -1,6 +1,6 @@
 """Signatures of bundles: Ed25519 (RFC 8032) over the bytes of manifest.json, which has the sha256 of every other file.
 
-Keys are PEM files as `openssl genpkey -algorithm ed25519` writes them; a signature is its 64 bytes, so that openssl checks it too.
+Keys are PEM files as `openssl genpkey -algorithm ed25519` writes them; a signature is its 64 bytes, which openssl checks too.
 """
 
 from __future__ import annotations
