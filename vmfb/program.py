@@ -48,6 +48,9 @@ _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
 REFUSALS = (RuntimeError, ValueError, IndexError, KeyError, NotImplementedError)
 
 
+NO_NUMBERS = "the model's logits are not numbers: its weights or its cache's type are not fit for this text"
+
+
 class SessionError(Exception):
     """A request that a session refuses before doing any of it; one sentence."""
 
@@ -248,12 +251,14 @@ class Call:
         best = int(self._result(0, _I32, ()))
         # Where one is none, by rounding of the states or by the weights, nearly always all are.
         if isnan(self._result(1, _F32, (self._vocab,))[best]):
-            raise SessionError("the model's logits are not numbers: its weights or its cache's type are not fit for this text")
+            raise SessionError(NO_NUMBERS)
         return best
 
     def argmaxes(self, count: int) -> list[int]:
-        """Result 0 of a function with `count` of them."""
-        return self._result(0, _I32, (count,)).tolist()
+        """Result 0 of a function with `count` of them; -1 where its logit is no number."""
+        best = self._result(0, _I32, (count,))
+        unfit = np.isnan(self._result(1, _F32, (count, self._vocab))[range(count), best])
+        return np.where(unfit, -1, best).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
         """Result 1, f32 `[vocab]`, or row `row` of `[rows, vocab]`; a copy."""

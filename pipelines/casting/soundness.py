@@ -3,21 +3,21 @@ tokenizers that end the process."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from castiron.emitter.codecs import are_finite
 from castiron.emitter.shown import shown_text
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError
-from castiron.pipelines.generation.trial import Trial
+from castiron.pipelines.generation.trial import Trial, tokenizer_bytes
 
 
 @contextmanager
 def sound(checkpoint: Checkpoint, vocab: int) -> Iterator[None]:
     """CheckpointError, after the block, for what would be compiled and could not be run. Beside the block the tokenizer is
     tried."""
-    with Trial(_tokenizer_of(checkpoint), vocab) as trial:
+    tokenizer = b"" if checkpoint.tokenizer is None else tokenizer_bytes(checkpoint.tokenizer, checkpoint.path)
+    with Trial(tokenizer, vocab) as trial:
         yield
         tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
         for key, token in tokens:
@@ -32,13 +32,3 @@ def sound(checkpoint: Checkpoint, vocab: int) -> Iterator[None]:
                 )
         if fault := trial.fault():
             raise CheckpointError(f"{checkpoint.path} has {fault}: fetch it again")
-
-
-def _tokenizer_of(checkpoint: Checkpoint) -> bytes:
-    """As a bundle has it; nothing where there is none."""
-    try:
-        return b"" if checkpoint.tokenizer is None else json.dumps(checkpoint.tokenizer, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        raise CheckpointError(
-            f"{checkpoint.path} has a tokenizer that is nested too deep or no UTF-8: fetch it again"
-        ) from None

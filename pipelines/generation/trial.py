@@ -7,11 +7,17 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from castiron.emitter.shown import shown_text
+from castiron.pipelines.errors import CheckpointError
 from castiron.pipelines.generation import tokenizer_trial
 from castiron.vmfb.cache import cache_root, keep
+
+# Any number of tokens.
+ANY = 2**31
 
 
 class Trial:
@@ -54,3 +60,25 @@ class Trial:
             return f"a tokenizer of other tokens: one is {found['largest']}, of {self.vocab} in all"
         keep(self.stamp, b"")
         return None
+
+
+def tokenizer_of(content: Mapping[str, Any], path: object, vocab: int = ANY) -> Any:
+    """The tokenizer of a checkpoint at `path`, which takes whole texts; CheckpointError for one that cannot be read without
+    harm."""
+    from tokenizers import Tokenizer
+
+    with Trial(data := tokenizer_bytes(content, path), vocab) as trial:
+        if fault := trial.fault():
+            raise CheckpointError(f"{path} has {fault}: fetch it again")
+    tokenizer = Tokenizer.from_buffer(data)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def tokenizer_bytes(content: Mapping[str, Any], path: object) -> bytes:
+    """As a bundle has it; CheckpointError, which names `path`, for what no file can hold."""
+    try:
+        return json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} has a tokenizer that is nested too deep or no UTF-8: fetch it again") from None
