@@ -11,7 +11,8 @@ import numpy as np
 
 from castiron.emitter.quantise import convert
 from castiron.pipelines.casting.calibrate import Importance
-from castiron.pipelines.casting.compile import Options, Progress, build_model, importance_of, open_source, stored
+from castiron.pipelines.casting.compile import Options, Progress, build_model, importance_of, open_source, stored, vocab_of
+from castiron.pipelines.casting.soundness import sound
 from castiron.pipelines.casting.weights import codecs_of
 from castiron.pipelines.checkpoints import gguf_writer, hf_as_gguf, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import open_adapter
@@ -59,7 +60,8 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
             f"compile --weights {options.weights} makes a small bundle of it"
         )
     # What is missing in a checkpoint, or not understood, is found before anything is written.
-    build_model(checkpoint, Options(context=1, batch=(), speculate=(), weights=options.weights), ())
+    with sound(checkpoint, vocab_of(checkpoint.config)):
+        build_model(checkpoint, Options(context=1, batch=(), speculate=(), weights=options.weights), ())
     of = _of_gguf if checkpoint.format == "gguf" else _of_hf
     # Filled in before the first tensor is read: what cannot be written, or has no room, is seen before a text is run for it.
     importance: dict[str, np.ndarray] = {}

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from castiron.emitter.shown import shown_text
 from castiron.pipelines.errors import CheckpointError
 from castiron.pipelines.generation import tokenizer_trial
 from castiron.vmfb.cache import cache_root, keep
@@ -55,7 +54,8 @@ class Trial:
         except (ValueError, subprocess.TimeoutExpired):
             return "a tokenizer that the tokenizers library fails on"
         if "error" in found:
-            return f"no tokenizer that can be read ({shown_text(found['error'])})"
+            said = "".join(c for c in found["error"][:100] if c.isprintable())
+            return f"no tokenizer that can be read ({said})"
         if found["largest"] >= self.vocab:
             return f"a tokenizer of other tokens: one is {found['largest']}, of {self.vocab} in all"
         keep(self.stamp, b"")

@@ -133,7 +133,7 @@ def test_ids_past_the_vocabulary(llama, eos, tmp_path, capsys):
     assert f"eos_token_id is {eos}, outside the vocabulary of 40" in compiled(llama, tmp_path, capsys)
 
 
-def test_weights_that_are_no_numbers(llama):
+def test_weights_that_are_no_numbers(llama, tmp_path, capsys):
     file = llama / "model.safetensors"
     weights = load_file(file)
     for value in (np.nan, np.inf, -np.inf):
@@ -142,6 +142,13 @@ def test_weights_that_are_no_numbers(llama):
         spoilt[3, 5] = value
         save_file(weights | {name: spoilt}, file)
         assert f"{name} holds infinities or what is no number" in refusal(llama)
+    # So say those that compile nothing.
+    for argv in (
+        ["quantise", str(llama), "-o", str(tmp_path / "out.gguf"), "--weights", "q8_0"],
+        ["diff", str(llama), "--tokens", "1,2"],
+    ):
+        assert cli.main(argv) == 1 and "holds infinities" in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()
 
 
 @pytest.mark.parametrize(
@@ -159,6 +166,18 @@ def test_weights_that_are_no_numbers(llama):
 def test_tokenizers_that_end_the_process(llama, part, says):
     change(llama, "tokenizer.json", **part)
     assert says in refusal(llama)
+
+
+def test_what_reads_a_tokenizer_by_itself_does_not_end_with_it(llama, tmp_path, capsys):
+    """The library would end this process."""
+    change(llama, "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "//////////////8="})
+    (tmp_path / "text").write_text("ab " * 500)
+    out = str(tmp_path / "out.gguf")
+    for argv in (
+        ["diff", str(llama), "-p", "ab"],
+        ["quantise", str(llama), "-o", out, "--weights", "q4_k_m", "--calibrate", str(tmp_path / "text")],
+    ):
+        assert cli.main(argv) == 1 and "a tokenizer that the tokenizers library fails on" in capsys.readouterr().err
 
 
 def test_vocabularies_of_long_tokens(tmp_path):
