@@ -145,7 +145,9 @@ def lie(rng: random.Random, manifest: dict) -> None:
         how = rng.random()
         if how < 0.1:
             del node[key]
-        elif how < 0.2 and isinstance(node, list):
+        elif how < 0.2 and isinstance(node, dict):
+            node[rng.choice(WORDS)] = node.pop(key)
+        elif how < 0.3 and isinstance(node, list):
             node.append(node[key])
         else:
             node[key] = rng.choice([*NUMBERS, *WORDS, None, True, [], {}, [[]], node[key], [node[key]]])
