@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,7 +187,11 @@ def load_text(
         from castiron.pipelines.generation.vocabulary import Vocabulary
 
         if VOCABULARY in manifest.files:
-            return Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
+            with suppress(ValueError):
+                found = Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
+                if len(found.tokens) == manifest.vocab:
+                    return found
+            raise PipelineError(f"{bundle.path / VOCABULARY} is not as castiron writes it; compile the bundle again")
         return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
 
     return Text(

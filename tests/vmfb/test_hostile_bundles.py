@@ -25,15 +25,14 @@ from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.manifest import BundleError
 from castiron.vmfb.session import Session
 from castiron.vmfb.signature import SIGNATURE
-from tests.pipelines import toy_text
 from tests.vmfb import hostile_bundles
 
-MUTANTS = 80
+MUTANTS = 60
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    return toy_text.write(tmp_path_factory.mktemp("sound") / "toy")
+    return hostile_bundles.write_sound(tmp_path_factory.mktemp("sound") / "toy")
 
 
 @pytest.fixture
