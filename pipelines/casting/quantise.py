@@ -11,8 +11,8 @@ import numpy as np
 
 from castiron.emitter.quantise import convert
 from castiron.pipelines.casting.calibrate import Importance
-from castiron.pipelines.casting.compile import Options, Progress, build_model, importance_of, open_source, stored, vocab_of
-from castiron.pipelines.casting.soundness import sound
+from castiron.pipelines.casting.compile import Options, Progress, build_model, importance_of, open_source, stored
+from castiron.pipelines.casting.soundness import check_finite
 from castiron.pipelines.casting.weights import codecs_of
 from castiron.pipelines.checkpoints import gguf_writer, hf_as_gguf, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import open_adapter
@@ -60,13 +60,13 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
             f"compile --weights {options.weights} makes a small bundle of it"
         )
     # What is missing in a checkpoint, or not understood, is found before anything is written.
-    with sound(checkpoint, vocab_of(checkpoint.config)):
-        build_model(checkpoint, Options(context=1, batch=(), speculate=(), weights=options.weights), ())
+    build_model(checkpoint, Options(context=1, batch=(), speculate=(), weights=options.weights), ())
     of = _of_gguf if checkpoint.format == "gguf" else _of_hf
     # Filled in before the first tensor is read: what cannot be written, or has no room, is seen before a text is run for it.
     importance: dict[str, np.ndarray] = {}
     entries, tensors = of(checkpoint, options, importance)
     need_room(out, sum(gguf_writer.padded(tensor.nbytes) for tensor in tensors), str(out))
+    check_finite(checkpoint)
     importance |= importance_of(checkpoint, options, progress)
     entries += [gguf_writer.entry(key, value) for key, value in zip(_OWN, (_FILE_TYPE[options.weights], _QUANTISATION_VERSION))]
     try:

@@ -25,10 +25,15 @@ def sound(checkpoint: Checkpoint, vocab: int) -> Iterator[None]:
                 raise CheckpointError(
                     f"{checkpoint.path}: {key} is {shown_text(str(token))}, outside the vocabulary of {vocab}"
                 )
-        for tensor in checkpoint.tensors.values():
-            if not are_finite(tensor.codec, tensor.data):
-                raise CheckpointError(
-                    f"{checkpoint.path}: {shown_text(tensor.name)} holds infinities or what is no number: fetch it again"
-                )
+        check_finite(checkpoint)
         if fault := trial.fault():
             raise CheckpointError(f"{checkpoint.path} has {fault}: fetch it again")
+
+
+def check_finite(checkpoint: Checkpoint) -> None:
+    """CheckpointError for weights that are no numbers."""
+    for tensor in checkpoint.tensors.values():
+        if not are_finite(tensor.codec, tensor.data):
+            raise CheckpointError(
+                f"{checkpoint.path}: {shown_text(tensor.name)} holds infinities or what is no number: fetch it again"
+            )

@@ -9,8 +9,8 @@ import numpy as np
 
 from castiron.emitter.ir import Function, Op
 from castiron.emitter.lowering import lower
-from castiron.pipelines.casting.compile import Options, build_model, packed_parameter, vocab_of
-from castiron.pipelines.casting.soundness import sound
+from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
+from castiron.pipelines.casting.soundness import check_finite
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError
 from castiron.reference import hf, interpreter
 
@@ -45,8 +45,8 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
         raise CheckpointError(f"{checkpoint.path} encodes texts, and castiron diff compares models that generate")
     width = len(tokens)
     options = Options(context=width, lowering=lowering, batch=(), speculate=())
-    with sound(checkpoint, vocab_of(checkpoint.config)):
-        model = build_model(checkpoint, options, (width,))
+    model = build_model(checkpoint, options, (width,))
+    check_finite(checkpoint)
     module = lower(model, lowering)
     function = f"prefill_{width}"
     ours = _activations(checkpoint, module, function, tokens)
