@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import castiron
 from castiron.pipelines.commands.options import check_threads, choose_on_hub
+from castiron.pipelines.harmless import harmless
 from castiron.pipelines.installing import remedy
 
 # Name, line of help. The module commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
@@ -156,7 +157,7 @@ def explain(error: Exception) -> str | None:
 def _complain(sentence: str, kind: str, as_json: bool) -> None:
     """One sentence on stderr, and where JSON was asked for an object on stdout."""
     with contextlib.suppress(BrokenPipeError):
-        print(f"castiron: {sentence}", file=sys.stderr)
+        print(f"castiron: {harmless(sentence)}", file=sys.stderr)
         if as_json:
             _print_error(kind, sentence)
 

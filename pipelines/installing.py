@@ -12,11 +12,18 @@ import castiron
 EXTRAS = {
     "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile",
     "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
-    "huggingface_hub": "hub",
+    "huggingface_hub": "hub", "cryptography": "sign",
     "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.
-TARGETS = {"compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "bench": "bench"}
+TARGETS = {
+    "compile": "compile-llm",
+    "serve": "compile-llm",
+    "hub": "compile-llm",
+    "verify": "test",
+    "sign": "test",
+    "bench": "bench",
+}
 
 
 def remedy(module: str | None) -> str | None:

@@ -109,8 +109,12 @@ class Model:
     model: what they ask runs together in the bundle's batch, and each gets the tokens that it gets alone.
     """
 
-    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None):
-        """`threads` default to the physical cores. `prefix_cache`: a folder that keeps states of long beginnings."""
+    def __init__(
+        self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None,
+        parse_special: bool = False,
+    ):  # fmt: skip
+        """`threads` default to the physical cores. `prefix_cache`: a folder that keeps states of long beginnings.
+        `parse_special`: words of messages that are spelled as control tokens are these, and not text."""
         self.bundle = open_bundle(bundle)
         # One of the two: a model encodes texts or generates them.
         self._embedder: Embedder | None = None
@@ -120,7 +124,7 @@ class Model:
             self.text: Text | None = self._embedder.text
             self.threads: int = self._embedder.encoder.threads
         else:
-            self.text = load_text(self.bundle) if self.bundle.tokenizer else None
+            self.text = load_text(self.bundle, parse_special=parse_special) if self.bundle.tokenizer else None
             store = PrefixStore(prefix_cache, self.bundle.manifest) if prefix_cache else None
             scheduler = Scheduler(self.bundle, threads, store=store)
             self.threads = scheduler.batch.program.threads
@@ -318,6 +322,7 @@ def load(
     threads: int | None = None,
     progress: Callable[[str, float], None] | None = None,
     prefix_cache: str | Path | None = None,
+    parse_special: bool = False,
     **options: Any,
 ) -> Model:
     """The model at a path or of a name: a bundle, a GGUF file, an HF directory, a name from the catalogue, or
@@ -326,9 +331,9 @@ def load(
     What is no bundle yet is compiled, with `options` as `castiron.compile` takes them, into castiron's cache, and found there
     the next time. `threads`, which default to the physical cores, run it. `progress(stage, done)` hears of a compile; a
     terminal has a bar without it. `prefix_cache`: a folder that keeps the states of long beginnings of prompts, for other
-    processes too. BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
+    processes too. `parse_special`: words of messages that are spelled as control tokens, such as <|im_end|>, are these; without
+    it what is said is text. BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
     """
     ready = is_bundle(model) and not options
-    return Model(
-        bundle_of(model, None if ready else options_of(**{"threads": threads, **options}), progress), threads, prefix_cache
-    )
+    bundle = bundle_of(model, None if ready else options_of(**{"threads": threads, **options}), progress)
+    return Model(bundle, threads, prefix_cache, parse_special)

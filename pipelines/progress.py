@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from castiron.pipelines.harmless import harmless
+
 # Work that is over before this many seconds is never drawn.
 PATIENCE = 0.4
 # Seconds between two drawings: often enough for a second hand.
@@ -120,7 +122,7 @@ def share_of(time_share: float) -> float:
 
 def say(line: str) -> None:
     """One line on stderr."""
-    print(f"castiron: {line}", file=sys.stderr, flush=True)
+    print(f"castiron: {harmless(line)}", file=sys.stderr, flush=True)
 
 
 def _columns() -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.generation.sequence import Failed, Sequence
 from castiron.reference import tiny
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import open_bundle
@@ -91,3 +94,35 @@ def test_verify_gives_the_token_after_each_position(bundle):
     assert session.step(9) == alone.step(9)
     with pytest.raises(SessionError, match="5 tokens cannot be verified"):
         session.verify(prompt(5))
+
+
+def test_a_slot_without_numbers_fails_alone(bundle):
+    """Whatever brought it there; the others get what they get alone, and what is checked at once is told too."""
+    tokens = prompt(6)
+    expected = greedy(Session(bundle, 1), tokens, 4)
+
+    def spoil(session: Session) -> None:
+        for rows in session.rows(session.position):
+            rows[:] = np.nan
+
+    batch = Batch(bundle, 1)
+    first = [session.prefill(tokens) for session in batch.slots[:2]]
+    spoil(batch.slots[0])
+    assert batch.step(dict(enumerate(first))) == {0: -1, 1: expected[1]}
+    spoil(session := batch.slots[1])
+    with pytest.raises(SessionError, match="logits are not numbers"):
+        session.verify(tokens[:4])
+
+    scheduler = Scheduler(bundle, 1)
+    running = [Sequence(tokens, CONTEXT, max_tokens=4) for _ in range(3)]
+    for sequence in running:
+        scheduler.submit(sequence)
+    told = []
+    while not scheduler.idle:
+        told += scheduler.turn()
+        for slot, sequence in scheduler.decoding.items():
+            if sequence is running[1]:
+                spoil(scheduler.batch.slots[slot])
+    assert [sequence.tokens for sequence in running[::2]] == [expected] * 2
+    (failed,) = [event for sequence, event in told if isinstance(event, Failed)]
+    assert "logits are not numbers" in str(failed.error)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("index", "serving", "structured", "endpoints", "finetune", "troubleshooting")
+    for name in ("index", "serving", "structured", "endpoints", "finetune", "troubleshooting", "trust")
 }
 MODEL = "smollm2-135m-instruct"
 # What the tests of other files run: README's, and those of pages with a test of their own.

@@ -26,8 +26,11 @@ EXTRAS = PROJECT["optional-dependencies"]
 BASE, TEST, BENCH, DOCS = (f"requirements{name}.lock" for name in ("", "-test", "-bench", "-docs"))
 LOCKS = {
     "base": ((BASE,), ("compile", "serve", "structured", "hub")),
-    "tests": ((BASE, TEST), ("compile", "serve", "structured", "hub", "parquet", "ray", "verify", "test")),
-    "bench": ((BASE, TEST, BENCH), ("compile", "serve", "structured", "hub", "parquet", "ray", "verify", "test", "bench")),
+    "tests": ((BASE, TEST), ("compile", "serve", "structured", "hub", "parquet", "ray", "sign", "verify", "test")),
+    "bench": (
+        (BASE, TEST, BENCH),
+        ("compile", "serve", "structured", "hub", "parquet", "ray", "sign", "verify", "test", "bench"),
+    ),
     "docs": ((DOCS,), ("docs",)),
 }
 
@@ -121,7 +124,7 @@ def test_what_compiles_and_runs_is_installed_without_what_only_tests_need():
 
 def test_what_compiles_runs_and_serves_imports_what_the_first_lock_has():
     """At import time or later; tests, reference and the commands that measure or compare have the second lock."""
-    others = ("verify.py", "evaluate.py", "bench.py", "bench_worker.py", "diff.py", "chart.py")
+    others = ("verify.py", "evaluate.py", "bench.py", "bench_worker.py", "diff.py", "chart.py", "signature.py")
     modules = set("iree numpy tokenizers jinja2 llguidance gguf safetensors starlette uvicorn pydantic huggingface_hub".split())
     allowed = set(sys.stdlib_module_names) | modules | {"castiron", "emitter", "vmfb", "pipelines"}
     for path in (path for package in ("emitter", "vmfb", "pipelines") for path in sources(package)):
@@ -232,8 +235,8 @@ def test_a_runtime_environment_is_enough_to_run():
     names = (*others, *(f"commands/{name}" for name in commands))
     files = [*sources("vmfb"), *sources("pipelines/generation"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
     for path in files:
-        # Structured output needs an extra, and says so when it is asked for.
-        extra = {("llguidance", False)} if path.name == "grammar.py" else set()
+        # Structured output and signatures need an extra, and say so when they are asked for.
+        extra = {"grammar.py": {("llguidance", False)}, "signature.py": {("cryptography", False)}}.get(path.name, set())
         assert {name for name, _ in imports(path) - extra} <= allowed, path
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from castiron.vmfb.cache import cache_folder, clear, replacing
 from castiron.vmfb.manifest import FILES, BundleError, File
+from castiron.vmfb.signature import SIGNATURE
 
 MANIFEST = "manifest.json"
 # The largest page of common systems is 16 KB (arm64 macOS); mapping needs no page, vmfb and tensors need 64 bytes.
@@ -84,7 +85,7 @@ def parts_of(path: Path) -> dict[str, Part]:
         found: dict[str, Part] = {}
         with open(path, "rb") as file:
             for entry in entries:
-                if entry.filename not in (MANIFEST, *FILES) or entry.filename in found:
+                if entry.filename not in (MANIFEST, SIGNATURE, *FILES) or entry.filename in found:
                     raise BundleError(f"{wrong} (it holds {entry.filename!r}); {remedy}")
                 file.seek(entry.header_offset)
                 magic, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))

@@ -37,7 +37,8 @@ class Batch:
             self._calls[size] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Appends one token to each of the given slots; slot -> most probable next token (the lowest id of equals).
+        """Appends one token to each of the given slots; slot -> most probable next token (the lowest id of equals), -1 where
+        a slot's logits are no numbers.
 
         SessionError, before any work, for a slot that does not exist, an id outside the vocabulary or a full context.
         """

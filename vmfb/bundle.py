@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from castiron.vmfb.cache import cache_root, keep
 from castiron.vmfb.cpu import host_arch, host_cpu, tiles_given
 from castiron.vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
 from castiron.vmfb.record import RecordError
+from castiron.vmfb.signature import SIGNATURE, check_signature, sign
 from castiron.vmfb.targets import TILES, missing_features
 
 
@@ -44,18 +47,26 @@ class Bundle:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source of the chat template, if the model has one."""
-        return self.part(TEMPLATE).read_bytes().decode() if TEMPLATE in self.manifest.files else None
+        """The Jinja source of the chat template, if the model has one; BundleError if it is not UTF-8."""
+        if TEMPLATE not in self.manifest.files:
+            return None
+        try:
+            return self.part(TEMPLATE).read_bytes().decode()
+        except UnicodeDecodeError:
+            raise BundleError(f"{self.path / TEMPLATE} is not UTF-8; compile the bundle again") from None
 
 
-def open_bundle(place: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
+def open_bundle(
+    place: Path | str | Bundle, *, full_check: bool = False, run: bool = True, verify_key: Path | str | None = None
+) -> Bundle:
     """Opens the bundle at `place`, a directory or an archive; BundleError, one sentence, for anything that does not hold.
     A Bundle is taken as it is.
 
     Every file is hashed when a bundle is first opened. Then a stamp under `cache_root()/verified` remembers each
-    file's size, modification time and inode for this manifest, and later openings compare those alone; `full_check`
-    hashes again. The bundle itself may be read-only. With `run` False the CPU's features and the runtime's version
-    are not asked for: enough to inspect a bundle made for another machine.
+    file's size, inode and the times of its last change (which nobody sets at will) for this manifest, and later openings
+    compare those alone; `full_check` hashes again. The bundle itself may be read-only. With `run` False the CPU's features
+    and the runtime's version are not asked for: enough to inspect a bundle made for another machine. `verify_key`: a file with
+    the public key of who must have signed it.
     """
     if isinstance(place, Bundle):
         return place
@@ -67,32 +78,57 @@ def open_bundle(place: Path | str | Bundle, *, full_check: bool = False, run: bo
     else:
         data = _manifest_data(path)
         manifest = parse(data, str(path / MANIFEST))
+    if verify_key is not None:
+        check_signature(path, data, _signature(path, packed), verify_key)
     if run:
         _check_machine(path, manifest)
     _check_files(path, manifest, data, packed, full_check)
     return Bundle(path, manifest, packed)
 
 
-def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], None] | None = None) -> None:
-    """Writes `bundle` as one archive, its files' sha256 checked on the way; see `castiron.vmfb.archive.write_archive`."""
+def pack_bundle(
+    bundle: Bundle, out: Path | str, progress: Callable[[int, int], None] | None = None, key: Path | str | None = None
+) -> None:
+    """Writes `bundle` as one archive, its files' sha256 checked on the way; see `castiron.vmfb.archive.write_archive`. It is
+    signed by the private key in the file `key`, or as it was."""
     place, out = bundle.path, Path(out)
     if out.exists() and place.exists() and out.samefile(place):
         raise BundleError(f"{out} is the bundle itself; give another file")
     head = bundle.packed[MANIFEST] if bundle.packed else Part.of(place / MANIFEST)
     files = bundle.manifest.files
-    write_archive(
-        {MANIFEST: head, **{name: bundle.part(name) for name in files}}, {n: f.sha256 for n, f in files.items()}, out, progress
-    )
+    signature = _signature(place, bundle.packed) if key is None else sign(head.read_bytes(), key)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {MANIFEST: head}
+        if signature:
+            (signed := Path(folder) / SIGNATURE).write_bytes(signature)
+            parts[SIGNATURE] = Part.of(signed)
+        parts |= {name: bundle.part(name) for name in files}
+        write_archive(parts, {n: f.sha256 for n, f in files.items()}, out, progress)
+
+
+def _signature(path: Path, packed: Mapping[str, Part] | None) -> bytes | None:
+    """That of a bundle's manifest; None if nobody signed it."""
+    try:
+        return (packed[SIGNATURE] if packed else Part(_regular(path / SIGNATURE), 0, 64)).read_bytes()
+    except (OSError, KeyError):
+        return None
 
 
 def _manifest_data(path: Path) -> bytes:
     try:
-        return (path / MANIFEST).read_bytes()
+        return _regular(path / MANIFEST).read_bytes()
     except OSError as error:
         what = "has no manifest.json" if path.is_dir() else "is not a directory"
         if path.is_dir() and not isinstance(error, FileNotFoundError):
             what = f"has a manifest.json that cannot be read ({error.strerror})"
         raise BundleError(f"{path} {what}: it is not a bundle; make one with castiron compile") from None
+
+
+def _regular(path: Path) -> Path:
+    """A path where an ordinary file lies, which ends; OSError for another."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    return path
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
@@ -134,7 +170,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, packed: Mapping[st
     for name, file in manifest.files.items():
         try:
             # Of a directory the sizes are what the files have, not what the manifest says.
-            parts[name] = packed[name] if packed else Part.of(path / name)
+            parts[name] = packed[name] if packed else Part.of(_regular(path / name))
             stat = parts[name].path.stat()
         except (OSError, KeyError):
             raise BundleError(f"{path / name} is missing or cannot be read; compile the bundle again") from None
@@ -142,7 +178,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, packed: Mapping[st
             raise BundleError(
                 f"{path / name} has {parts[name].size} bytes where the manifest says {file.size}; compile the bundle again"
             )
-        marks[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino, parts[name].offset]
+        marks[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, parts[name].offset]
     stamp = cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(path.resolve())).hexdigest()}.json"
     if not full_check:
         with contextlib.suppress(OSError, ValueError):
@@ -233,7 +269,7 @@ class BundleWriter:
         except (OSError, ValueError):
             value = None
         # A directory of another kind is never deleted, even if it happens to have a manifest.json.
-        if not isinstance(value, dict) or "schema" not in value or entries - set(FILES) - {MANIFEST}:
+        if not isinstance(value, dict) or "schema" not in value or entries - set(FILES) - {MANIFEST, SIGNATURE}:
             raise BundleError(f"{self.target} holds other things than a bundle; choose another place or empty it")
 
     def _swap(self) -> None:

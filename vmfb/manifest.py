@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from castiron.vmfb.record import Json, RecordError, from_json, to_json
+from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.states import KINDS, State
 from castiron.vmfb.targets import Target
 
@@ -34,6 +34,7 @@ FILES: dict[str, bool] = {
     LOG: False,
     TEXT: False,
 }
+_HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 
 
@@ -205,19 +206,22 @@ def parse(data: bytes, place: str) -> Manifest:
     """The manifest in `data`; BundleError, naming `place`, for what this version does not know or cannot be."""
     try:
         value = json.loads(data)
+        if _HALF_OF_A_PAIR.search(data):
+            # Such strings could be written nowhere.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{place} is not JSON ({error}); compile the bundle again") from None
+        raise BundleError(f"{place} is not JSON ({short(str(error), 100)}); compile the bundle again") from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA or isinstance(schema, bool):
         raise BundleError(
-            f"{place} has schema {schema!r} and this castiron reads {SCHEMA}; "
+            f"{place} has schema {short(repr(schema))} and this castiron reads {SCHEMA}; "
             "compile the bundle again, or use the castiron that made it"
         )
     try:
         manifest = from_json(Manifest, value)
         check(manifest)
     except RecordError as error:
-        raise BundleError(f"{place}: {error}; compile the bundle again") from None
+        raise BundleError(f"{place}: {short(str(error), 200)}; compile the bundle again") from None
     return manifest
 
 
@@ -227,6 +231,10 @@ def check(manifest: Manifest) -> None:
     for name, smallest in least.items():
         if (value := getattr(manifest, name)) < smallest:
             raise RecordError(f"{name} is {value}, not a positive number")
+    # i32 counts them, and each has a row of some bytes; a file of weights has a page at least.
+    most = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
+    if manifest.vocab > most:
+        raise RecordError(f"vocab is {manifest.vocab}, and the weights have no more than {most} rows")
     _check_states(manifest)
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     several = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]

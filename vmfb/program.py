@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import io
 import mmap
 import os
+import re
+import struct
 import threading
 import time
 import weakref
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import isnan, prod
@@ -21,6 +26,7 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import device, give_way
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
+from castiron.vmfb.weights import WeightsError, read_irpa
 
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
 SCOPE = "model"
@@ -38,6 +44,13 @@ _USAGE = int(rt.BufferUsage.DEFAULT) | int(rt.BufferUsage.MAPPING)
 _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
+# What the runtime raises for a file that it does not take, by its kinds of status.
+REFUSALS = (RuntimeError, ValueError, IndexError, KeyError, NotImplementedError)
+
+
+NO_NUMBERS = "the model's logits are not numbers: its weights or its cache's type are not fit for this text"
+
+
 class SessionError(Exception):
     """A request that a session refuses before doing any of it; one sentence."""
 
@@ -45,19 +58,20 @@ class SessionError(Exception):
 class Loaded:
     """A module and its weights on a device of so many threads.
 
-    weights, module: bytes of the two files, mapped; they are used where they lie. RuntimeError or ValueError where the runtime
-    refuses them.
+    weights, module: bytes of the two files, mapped; they are used where they lie. `check` sees the module before any of its
+    code runs. RuntimeError or ValueError where the runtime refuses them.
     """
 
     vocab = 0
 
-    def __init__(self, weights: Any, module: Any, threads: int):
+    def __init__(self, weights: Any, module: Any, threads: int, check: Callable[[rt.VmModule], None] = lambda module: None):
         self.threads, self.device = threads, device(threads)
         # Kept, since the runtime takes memory as it is.
         self._mapped = weights, module
         instance, parameters = rt.VmInstance(), rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         self.module = rt.VmModule.wrap_buffer(instance, module)
+        check(self.module)
         # Loads every weight global: here a missing or short parameter shows.
         self.context = rt.VmContext(
             instance,
@@ -85,20 +99,54 @@ class Program(Loaded):
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}, and a session needs at least 1")
         bundle = open_bundle(source)
-        self.manifest, self.vocab = bundle.manifest, bundle.manifest.vocab
+        self.manifest, self.vocab, self._place = bundle.manifest, bundle.manifest.vocab, bundle.path
         # Of the thread that runs it; what it calls may take it again.
         owned = threading.RLock()
         self.take, self.leave = owned.acquire, owned.release
         try:
+            read_irpa(weights := bundle.part(WEIGHTS).map())
             # Mapped here, since VmModule.mmap asks for permission to write. Hyperthreads share the vector units that a kernel
             # keeps full.
-            super().__init__(bundle.part(WEIGHTS).map(), bundle.part(MODEL).map(), threads or physical_cores())
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise BundleError(f"the IREE runtime refuses {bundle.path} ({reason}); compile the bundle again") from None
-        exported = set(self.module.function_names)
-        if absent := [f.name for f in self.manifest.functions if f.name not in exported]:
-            raise BundleError(f"{bundle.path / MODEL} has no function {absent[0]}; compile the bundle again")
+            super().__init__(weights, _checked(bundle.part(MODEL).map()), threads or physical_cores(), self._check)
+        except WeightsError as error:
+            raise BundleError(
+                f"{bundle.path / WEIGHTS} is not as castiron writes it: {error}; compile the bundle again"
+            ) from None
+        except REFUSALS as error:
+            raise BundleError(f"the IREE runtime refuses {bundle.path} ({_reason(error)}); compile the bundle again") from None
+
+    def _check(self, module: rt.VmModule) -> None:
+        """BundleError unless the module's functions are those of the manifest: what they are called with is made by that."""
+        exported, place = set(module.function_names), self._place / MODEL
+        for entry in self.manifest.functions:
+            if entry.name not in exported:
+                raise BundleError(f"{place} has no function {entry.name}; compile the bundle again")
+            said = module.lookup_function(entry.name).reflection.get("iree.abi.declaration", "")
+            if _types(said, "input") != entry.inputs or _types(said, "output") != entry.outputs:
+                raise BundleError(f"{place} has another {entry.name} than the manifest says; compile the bundle again")
+
+
+def _checked(module: memoryview) -> memoryview:
+    """The module itself, if its parts are as IREE wrote them; ValueError otherwise."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(module)) as archive:
+            spoilt = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError) as error:
+        raise ValueError(f"its module is no archive of parts: {error}") from None
+    if spoilt is not None:
+        raise ValueError(f"the part {spoilt!a} of its module is spoilt")
+    return module
+
+
+def _reason(error: Exception) -> str:
+    """What the runtime says, of which it may say much."""
+    said = " ".join(str(error).split())[:160]
+    return "".join(c for c in said if c.isprintable())
+
+
+def _types(declaration: str, side: str) -> tuple[str, ...]:
+    """Of a function's inputs or outputs, as its module declares them: `sync func @f(%input0: tensor<8xi32>, ...) -> (...)`."""
+    return tuple(re.findall(rf"%{side}\d+: tensor<([^>]*)>", declaration))
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -168,6 +216,7 @@ class Call:
         self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(len(entry.outputs))
         for operand in operands:
             self._arguments.push_ref(operand.view)
+        self._name = entry.name
         self._vocab, self._workers = program.vocab, program.threads > 1
         self.seconds = 0.0
         _calls.add(self)
@@ -176,7 +225,10 @@ class Call:
         """Returns when the results are there; the states among the operands have changed in place."""
         if self._workers:
             give_way()
-        self._run(self._function, self._arguments, self._results)
+        try:
+            self._run(self._function, self._arguments, self._results)
+        except REFUSALS as error:
+            raise SessionError(f"the IREE runtime fails in {self._name} ({_reason(error)}): compile the bundle again") from None
 
     def count_seconds(self) -> None:
         """From now on `seconds` adds up what the runtime takes; a call that was not told so pays nothing for it."""
@@ -199,12 +251,14 @@ class Call:
         best = int(self._result(0, _I32, ()))
         # Where one is none, by rounding of the states or by the weights, nearly always all are.
         if isnan(self._result(1, _F32, (self._vocab,))[best]):
-            raise SessionError("the model's logits are not numbers: its weights or its cache's type are not fit for this text")
+            raise SessionError(NO_NUMBERS)
         return best
 
     def argmaxes(self, count: int) -> list[int]:
-        """Result 0 of a function with `count` of them."""
-        return self._result(0, _I32, (count,)).tolist()
+        """Result 0 of a function with `count` of them; -1 where its logit is no number."""
+        best = self._result(0, _I32, (count,))
+        unfit = np.isnan(self._result(1, _F32, (count, self._vocab))[range(count), best])
+        return np.where(unfit, -1, best).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
         """Result 1, f32 `[vocab]`, or row `row` of `[rows, vocab]`; a copy."""

@@ -48,10 +48,17 @@ def from_json(kind: Any, value: Json, path: str = "") -> Any:
         return tuple(from_json(arguments[0], item, f"{path}[{n}]") for n, item in enumerate(items))
     if origin is dict:
         pairs = _expect(dict, value, path)
-        return {key: from_json(arguments[1], item, f"{path}.{key}") for key, item in pairs.items()}
+        return {key: from_json(arguments[1], item, f"{path}.{short(key)}") for key, item in pairs.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _float(value, path)
     return _expect(kind, value, path)
+
+
+def _float(value: int, path: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise RecordError(f"{path} is larger than any number of 64 bits") from None
 
 
 def _dataclass(kind: Any, value: Json, path: str) -> Any:
@@ -60,7 +67,7 @@ def _dataclass(kind: Any, value: Json, path: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     where = f"{path}." if path else ""
     if unknown := sorted(set(pairs) - set(fields)):
-        raise RecordError(f"{where}{unknown[0]} is not a field that this version knows")
+        raise RecordError(f"{where}{short(unknown[0])} is not a field that this version knows")
     found = {}
     for name, field in fields.items():
         if name in pairs:
@@ -82,7 +89,11 @@ _WORDS = {
 
 def _expect(kind: type, value: Json, path: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        text = repr(value)
-        shown = text if len(text) < 60 else text[:60] + "…"
-        raise RecordError(f"{path or 'the whole'} is {shown}, not {_WORDS[kind]}")
+        raise RecordError(f"{path or 'the whole'} is {short(repr(value))}, not {_WORDS[kind]}")
     return value
+
+
+def short(text: str, most: int = 60) -> str:
+    """As much as an error quotes, what does not print as in a repr."""
+    cut = text if len(text) < most else text[:most] + "…"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)

@@ -77,6 +77,25 @@ def write_irpa(
         raise
 
 
+def read_irpa(data: memoryview) -> dict[str, int]:
+    """The tensors of a file by name, with their bytes; WeightsError unless `write_irpa` could have written it."""
+    try:
+        fields = _HEADER.unpack_from(data)
+        count, table, text = fields[6], fields[7], fields[9]
+        # More rows than there is room for are none.
+        rows = [_ENTRY.unpack_from(data, table + index * _ENTRY_SIZE) for index in range(min(count, len(data)))]
+        spans = [(row[3], row[4]) for row in rows]
+        names = [bytes(data[text + at : text + at + length]) for at, length in spans]
+        sizes = [row[-1] for row in rows]
+        head, offsets, start = _head(names, sizes)
+        end = start + (offsets[-1] + sizes[-1] if sizes else 0)
+        if count == len(rows) and len(set(names)) == count and end == len(data) and data[:start] == head:
+            return {name.decode(): size for name, size in zip(names, sizes)}
+    except (struct.error, OverflowError, MemoryError, UnicodeDecodeError):
+        pass
+    raise WeightsError("its table of tensors does not hold together")
+
+
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
     """Everything before the data, each tensor's offset from there, and where there is in the file."""
     table = _HEADER.size + -_HEADER.size % 16

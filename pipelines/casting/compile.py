@@ -189,7 +189,8 @@ def build_model(checkpoint: Checkpoint, options: Options, widths: tuple[int, ...
     if problems:
         # Some of either kind: names that nobody asks for often tell why others are missing.
         kinds = [[problem for problem in problems if problem.endswith(" is left over") == left] for left in (False, True)]
-        told = "; ".join(shown_list(kind, "; ") for kind in kinds if kind)
+        most = 180 // sum(map(bool, kinds))
+        told = "; ".join(shown_list(kind, "; ", most) for kind in kinds if kind)
         raise CheckpointError(f"{checkpoint.path} does not hold what its config calls for: {told}")
     return module
 

@@ -10,16 +10,19 @@ from castiron.pipelines.places import is_gguf
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 
-def bundle_of(place: str) -> Bundle:
+def bundle_of(place: str, *, full_check: bool = False, verify_key: str | None = None) -> Bundle:
     """The bundle at `place`; or that of the checkpoint at `place`, or of the model of this name, in the catalogue or on
     the hub.
 
-    What is cast lies in the cache and is cast again when the checkpoint, the compiler or castiron are others. Besides what
-    `open_bundle` and `compile_model` raise, PipelineError for a name that is nothing.
+    `full_check` and `verify_key` are as in `open_bundle`. What is cast lies in the cache and is cast again when the checkpoint,
+    the compiler or castiron are others. Besides what `open_bundle` and `compile_model` raise, PipelineError for a name that is
+    nothing.
     """
     path = Path(place)
     if path.exists() and not is_checkpoint(path):
-        return open_bundle(path)
+        return open_bundle(path, full_check=full_check, verify_key=verify_key)
+    if verify_key is not None:
+        raise PipelineError(f"--verify-key is for bundles that somebody signed, and {place} is none")
     from castiron.pipelines.casting.cast import cast
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 

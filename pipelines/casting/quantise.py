@@ -12,6 +12,7 @@ import numpy as np
 from castiron.emitter.quantise import convert
 from castiron.pipelines.casting.calibrate import Importance
 from castiron.pipelines.casting.compile import Options, Progress, build_model, importance_of, open_source, stored
+from castiron.pipelines.casting.soundness import check_finite
 from castiron.pipelines.casting.weights import codecs_of
 from castiron.pipelines.checkpoints import gguf_writer, hf_as_gguf, open_checkpoint
 from castiron.pipelines.checkpoints.adapter import open_adapter
@@ -65,6 +66,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
     importance: dict[str, np.ndarray] = {}
     entries, tensors = of(checkpoint, options, importance)
     need_room(out, sum(gguf_writer.padded(tensor.nbytes) for tensor in tensors), str(out))
+    check_finite(checkpoint)
     importance |= importance_of(checkpoint, options, progress)
     entries += [gguf_writer.entry(key, value) for key, value in zip(_OWN, (_FILE_TYPE[options.weights], _QUANTISATION_VERSION))]
     try:

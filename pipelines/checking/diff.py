@@ -10,6 +10,7 @@ import numpy as np
 from castiron.emitter.ir import Function, Op
 from castiron.emitter.lowering import lower
 from castiron.pipelines.casting.compile import Options, build_model, packed_parameter
+from castiron.pipelines.casting.soundness import check_finite
 from castiron.pipelines.checkpoints import Checkpoint, CheckpointError
 from castiron.reference import hf, interpreter
 
@@ -45,6 +46,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     width = len(tokens)
     options = Options(context=width, lowering=lowering, batch=(), speculate=())
     model = build_model(checkpoint, options, (width,))
+    check_finite(checkpoint)
     module = lower(model, lowering)
     function = f"prefill_{width}"
     ours = _activations(checkpoint, module, function, tokens)

@@ -74,8 +74,8 @@ class _Metadata(Metadata):
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     """The tokens that end an answer: end of sequence and, where the file names one, end of turn; Gemma 4's by their names."""
     found = [file.metadata.get(_PREFIX + key) for key in ("eos_token_id", "eot_token_id")]
-    tokens = file.metadata.get(_PREFIX + "tokens") if file.metadata.get(_PREFIX + "model") == "gemma4" else None
-    if isinstance(tokens, list):
+    tokens, model = (file.metadata.get(_PREFIX + key) for key in ("tokens", "model"))
+    if isinstance(tokens, list) and isinstance(model, str) and model == "gemma4":
         found += [tokens.index(end) for end in _GEMMA4_ENDS if end in tokens]
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 

@@ -6,13 +6,11 @@ read back, and refused unless it cuts a text of many kinds into the same tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
@@ -20,6 +18,7 @@ from castiron.pipelines.checkpoints.gguf_tokenizer import SPACE, tokenizer_json
 from castiron.pipelines.checkpoints.gguf_writer import Value, as_read
 from castiron.pipelines.checkpoints.hf_as_gguf import architecture_for
 from castiron.pipelines.checkpoints.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from castiron.pipelines.generation.trial import tokenizer_of
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's llama_token_type
@@ -159,6 +158,6 @@ def _around(post_processor: dict | None) -> tuple[bool, bool]:
 def _check(checkpoint: Checkpoint, metadata: dict[str, Value]) -> None:
     told = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
     back = tokenizer_json(GgufFile(Path(checkpoint.path), 3, told, {}, np.empty(0, np.uint8)))
-    ours, theirs = (Tokenizer.from_str(json.dumps(content)).encode(SAMPLE).ids for content in (checkpoint.tokenizer, back))
+    ours, theirs = (tokenizer_of(content, checkpoint.path).encode(SAMPLE).ids for content in (checkpoint.tokenizer, back))
     if ours != theirs:
         raise CheckpointError(f"{checkpoint.path} has a tokenizer that a GGUF file would cut text otherwise with: {_CONVERT}")

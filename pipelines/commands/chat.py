@@ -13,11 +13,13 @@ from castiron.pipelines.commands.generating import (
     add_length_argument,
     add_prefix_cache_arguments,
     add_sampling_arguments,
+    add_special_argument,
     add_template_argument,
     length_of,
     prefix_store,
     sampling_of,
     template_args,
+    trust_of,
 )
 from castiron.pipelines.progress import say
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     add_template_argument(parser)
+    add_special_argument(parser)
     add_length_argument(parser)
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add_sampling_arguments(parser, model_default=True)
@@ -59,10 +62,10 @@ def main(args: argparse.Namespace) -> int:
     from castiron.vmfb.session import Session
 
     asked, usual = length_of(args)
-    bundle = generating(bundle_of(args.bundle))
+    bundle = generating(bundle_of(args.bundle, **trust_of(args)))
     warn_of_shortage(bundle.manifest)
     sampling = sampling_of(args, bundle.manifest.generation)
-    text = load_text(bundle, template_args(args))
+    text = load_text(bundle, template_args(args), args.parse_special)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
     chat = Chat(

@@ -67,9 +67,9 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
     elif checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer: give token ids with --tokens 1,2,3")
     else:
-        from tokenizers import Tokenizer
+        from castiron.pipelines.generation.trial import tokenizer_of
 
-        tokens = Tokenizer.from_str(json.dumps(checkpoint.tokenizer)).encode(args.prompt).ids
+        tokens = tokenizer_of(checkpoint.tokenizer, checkpoint.path).encode(args.prompt).ids
     if len(tokens) < 2:
         raise PipelineError("give at least two tokens: one alone does not test attention")
     return tokens

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from castiron.pipelines.commands.generating import add_bundle_argument
+from castiron.pipelines.commands.generating import add_bundle_argument, trust_of
 from castiron.pipelines.errors import PipelineError
 
 EXAMPLES = """\
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.embedding import Embedder, say_cut
 
     texts = list(texts_of(args))
-    embedder = Embedder(bundle_of(args.bundle), args.threads)
+    embedder = Embedder(bundle_of(args.bundle, **trust_of(args)), args.threads)
     embedder.check_vectors()
     prompt = embedder.prompt(args.prompt_name) if args.prompt is None else args.prompt
     embedder.check_dimensions(args.dimensions)

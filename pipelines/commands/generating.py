@@ -26,6 +26,15 @@ def add_bundle_argument(parser: argparse.ArgumentParser, nargs: str | None = Non
     parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs, help="a bundle, a directory or packed; or a GGUF file, an "
                         "HF directory, a name of the catalogue, or org/name[:FILE] on the hub, which is cast first",
                         )  # fmt: skip
+    parser.add_argument("--trust", choices=("once", "never"), default="once", help="hash a bundle's files when it is first "
+                        "opened here, or whenever it is opened (default: once)")  # fmt: skip
+    parser.add_argument("--verify-key", metavar="KEY", help="open a bundle only if the owner of the public Ed25519 key in this "
+                        "PEM file signed it, by castiron pack --sign")  # fmt: skip
+
+
+def trust_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What --trust and --verify-key say, for `castiron.pipelines.casting.named.bundle_of`."""
+    return {"full_check": args.trust == "never", "verify_key": args.verify_key}
 
 
 def add_length_argument(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +102,12 @@ def template_arg(text: str) -> tuple[str, Any]:
 def template_args(args: argparse.Namespace) -> dict[str, Any]:
     """What --template-arg sets; of two values for one name the last."""
     return dict(args.template_arg)
+
+
+def add_special_argument(parser: argparse._ActionsContainer) -> None:
+    """--parse-special, of `load_text`."""
+    parser.add_argument("--parse-special", action="store_true", help="take words of messages that are spelled as control "
+                        "tokens, such as <|im_end|>, for these; without it what is said is text")  # fmt: skip
 
 
 def add_prefix_cache_arguments(parser: argparse._ActionsContainer) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from castiron.pipelines.commands.options import add_model, megabytes
+from castiron.pipelines.harmless import harmless
 from castiron.pipelines.places import is_bundle
 from castiron.pipelines.progress import Progress
 
@@ -51,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
         facts, lines = bundle(args.model)
     else:
         facts, lines = checkpoint(args.model, args.tensors)
-    print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(lines))
+    print(json.dumps(facts, ensure_ascii=False) if args.json else harmless("\n".join(lines)))
     return 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from castiron.pipelines.commands.options import megabytes
+from castiron.pipelines.harmless import harmless
 from castiron.pipelines.places import is_archive
 
 EXAMPLES = """\
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"{absent[0]} is not there; castiron list takes bundles and folders of bundles")
     found = dict.fromkeys(path for place in (PLACE, *named) for path in bundles_at(place))
     result = {"catalogue": catalogue(), "bundles": [bundle(path) for path in found]}
-    print(json.dumps(result, ensure_ascii=False) if args.json else "\n".join(table(result)))
+    print(json.dumps(result, ensure_ascii=False) if args.json else harmless("\n".join(table(result))))
     return 0
 
 

@@ -28,11 +28,13 @@ from castiron.pipelines.commands.generating import (
     add_length_argument,
     add_prefix_cache_arguments,
     add_sampling_arguments,
+    add_special_argument,
     add_template_argument,
     length_of,
     prefix_store,
     sampling_of,
     template_args,
+    trust_of,
 )
 from castiron.pipelines.commands.spoken import Spoken
 from castiron.pipelines.errors import PipelineError
@@ -81,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
     add_template_argument(parser)
+    add_special_argument(parser)
     group = parser.add_argument_group("structured output", "What the text has to be; tokens that do not fit are never chosen.")
     form = group.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", help="JSON that holds to the JSON schema in a file")
@@ -121,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
     if args.template_arg and (args.tokens or args.raw):
         raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
-    bundle = generating(bundle_of(args.bundle))
+    bundle = generating(bundle_of(args.bundle, **trust_of(args)))
     store = prefix_store(args, bundle.manifest)
     warn_of_shortage(bundle.manifest)
     prompt, text = read_prompt(args, bundle)
@@ -176,7 +179,7 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Text | Non
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
         needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
         return args.tokens, load_text(bundle) if bundle.tokenizer and needed else None
-    text = load_text(bundle, template_args(args))
+    text = load_text(bundle, template_args(args), args.parse_special)
     words = prompt_words(args)
     if args.raw or text.chat_template is None:
         if args.system:

@@ -28,9 +28,11 @@ from ipaddress import ip_address
 from castiron.pipelines.commands.generating import (
     add_bundle_argument,
     add_prefix_cache_arguments,
+    add_special_argument,
     add_template_argument,
     prefix_store,
     template_args,
+    trust_of,
 )
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import say
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
                         "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     add_template_argument(parser)
+    add_special_argument(parser)
     add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--shared-prefixes", action="store_true", help="read what prompts begin with once for all keys; how "
@@ -107,10 +110,11 @@ def main(args: argparse.Namespace) -> int:
     check(args)
     keys, pages = api_keys(args), origins(args)
     limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature, args.scheduling_policy == "priority")
-    shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": template_args(args)}
+    shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": template_args(args),
+              "parse_special": args.parse_special}  # fmt: skip
     with listen(args.host, args.port) as listening:
         local = ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
-        bundles = [bundle_of(place) for place in args.bundle]
+        bundles = [bundle_of(place, **trust_of(args)) for place in args.bundle]
         if len(bundles) > 1 or args.keep is not None:
             open_one = lambda bundle, name, metrics: open_app(
                 bundle, name=name, store=prefix_store(args, bundle.manifest), metrics=metrics, **shared

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from castiron.pipelines.generation.thoughts import Thought
+from castiron.pipelines.harmless import harmless
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -22,15 +23,17 @@ class Spoken:
         self.thinking = False
 
     def write(self, piece: str) -> None:
+        """At a terminal, which obeys nothing that stands in it."""
+        said = harmless(piece) if self.shown else piece
         if isinstance(piece, Thought):
             self.thinking = True
             if not self.shown:
                 return
-            words = self.wrap(str(piece))
+            words = self.wrap(str(said))
             words = f"{DIM}{words}{PLAIN}" if self.dims else words
         else:
             ends = self.thinking and bool(piece.strip())
             self.thinking = self.thinking and not ends
-            words = self.wrap(f"\n\n{piece}" if ends and self.shown else piece)
+            words = self.wrap(f"\n\n{said}" if ends and self.shown else said)
         self.out.write(words)
         self.out.flush()

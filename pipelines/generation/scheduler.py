@@ -13,6 +13,7 @@ from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scoring import score_chunk, width_of
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.program import NO_NUMBERS, SessionError
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
@@ -28,7 +29,8 @@ class ModelFailed(PipelineError):
     """Running the model, or choosing from what it found, went wrong; `__cause__` says how."""
 
     def __init__(self, cause: BaseException):
-        super().__init__("the model failed on this request; other requests are not affected")
+        why = f": {cause}" if isinstance(cause, SessionError) else "; other requests are not affected"
+        super().__init__(f"the model failed on this request{why}")
         self.__cause__ = cause
 
 
@@ -233,6 +235,9 @@ class Scheduler:
             return
         self.observer.stepped()
         for slot, sequence in list(self.decoding.items()):
+            if found[slot] < 0:
+                self._fail([sequence], SessionError(NO_NUMBERS), events)
+                continue
             self.cache.fed(slot, unread[slot][:1])
             if len(unread[slot]) == 1:
                 self._advance(slot, sequence, found[slot], events)

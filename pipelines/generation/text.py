@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.chat_template import check_variables, render
+from castiron.pipelines.generation.chat_template import check_variables, prepare, render
+from castiron.pipelines.generation.control_words import ControlWords
 from castiron.pipelines.generation.thoughts import Marks, Thoughts, marks_of
+from castiron.pipelines.generation.tokenizing import encoded, utf8
 from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
+from castiron.pipelines.generation.trial import Trial
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import VOCABULARY
+from castiron.vmfb.manifest import TEMPLATE, TOKENIZER, VOCABULARY
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.grammar import Grammar, Grammars
@@ -24,8 +28,6 @@ REPLACEMENT = "\ufffd"
 CUT = "\ue0c1\ue0c2\ue0c3"
 # Tokens at the end of a prompt in which a mark that begins thoughts may stand.
 PROMPT_END = 16
-# Characters of a text whose tokens take longer than others should wait.
-LONG = 20_000
 
 
 class Text:
@@ -40,12 +42,17 @@ class Text:
         template_args: Mapping[str, object] | None = None,
         vocabulary: Callable[[], Vocabulary] | None = None,
         tool_form: ToolForm | None = None,
+        parse_special: bool = False,
     ):
         """`template_args`: values for variables of the template, unless a call gives others; PipelineError for one that
         the template does not read. `vocabulary` reads that of the bundle; the tokenizer's own without it. `tool_form`: how
-        the template has functions called.
+        the template has functions called. `parse_special`: control words in messages are control tokens, as the template's
+        own are, and not the text that somebody said.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self.parse_special = tokenizer, parse_special
+        # A file may have settings of its own for the batches in which it was trained.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self.chat_template = chat_template
         self.bos = bos
         self.eos = tuple(eos)
@@ -76,28 +83,50 @@ class Text:
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
         """The ids of `messages` ({"role", "content"} each) in the chat template; PipelineError if there is none."""
-        # The template has written the special tokens itself.
-        return self._encode(self.render_chat(messages, **variables), False)
-
-    def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
-        """The text whose ids `encode_chat` gives."""
-        if self.chat_template is None:
-            raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
-        names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
-        special = {name: self.tokenizer.id_to_token(index) for name, index in names.items() if index is not None}
-        return render(self.chat_template, messages, special_tokens=special, **(self.template_args | variables))
+        text, mark = self._rendered_apart(messages, variables)
+        return self._encode_rendered(text, mark)
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
         """The ids of `messages` up to the end of the last one's content, which the model is to go on with; PipelineError if the
         template does not show it."""
         *before, last = messages
-        whole = self.render_chat(
-            [*before, {**last, "content": last["content"] + CUT}], **variables, add_generation_prompt=False
-        )
+        unfinished = [*before, {**last, "content": last["content"] + CUT}]
+        whole, mark = self._rendered_apart(unfinished, {**variables, "add_generation_prompt": False})
         text, found, _ = whole.partition(CUT)
         if not found:
             raise PipelineError("this model's chat template does not show the last message, so that none can go on with it")
-        return self._encode(text, False)
+        return self._encode_rendered(text, mark)
+
+    def _rendered_apart(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
+        """The template's text of `messages`, and what stands in it within words that were said and are no control tokens."""
+        given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
+        if self.chat_template is not None and not self.parse_special:
+            given, mark = self.control_words.broken(given)
+        return self._rendered(**given), mark
+
+    def _encode_rendered(self, text: str, mark: str) -> list[int]:
+        # The template has written the special tokens itself.
+        return self.control_words.encode(utf8(text), mark) if mark else self._encode(text, False)
+
+    def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
+        """The text whose ids `encode_chat` gives."""
+        return self._rendered(messages, **(self.template_args | variables))
+
+    def _rendered(self, messages: Sequence[Mapping], **variables) -> str:
+        if self.chat_template is None:
+            raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
+        names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
+        special = {name: self.tokenizer.id_to_token(index) for name, index in names.items() if index is not None}
+        return render(self.chat_template, messages, special_tokens=special, **variables)
+
+    @cached_property
+    def control_words(self) -> ControlWords:
+        """Of the template's text; made when messages are first encoded."""
+        form, answers = self.tool_form, {word for pair in self.marks for word in pair}
+        # Harmony's open turns too.
+        if form and form.name != "harmony":
+            answers |= {form.begin, form.end, *form.marks}
+        return ControlWords(self.tokenizer, self.chat_template or "", answers)
 
     def thoughts(self, prompt: Sequence[int]) -> Thoughts | None:
         """What tells the model's thoughts from its answer after `prompt`, whose end may have begun them; None for a model
@@ -144,39 +173,31 @@ class Text:
         return Grammars(self.tokenizer, read(), self.eos)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            # Python hands on what a terminal sends in another encoding as lone surrogates.
-            raise PipelineError("the prompt is not valid UTF-8") from None
-        return encoded(self.tokenizer, text, add_special_tokens)
+        return encoded(self.tokenizer, utf8(text), add_special_tokens)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, special ones left out."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def encoded(tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """The ids of a text, which may be long without holding up other threads."""
-    if len(text) > LONG:
-        # Of one text alone the library keeps Python's lock until it is done.
-        return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-
-def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None) -> Text:
+def load_text(
+    bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
+) -> Text:
     """The tokenizer of a bundle, or of the one at a path; PipelineError if it has none or if its file is not a tokenizer, or
     as `Text` says."""
     bundle = open_bundle(bundle)
+    if TEMPLATE in bundle.manifest.files:
+        # Beside what follows.
+        prepare()
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
     from tokenizers import Tokenizer
 
-    data = bundle.tokenizer.read_bytes()
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise PipelineError(f"{bundle.tokenizer} is not a tokenizer: {error}") from None
+    data, file = bundle.tokenizer.read_bytes(), bundle.manifest.files[TOKENIZER]
+    with Trial(data, bundle.manifest.vocab, file.sha256) as trial:
+        if fault := trial.fault():
+            raise PipelineError(f"{bundle.tokenizer} has {fault}; compile the bundle again")
+    tokenizer = Tokenizer.from_buffer(data)
     special = {str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     form = FORMS.get(bundle.manifest.tool_form or "")
     marks = [*marks_of(bundle.chat_template or "", special), (form.begin, form.end, *form.marks) if form else ()]
@@ -193,10 +214,23 @@ def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] |
         from castiron.pipelines.generation.vocabulary import Vocabulary
 
         if VOCABULARY in manifest.files:
-            return Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
+            with suppress(ValueError):
+                found = Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
+                if len(found.tokens) == manifest.vocab:
+                    return found
+            raise PipelineError(f"{bundle.path / VOCABULARY} is not as castiron writes it; compile the bundle again")
         return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
 
-    return Text(tokenizer, bundle.chat_template, manifest.tokens.bos, manifest.tokens.eos, template_args, vocabulary, form)
+    return Text(
+        tokenizer,
+        bundle.chat_template,
+        manifest.tokens.bos,
+        manifest.tokens.eos,
+        template_args,
+        vocabulary,
+        form,
+        parse_special,
+    )
 
 
 class Detokeniser:

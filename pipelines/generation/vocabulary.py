@@ -30,11 +30,13 @@ class Vocabulary:
 
     @classmethod
     def read(cls, data: bytes) -> Vocabulary:
-        """What `bytes` wrote."""
+        """What `bytes` wrote; ValueError for anything else."""
         (size,) = np.frombuffer(data, "<u4", 1)
         heads = np.frombuffer(data, "<u4", size, 4)
         lengths = heads & ~np.uint32(SPECIAL)
         bounds = np.concatenate([[4 + 4 * int(size)], lengths]).cumsum(dtype=np.int64).tolist()
+        if bounds[-1] != len(data):
+            raise ValueError("the lengths of its tokens are not those of the file")
         return cls([data[start:end] for start, end in pairwise(bounds)], tuple(np.flatnonzero(heads & SPECIAL).tolist()))
 
     def __bytes__(self) -> bytes:

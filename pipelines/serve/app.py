@@ -77,6 +77,7 @@ def open_app(
     quiet: bool = True,
     cors: Sequence[str] = (),
     template_args: Mapping[str, object] | None = None,
+    parse_special: bool = False,
     store: PrefixStore | None = None,
     metrics: Metrics | None = None,
     shared_prefixes: bool = False,
@@ -86,10 +87,11 @@ def open_app(
 
     `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
     directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
-    chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
-    where several applications count together. `shared_prefixes`: whether what prompts with different keys begin with is read
-    once for all. `local`: whether it is for this machine alone. Without `quiet` each request is a line on stderr. Its
-    lifespan starts and stops the thread that runs the model, so that it serves once.
+    chat template, where a request gives no others. `parse_special`: control words in messages are control tokens. `store`:
+    where states of long beginnings are kept. `metrics`: what counts, where several applications count together.
+    `shared_prefixes`: whether what prompts with different keys begin with is read once for all. `local`: whether it is for this
+    machine alone. Without `quiet` each request is a line on stderr. Its lifespan starts and stops the thread that runs the
+    model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
@@ -101,7 +103,7 @@ def open_app(
     if manifest.encoder:
         api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics.model(names[0])), names, limits)
     else:
-        text, counting = load_text(bundle, template_args), metrics.model(names[0])
+        text, counting = load_text(bundle, template_args, parse_special), metrics.model(names[0])
         scheduler = Scheduler(bundle, threads, counting, store)
         counting.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)

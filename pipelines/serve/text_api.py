@@ -11,7 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 from castiron.pipelines.embedding import NO_RERANKER
 from castiron.pipelines.generation.chat_template import variables_of
-from castiron.pipelines.generation.text import Text, encoded
+from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.tokenizing import encoded
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed
 from castiron.pipelines.serve.schemas import (

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 from uvicorn.server import ServerState
 
-from castiron.pipelines.generation.text import LONG, encoded
+from castiron.pipelines.generation.tokenizing import LONG, encoded
 from castiron.pipelines.serve import connections
 from castiron.pipelines.serve.clients import Access, Asker, Bodies, TooMuch
 from castiron.pipelines.serve.connections import Acceptor, Connection

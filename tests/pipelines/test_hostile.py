@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from castiron.pipelines import cli
-from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.casting.calibrate import chunks_of
+from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
 from castiron.pipelines.errors import user_errors
 from tests.pipelines import hostile
 from tests.pipelines.hostile_mutants import RAW, dumped, mutant
@@ -133,7 +134,7 @@ def test_ids_past_the_vocabulary(llama, eos, tmp_path, capsys):
     assert f"eos_token_id is {eos}, outside the vocabulary of 40" in compiled(llama, tmp_path, capsys)
 
 
-def test_weights_that_are_no_numbers(llama):
+def test_weights_that_are_no_numbers(llama, capsys):
     file = llama / "model.safetensors"
     weights = load_file(file)
     for value in (np.nan, np.inf, -np.inf):
@@ -142,6 +143,8 @@ def test_weights_that_are_no_numbers(llama):
         spoilt[3, 5] = value
         save_file(weights | {name: spoilt}, file)
         assert f"{name} holds infinities or what is no number" in refusal(llama)
+    # So says what compiles nothing.
+    assert cli.main(["diff", str(llama), "--tokens", "1,2"]) == 1 and "holds infinities" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,16 @@ def test_weights_that_are_no_numbers(llama):
 def test_tokenizers_that_end_the_process(llama, part, says):
     change(llama, "tokenizer.json", **part)
     assert says in refusal(llama)
+
+
+def test_what_reads_a_tokenizer_by_itself_does_not_end_with_it(llama, tmp_path, capsys):
+    """The library would end this process."""
+    change(llama, "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "//////////////8="})
+    (tmp_path / "text").write_text("ab " * 500)
+    assert cli.main(["diff", str(llama), "-p", "ab"]) == 1
+    assert "a tokenizer that the tokenizers library fails on" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="library fails on"):
+        chunks_of(open_checkpoint(llama), tmp_path / "text")
 
 
 def test_vocabularies_of_long_tokens(tmp_path):

@@ -204,11 +204,12 @@ def test_over_http_thoughts_are_reasoning_content_whole_and_streamed(tmp_path, m
         assert text == "<think>ac</think>eg"
 
 
-def test_a_terminal_shows_thoughts_dimmed_and_a_pipe_none():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_a_terminal_shows_thoughts_dimmed_and_a_pipe_none():
     for out, shown in ((Terminal(), "\x1b[2mhm\x1b[0m\x1b[2m, so\x1b[0m\n\nYes."), (io.StringIO(), "Yes.")):
         spoken = Spoken(out)
         for piece in (Thought("hm"), Thought(", so"), "Yes", "."):
@@ -219,6 +220,18 @@ def test_a_terminal_shows_thoughts_dimmed_and_a_pipe_none():
     # What ends the line is no answer.
     spoken.write("\n")
     assert spoken.out.getvalue() == "\x1b[2mHM\x1b[0m\n" and spoken.thinking
+
+
+def test_a_terminal_obeys_nothing_that_a_model_writes():
+    """Colours, titles, the clipboard, the cursor, text backwards; a pipe gets what was written."""
+    written = "a\x1b[31m\x1b]52;c;aGk=\x07 \x9b2J\tb\r\nc\rd\x08\u202eé\u200d\x7f"
+    shown = r"a\x1b[31m\x1b]52;c;aGk=\x07 \x9b2J" + "\tb\n" + r"c\rd\x08\u202e" + "é\u200d" + r"\x7f"
+    for kind, expected in ((Terminal(), shown), (io.StringIO(), written)):
+        Spoken(kind).write(written)
+        assert kind.getvalue() == expected
+    out = Terminal()
+    Spoken(out).write(Thought("\x1b[8m"))
+    assert out.getvalue() == "\x1b[2m\\x1b[8m\x1b[0m"
 
 
 @pytest.mark.parametrize(
