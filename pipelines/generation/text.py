@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from castiron.pipelines.generation.vocabulary import Vocabulary
 
 REPLACEMENT = "\ufffd"
+# Where a text is cut off that a template renders; no text has it.
+CUT = "\ue0c1\ue0c2\ue0c3"
 # Tokens at the end of a prompt in which a mark that begins thoughts may stand.
 PROMPT_END = 16
 
@@ -67,6 +69,18 @@ class Text:
         names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
         special = {name: self.tokenizer.id_to_token(index) for name, index in names.items() if index is not None}
         return render(self.chat_template, messages, special_tokens=special, **(self.template_args | variables))
+
+    def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
+        """The ids of `messages` up to the end of the last one's content, which the model is to go on with; PipelineError if the
+        template does not show it."""
+        *before, last = messages
+        whole = self.render_chat(
+            [*before, {**last, "content": last["content"] + CUT}], **variables, add_generation_prompt=False
+        )
+        text, found, _ = whole.partition(CUT)
+        if not found:
+            raise PipelineError("this model's chat template does not show the last message, so that none can go on with it")
+        return self._encode(text, False)
 
     def thoughts(self, prompt: Sequence[int]) -> Thoughts | None:
         """What tells the model's thoughts from its answer after `prompt`, whose end may have begun them; None for a model

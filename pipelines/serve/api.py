@@ -19,7 +19,7 @@ from castiron.pipelines.generation.tool_calls import Tools
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.replies import ChatReply, CompletionReply, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
-from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
+from castiron.pipelines.serve.text_api import Limits, TextApi, described_template, on_the_side
 from castiron.vmfb.manifest import Manifest
 
 # The parameters of a function that names none.
@@ -69,13 +69,13 @@ class Api(TextApi):
 
     @property
     def described(self) -> dict[str, Any]:
-        return super().described | {"sampling": settings(self.sampling)}
+        return super().described | {"sampling": settings(self.sampling), **described_template(self.text.chat_template)}
 
     async def chat(self, body: ChatRequest) -> Job:
         """Starts a chat completion."""
         tools, forced = self._tools(body)
         given = {"tools": [tool.plain() for tool in body.tools or ()]} if tools else {}
-        prompt = await self.render(body.messages, self._template_args(body) | given)
+        prompt = await self.render(body.messages, self._template_args(body) | given, go_on=bool(body.continue_final_message))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")

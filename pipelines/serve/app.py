@@ -8,14 +8,13 @@ import hmac
 import json
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,6 +29,7 @@ from castiron.pipelines.serve.api import Api, Job
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.page import PATHS, page, page_routes
 from castiron.pipelines.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -45,14 +45,9 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 LEFT = 499
 # A body of a few megabytes takes no longer on any network.
 BODY_SECONDS = 30.0
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", *PATHS)
 # Sequences that may wait.
 QUEUE = 64
-# The page runs its own script and talks to this server, and nothing else.
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 class ClientLeft(Exception):
@@ -100,7 +95,6 @@ def open_app(
 def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet: bool, cors: Sequence[str] = ()) -> Front:
     """The routes of `api`, behind what happens to every request."""
     started = int(time.time())
-    page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
 
     async def chat(request: Request) -> Response:
         body = read(ChatRequest, await _body(request, api.limits.body_bytes))
@@ -150,8 +144,7 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
     async def home(_: Request) -> Response:
         if not api.chats:
             return PlainTextResponse(f"{api.names[0]} encodes texts: POST them to /v1/embeddings\n")
-        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-        return HTMLResponse(page, headers=headers)
+        return page()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette):
@@ -172,6 +165,7 @@ def create_app(api: TextApi, metrics: Metrics, *, api_keys: Sequence[str], quiet
         Route("/health", health),
         Route("/metrics", show_metrics),
         Route("/", home),
+        *page_routes(),
     ]
     handlers = {
         ApiError: lambda _, error: _refusal(error),

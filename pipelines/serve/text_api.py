@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
+from castiron.pipelines.generation.chat_template import variables_of
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed
@@ -102,15 +103,19 @@ class TextApi:
         self.check_ids(tokens, "tokens")
         return await on_the_side(self.text.tokenizer.decode, tokens, False)
 
-    async def render(self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
-        """The ids of messages in the chat template; ApiError for what the template would ignore."""
+    async def render(
+        self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({}), *, go_on: bool = False
+    ) -> list[int]:
+        """The ids of messages in the chat template, up to the end of the last one's words where the model is to `go_on` with
+        them; ApiError for what the template would ignore."""
         if self.text.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         plain = [message.plain() for message in messages]
 
         def encode() -> list[int]:
             check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
-            return self.text.encode_chat(plain, **template_args)
+            written = self.text.encode_unfinished_chat if go_on else self.text.encode_chat
+            return written(plain, **template_args)
 
         return await on_the_side(encode)
 
@@ -124,6 +129,11 @@ class TextApi:
         if tokens and max(tokens) >= self.vocab:
             message = f"token {max(tokens)} is outside the vocabulary of {self.vocab} tokens"
             raise ApiError(400, message, param, "invalid_value")
+
+
+def described_template(template: str | None) -> dict[str, Any]:
+    """What /v1/models says of a chat template: whether there is one, and which variables a request may give it."""
+    return {"chat_template": template is not None, "template_variables": variables_of(template or "")}
 
 
 async def on_the_side(function: Callable, *arguments):
