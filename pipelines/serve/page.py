@@ -11,8 +11,8 @@ from starlette.routing import Route
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HOME = "chat.html"
 PARTS = (
-    "answer.js", "chat.css", "chat.js", "code.js", "dom.js", "icon.svg", "list.js", "markdown.js", "message.js", "request.js", "server.js",
-    "settings.js", "store.js",
+    "answer.js", "chat.css", "chat.js", "code.js", "dom.js", "icon.svg", "list.js", "markdown.js", "message.js", "request.js",
+    "server.js", "settings.js", "store.js",
 )  # fmt: skip
 # Where the page's files are.
 PATHS = tuple(f"/page/{name}" for name in PARTS)

@@ -112,8 +112,8 @@ def test_text_that_comes_in_pieces_becomes_the_same_elements(page):
 def test_what_is_settled_is_left_alone_while_more_comes(page):
     browser, _ = page
     assert browser.run(
-        "(() => { const into = document.createElement('div'), all = new Markdown(into); all.update('# a\\n\\nb\\n\\nc'); const kept ="
-        " [...into.children]; all.update('# a\\n\\nb\\n\\ncd\\n\\ne'); return [...into.children].map((one, i) => one === kept[i]); })()"
+        "(() => { const into = document.createElement('div'), all = new Markdown(into); all.update('# a\\n\\nb\\n\\nc\\n'); const kept ="
+        " [...into.children]; all.update('# a\\n\\nb\\n\\nc\\nd\\n\\ne'); return [...into.children].map((one, i) => one === kept[i]); })()"
     ) == [True, True, False, False]
 
 
@@ -129,7 +129,8 @@ def test_a_hostile_answer_runs_nothing_and_loads_nothing(page):
     )
     assert set(found["tags"]) <= set(TAGS)
     assert not [name for name in found["attributes"] if name.startswith("on") or name in ("style", "src", "id", "name")]
-    assert all(link.startswith(("https://x.org/", "https://evil.example/pixel.png")) for link in found["links"]), found["links"]
+    # Links there may be, to what a person may want to open.
+    assert found["links"] and all(link.startswith("https://") for link in found["links"]), found["links"]
     assert "<script>document.title='owned'</script>" in found["text"] and browser.run("document.title") == "castiron"
     assert browser.requests == [] and len(browser.errors) == errors
 
