@@ -274,6 +274,15 @@ def test_errors_are_said_in_words_and_can_be_tried_again(browser, server):
     browser.errors.clear()
 
 
+def test_what_is_being_written_survives_a_reload(browser, server):
+    server.replies = [said("One", WAIT, " two")]
+    say(browser, "Count")
+    browser.wait("document.querySelector('.assistant .body')?.textContent === 'One'")
+    opened(browser, server, again=True)
+    server.go()
+    assert texts(browser, ".body") == ["Count", "One"] and "broken off" in texts(browser, ".stats")[0]
+
+
 def test_every_setting_is_in_the_request(browser, server):
     server.models = [model(template_variables=["enable_thinking"])]
     again(browser, server)

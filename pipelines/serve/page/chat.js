@@ -101,8 +101,14 @@ function busy() {
 // Asks for an answer behind a question, or for more of an answer.
 async function answer(index) {
   if (running) return;
-  if (!model && !await findModels()) { problems.set(chat.id, { text: $("status").textContent, retry: () => answer(index) }); draw(); return; }
-  const one = chat, before = one.head, going = one.nodes[index].role === "assistant";
+  const one = chat;
+  if (!model) {
+    draw();
+    if (!await findModels()) problems.set(one.id, { text: $("status").textContent, retry: () => answer(index) });
+    // Meanwhile another one may have been asked for.
+    if (!model || running || chat !== one) { draw(); return; }
+  }
+  const before = one.head, going = one.nodes[index].role === "assistant";
   const node = going ? one.nodes[index] : store.add(one, "assistant", "", index), had = node.content.length;
   const control = new AbortController();
   problems.delete(one.id);
