@@ -104,6 +104,7 @@ async function answer(index) {
   const one = chat;
   if (!model) {
     draw();
+    document.querySelector(".problem")?.remove();
     if (!await findModels()) problems.set(one.id, { text: $("status").textContent, retry: () => answer(index) });
     // Meanwhile another one may have been asked for.
     if (!model || running || chat !== one) { draw(); return; }
