@@ -270,7 +270,10 @@ def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
         "castiron/py.typed",
         "castiron/pipelines/checking/verify_prompts.jsonl",
         "castiron/pipelines/checking/evaluate_text.txt",
-        "castiron/pipelines/serve/chat.html",
+        "castiron/pipelines/serve/page/chat.html",
+        "castiron/pipelines/serve/page/chat.css",
+        "castiron/pipelines/serve/page/chat.js",
+        "castiron/pipelines/serve/page/icon.svg",
     } <= names
     # One name in site-packages, so that nobody's own `pipelines` or `reference` is in the way of castiron's.
     assert {name.split("/")[0] for name in names} == {"castiron"}

@@ -5,9 +5,9 @@ prompt_name, one of the model's prompts, and truncate, for texts longer than it 
 
 Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logprobs, n, stop, seed, penalties,
 logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty, ignore_eos, repetition_stop, which ends a text that goes
-round in a circle, and chat_template_kwargs), the same chats by OpenAI's /v1/responses and Anthropic's /v1/messages and
-/v1/messages/count_tokens, /tokenize, /detokenize, /health, and /metrics for Prometheus. A field that cannot be honoured is
-refused with status 400, which names it. What a reasoning model thinks is in reasoning_content.
+round in a circle, chat_template_kwargs and continue_final_message), the same chats by OpenAI's /v1/responses and Anthropic's
+/v1/messages and /v1/messages/count_tokens, /tokenize, /detokenize, /health, and /metrics for Prometheus. A field that cannot
+be honoured is refused with status 400, which names it. What a reasoning model thinks is in reasoning_content.
 
 What a request does not say of temperature, top_p, top_k, min_p and repeat_penalty is as the model's generation_config has
 it, and else as in OpenAI's API; /v1/models shows it under "sampling".
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the bundle's own name, "
                         "and its directory's works too)")  # fmt: skip
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="require this key on every path "
-                        f"but / and /health; may be repeated; keys in the environment variable {KEY_VARIABLE}, with "
+                        f"but the page and /health; may be repeated; keys in the environment variable {KEY_VARIABLE}, with "
                         "commas between them, stay out of the process list")  # fmt: skip
     parser.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="let the pages of this origin ask, such "
                         "as https://example.com, or * for those of every site: with an API key, or where no harm is in "

@@ -21,7 +21,7 @@ from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Echo, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
-from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
+from castiron.pipelines.serve.text_api import Limits, TextApi, described_template, on_the_side
 from castiron.vmfb.manifest import Manifest
 
 # The parameters of a function that names none.
@@ -71,7 +71,7 @@ class Api(TextApi):
 
     @property
     def described(self) -> dict[str, Any]:
-        return super().described | {"sampling": settings(self.sampling)}
+        return super().described | {"sampling": settings(self.sampling), **described_template(self.text.chat_template)}
 
     async def chat(
         self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, bound: bool = False, go_on: bool = False
@@ -79,7 +79,7 @@ class Api(TextApi):
         """Starts a chat completion; for another API than OpenAI's completions `reply` makes what answers it. `bound`: the limit
         of its tokens gives way to the context. `go_on`: the answer goes on with the last message."""
         tools, forced = self._tools(body)
-        prompt = await self._prompt(body, tools, go_on)
+        prompt = await self._prompt(body, tools, go_on or bool(body.continue_final_message))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")

@@ -7,14 +7,13 @@ import contextlib
 import json
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,6 +30,7 @@ from castiron.pipelines.serve.clients import ASKER, Access, Bodies, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.page import PATHS, page, page_routes
 from castiron.pipelines.serve.responses_store import ResponseStore
 from castiron.pipelines.serve.schemas import (
     Asking,
@@ -52,14 +52,9 @@ LEFT = 499
 BODY_SECONDS = 30.0
 # Largest bodies for which there is room at once, and those of one client.
 BODIES, BODIES_EACH = 16, 4
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", *PATHS)
 # Sequences that may wait.
 QUEUE = 64
-# The page runs its own script and talks to this server, and nothing else.
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 class ClientLeft(Exception):
@@ -113,7 +108,6 @@ def open_app(
 def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -> Front:
     """The routes of `api`, behind what happens to every request."""
     started = int(time.time())
-    page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
 
     async def take(request: Request, kind: type[Model]) -> Model:
         body = read(kind, await _body(request, api.limits.body_bytes))
@@ -175,8 +169,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
     async def home(_: Request) -> Response:
         if not api.chats:
             return PlainTextResponse(f"{api.names[0]} encodes texts: POST them to {api.endpoint}\n")
-        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-        return HTMLResponse(page, headers=headers)
+        return page()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette):
@@ -201,6 +194,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         Route("/health", health),
         Route("/metrics", show_metrics),
         Route("/", home),
+        *page_routes(),
     ]
     handlers = {
         ApiError: _noted,

@@ -9,12 +9,11 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -26,12 +25,13 @@ from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.measuring.memory import needed, slots_of, total_bytes
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve.api import TEMPERATURE
-from castiron.pipelines.serve.app import POLICY, Front, _body, _noted, _plain, _refusal
+from castiron.pipelines.serve.app import Front, _body, _noted, _plain, _refusal
 from castiron.pipelines.serve.dialects import stored_routes
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.page import page, page_routes
 from castiron.pipelines.serve.schemas import TokenizeRequest, read
-from castiron.pipelines.serve.text_api import Limits
+from castiron.pipelines.serve.text_api import Limits, described_template
 from castiron.vmfb.bundle import Bundle
 
 
@@ -41,6 +41,7 @@ class Served:
     def __init__(self, bundle: Bundle, name: str):
         self.bundle, self.name = bundle, name
         self.names = {name, bundle.manifest.name, _directory(bundle)}
+        self.template = bundle.chat_template
         self.front: Front | None = None
         # Who holds it opens or closes.
         self.lock = asyncio.Lock()
@@ -77,6 +78,7 @@ class Several:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/", self._page),
+            *page_routes(),
         ]
         # Those of the bundles are known when one is open.
         self.paths = {route.path for route in routes}
@@ -202,7 +204,7 @@ class Several:
         sampling = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
         if self.limits.temperature is not None:
             sampling = replace(sampling, temperature=self.limits.temperature)
-        draws = {} if manifest.encoder else {"sampling": settings(sampling)}
+        draws = {} if manifest.encoder else {"sampling": settings(sampling), **described_template(model.template)}
         return {
             "id": name, "object": "model", "created": self.started, "owned_by": "castiron",
             "context_length": manifest.context, **draws, "loaded": model.front is not None,
@@ -215,9 +217,7 @@ class Several:
         return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _page(self, _: Request) -> Response:
-        page = files("castiron.pipelines.serve").joinpath("chat.html").read_text("utf-8")
-        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-        return HTMLResponse(page, headers=headers)
+        return page()
 
     # What the process asks of an engine.
 

@@ -176,6 +176,11 @@ class TextApi:
             raise ApiError(400, message, param, "invalid_value")
 
 
+def described_template(template: str | None) -> dict[str, Any]:
+    """What /v1/models says of a chat template: whether there is one, and which variables a request may give it."""
+    return {"chat_template": template is not None, "template_variables": variables_of(template or "")}
+
+
 async def on_the_side(function: Callable, *arguments):
     """Runs what may take long for a long text without holding up the other requests."""
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)

@@ -15,6 +15,10 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
+# Codes of keys without a character, and bits of those that are held.
+KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, " ": 32, ",": 188, "/": 191, "?": 191}
+MODIFIERS = {"Control": 2, "Shift": 8}
+
 # Chromium reads commands from descriptor 3 and answers on 4; the pipes may come with these very numbers.
 LAUNCHER = """
 import fcntl, os, sys
@@ -98,8 +102,8 @@ class Browser:
             # What an open page would still keep on its way out.
             self.call("Page.navigate", url="about:blank")
             self.call("Storage.clearDataForOrigin", origin=url.rstrip("/"), storageTypes="all")
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        wishes = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
+        self.call("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in wishes.items()])
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
@@ -125,10 +129,26 @@ class Browser:
         """As the keyboard would, into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def press_enter(self) -> None:
-        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    def press(self, name: str, *held: str) -> None:
+        """A key, by its name or its character, while others are `held`: Shift, Control."""
+        code = KEYS.get(name, ord(name.upper()[-1]))
+        key = {"key": name, "windowsVirtualKeyCode": code, "modifiers": sum(MODIFIERS[one] for one in held)}
+        if name == "Enter" or len(name) == 1 and "Control" not in held:
+            key["text"] = "\r" if name == "Enter" else name
         self.call("Input.dispatchKeyEvent", type="keyDown", **key)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def size(self, width: int, height: int, phone: bool = False) -> None:
+        """The window's; a phone has fingers, and two pixels for each of the page's."""
+        scale = 2 if phone else 1
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+
+    def choose_file(self, selector: str, path: Path) -> None:
+        """What a person would pick for a field of files."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
     def click(self, selector: str) -> None:
         """In the middle of the first element that the selector finds."""
