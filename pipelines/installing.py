@@ -14,9 +14,10 @@ EXTRAS = {
     "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
     "huggingface_hub": "hub",
     "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
+    "pyarrow": "parquet",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.
-TARGETS = {"compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "bench": "bench"}
+TARGETS = {"compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "bench": "bench", "parquet": "test"}
 
 
 def remedy(module: str | None) -> str | None:
