@@ -17,7 +17,10 @@ EXTRAS = {
     "pyarrow": "parquet",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.
-TARGETS = {"compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "bench": "bench", "parquet": "test"}
+TARGETS = {
+    "compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "parquet": "test",
+    "bench": "bench",
+}  # fmt: skip
 
 
 def remedy(module: str | None) -> str | None:

@@ -23,6 +23,8 @@ from castiron.pipelines.batch.requests import Outcome
 from castiron.pipelines.errors import PipelineError
 
 ENDING = ".journal"
+# The first line.
+TITLE = b'{"castiron batch": 1}\n'
 # Seconds of work that a machine that loses its power may do again.
 SYNC = 1.0
 # How a line begins: with its row's key in hex, and whether that failed.
@@ -41,29 +43,39 @@ class Journal:
     """The journal of an output, held by one process."""
 
     def __init__(self, output: Path):
-        """Makes it, or goes on with one that is there. PipelineError while another process holds it."""
+        """Makes it, or goes on with one that is there. PipelineError while another process holds it, and for a file of its name
+        that is no journal."""
         self.path = output.with_name(output.name + ENDING)
         self.output = output
         self.file = self._open()
         self.synced = time.monotonic()
-        keys, places, failed, self.end = bytearray(), array("q"), bytearray(), 0
+        keys, places, failed, self.end = bytearray(), array("q"), bytearray(), self._title()
         for place, length, key, ended in self._scan():
             keys += bytes.fromhex(key.decode())
             failed.append(ended == b"true")
             places.append(place)
             self.end = place + length
         os.truncate(self.file.fileno(), self.end)
-        found = np.frombuffer(bytes(keys), ">u8").reshape(-1, 2)
+        found = np.frombuffer(bytes(keys), ">u8").astype(np.uint64).reshape(-1, 2)
         # Of lines with one key the last counts.
         order = np.lexsort((np.arange(len(found)), found[:, 1], found[:, 0]))
-        self._keys, self._places = found[order], np.array(places, np.int64)[order]
-        self._failed = np.array(failed, bool)[order]
+        self._high, self._low = found[order, 0], found[order, 1]
+        self._places, self._failed = np.array(places, np.int64)[order], np.array(failed, bool)[order]
         self.lines = len(found)
+
+    def _title(self) -> int:
+        """Where the first row's line begins; writes what comes before it, if that is not there."""
+        with open(self.path, "rb") as file:
+            begun = file.read(len(TITLE))
+        if not TITLE.startswith(begun):
+            raise PipelineError(f"{self.path} is no journal of castiron batch: name another output, or move it away")
+        self.file.write(TITLE[len(begun) :])
+        return len(TITLE)
 
     def _open(self) -> Any:
         """The file, locked; once it is, it must still be the one of that name."""
         while True:
-            file = open(self.path, "ab+", buffering=0)
+            file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
@@ -89,10 +101,11 @@ class Journal:
 
     def find(self, key: str) -> tuple[int, bool] | None:
         """Where the line of a row is that an earlier run has done, and whether it failed; None if there is none."""
-        high, low = np.frombuffer(bytes.fromhex(key), ">u8")
-        first, last = np.searchsorted(self._keys[:, 0], high), np.searchsorted(self._keys[:, 0], high, "right")
-        equal = first + np.flatnonzero(self._keys[first:last, 1] == low)
-        return (int(self._places[equal[-1]]), bool(self._failed[equal[-1]])) if len(equal) else None
+        high, low = np.frombuffer(bytes.fromhex(key), ">u8").astype(np.uint64)
+        first, last = np.searchsorted(self._high, high), np.searchsorted(self._high, high, "right")
+        if not (equal := first + np.flatnonzero(self._low[first:last] == low)).size:
+            return None
+        return int(self._places[equal[-1]]), bool(self._failed[equal[-1]])
 
     def add(self, key: str, kept: Mapping[str, Any] | str, outcome: Outcome) -> int:
         """Writes the line of a row that is done; returns where. It outlives this process at once, and the machine soon."""
@@ -125,6 +138,7 @@ class Journal:
             return
         fresh = self.path.with_name(f".{self.path.name}.new")
         with open(self.path, "rb") as old, open(fresh, "wb") as new:
+            new.write(TITLE)
             for place in wanted:
                 old.seek(place)
                 new.write(old.readline())

@@ -51,9 +51,11 @@ examples:
 Greedy unless --temperature is given; what is drawn is drawn by --seed and each row's own number, so that the same job gives
 the same results. OpenAI's rows have the server's defaults, and the options here where a body says nothing.
 
-A plain result has generated (the text), finish_reason, prompt_tokens, generated_tokens and error, and thoughts of a reasoning model; with
---embed embedding, prompt_tokens, cut and error. --json prints one object: rows, before (of them done by an earlier run), failed,
-prompt_tokens, generated_tokens, cached_tokens (of the prompts, found in the cache), seconds, tok_s, output.
+A plain result has generated (the text), finish_reason, prompt_tokens, generated_tokens and error, and thoughts of a reasoning
+model; with --embed embedding, prompt_tokens, cut and error. A column of the row that has one of these names is replaced.
+
+--json prints one object: rows, before (of them done by an earlier run), failed, prompt_tokens, generated_tokens, cached_tokens
+(of the prompts, found in the cache), seconds, tok_s, output.
 """
 # Seconds between two lines that tell how far a job is where stderr is no terminal.
 TOLD = 60.0
@@ -176,9 +178,9 @@ def encoding(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callabl
     from castiron.pipelines.batch.plain import Embeddings
     from castiron.pipelines.embedding import Embedder
 
-    embedder = Embedder(bundle, args.threads)
     if not args.embed:
         raise PipelineError(f"{bundle.path} encodes texts and generates none: add --embed for their vectors")
+    embedder = Embedder(bundle, args.threads)
 
     def openai() -> "Kind":
         from castiron.pipelines.batch.openai import OpenAI
