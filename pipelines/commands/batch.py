@@ -102,10 +102,15 @@ def main(args: argparse.Namespace) -> int:
         say("results go to stdout and are kept nowhere: if this job is interrupted, another run begins anew")
     rows = open_rows(args.input)
     requests, scheduler = prepare(args, bundle_of(args.bundle))
-    with Progress() as progress:
-        summary = run_job(
-            rows, requests.key, answering(scheduler, requests), output, ordered=args.ordered, told=teller(progress)
-        )
+    try:
+        with Progress() as progress:
+            summary = run_job(
+                rows, requests.key, answering(scheduler, requests), output, ordered=args.ordered, told=teller(progress)
+            )
+    except KeyboardInterrupt:
+        if output:
+            say("what is done is kept: the same command goes on from there")
+        raise
     say(in_words(summary) + (f"; results in {output}" if output else ""))
     if args.json:
         print(json.dumps(counts(summary) | {"output": args.output}))

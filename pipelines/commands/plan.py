@@ -30,7 +30,8 @@ explain shows both for this machine. What is left out of them is this machine's,
 --json prints one object: name, measured (false of a calculation), prompt, gen, slots, memory (weights, state of one request,
 slots and total, there; bytes), prefill_tok_s (of one prompt alone), decode_tok_s (by sequences at once), most_per_s and
 batch_per_s (requests of one machine, and rows of castiron batch); with --rate machines, busy, active (sequences that decode),
-first_ms and token_ms, each of one of these machines.
+first_ms and token_ms, each of one of these machines; with --check check (most_per_s, first_ms and token_ms, and the same
+with expected_ before each, of the very requests that were run).
 """
 # The busiest that a machine is planned to be: beyond it waiting grows faster than the rate.
 BUSIEST = 0.8
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, metavar="R", help="requests a second, for which machines are counted")
     parser.add_argument("--busiest", type=float, default=BUSIEST, metavar="SHARE", help="the most of what it could answer "
                         f"that a machine is given (default: {BUSIEST})")  # fmt: skip
+    parser.add_argument("--check", type=float, metavar="S", help="then run requests at that rate here, about so many seconds, "
+                        "and tell what they met beside what was expected of them")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     group = parser.add_argument_group("another machine", "With one of these nothing is measured but this machine's limits, "
                                       "where they are needed.")  # fmt: skip
@@ -57,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.casting.named import bundle_of, generating
     from castiron.pipelines.measuring.call_times import calculated, measured
 
-    for name in ("rate", "cores", "bandwidth", "flops", "memory"):
+    for name in ("rate", "cores", "bandwidth", "flops", "memory", "check"):
         if (value := getattr(args, name)) is not None and not 0 < value < float("inf"):
             raise PipelineError(f"--{name} is {value:g}; give a number above 0")
     if not 0 < args.busiest < 1:
@@ -68,6 +71,12 @@ def main(args: argparse.Namespace) -> int:
     else:
         times = calculated(bundle.manifest, args.prompt, args.gen, limits(args))
     found = answer(args, bundle, times)
+    if args.check:
+        if "machines" not in found or not found["measured"]:
+            raise PipelineError("--check runs requests on this machine at a --rate: give one, and describe no other machine")
+        from castiron.pipelines.measuring.plan_check import checked
+
+        found["check"] = checked(bundle, times, args.prompt, args.rate / found["machines"], args.check, args.threads)
     print(json.dumps(found) if args.json else "\n".join(table(found, args)))
     return 0
 
@@ -135,12 +144,22 @@ def table(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
         *(f"{size:>2} at once decode {speed:,.0f} tok/s" for size, speed in found["decode_tok_s"].items()),
         f"memory: weights {megabytes(memory['weights'])}, {found['slots']} slots of {megabytes(memory['state'])}: "
         f"{megabytes(memory['total'])} of {megabytes(memory['there'])}",
-        f"one machine answers {found['most_per_s']:.3g} requests a second at most; castiron batch {found['batch_per_s']:.3g} rows",
+        f"one machine answers {found['most_per_s']:.3g} requests a second at most, castiron batch {found['batch_per_s']:.3g}",
     ]
     if "machines" in found:
         count = found["machines"]
         lines.append(
-            f"{found['rate']:g} requests a second need {count} machine{'s' * (count != 1)}, each {found['busy']:.0%} busy (at most "
-            f"{args.busiest:.0%}): first token after {found['first_ms']:.0f} ms, then {found['token_ms']:.1f} ms a token"
+            f"{found['rate']:g} requests a second need {count} machine{'s' * (count != 1)}, each {found['busy']:.0%} busy (at "
+            f"most {args.busiest:.0%}): first token after {found['first_ms']:.0f} ms, then {found['token_ms']:.1f} ms a token"
         )
+    if check := found.get("check"):
+        pairs = (
+            ("requests a second at most", "most_per_s", 2),
+            ("ms to the first token", "first_ms", 0),
+            ("ms a token", "token_ms", 1),
+        )
+        lines += [
+            f"measured {check[key]:.{places}f} {what}, expected {check[f'expected_{key}']:.{places}f}"
+            for what, key, places in pairs
+        ]
     return lines

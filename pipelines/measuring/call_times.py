@@ -131,11 +131,14 @@ def seconds(manifest: Manifest, function: str, position: int, limits: Limits) ->
     work = manifest.compile.get("work", {}).get(function)
     if not work:
         raise PipelineError(f"this bundle does not say what its function {function} does; compile it again with kernels")
-    return sum(
-        kernel["calls"]
-        * max(amount(kernel, "bytes", position) / limits.read_gb_s, amount(kernel, "flops", position) / limits.gflop_s)
-        for kernel in work.values()
-    ) / 1e9
+    return (
+        sum(
+            kernel["calls"]
+            * max(amount(kernel, "bytes", position) / limits.read_gb_s, amount(kernel, "flops", position) / limits.gflop_s)
+            for kernel in work.values()
+        )
+        / 1e9
+    )
 
 
 def state_bytes(manifest: Manifest, tokens: int) -> int:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Requests that are played through, of which the first tenth finds the machine emptier than the others do.
+# Requests that are played through.
 REQUESTS = 1000
 
 
@@ -75,8 +75,7 @@ def load(times: Times, slots: int, rate: float) -> Load:
 
 def played(times: Times, slots: int, rate: float, requests: int = REQUESTS) -> tuple[float, float, float]:
     """Sequences that decode, seconds to the first token and between two others: means of so many requests, turn by turn."""
-    rng, at, now, decoded = random.Random(0), 0.0, 0.0, 0.0
-    arrivals = deque((at := at + rng.expovariate(rate)) for _ in range(requests))
+    arrivals, now, decoded = deque(arriving(rate, requests)), 0.0, 0.0
     # When the one that is read arrived, with the chunks that are left; of those that decode when they began, and the tokens left.
     reading: list[float] = []
     decoding: list[list[float]] = []
@@ -110,10 +109,20 @@ def played(times: Times, slots: int, rate: float, requests: int = REQUESTS) -> t
             decoding = [one for one in decoding if one[1] > 0]
         if begun and begun[1]:
             decoding.append(begun)
-    skip = requests // 10
-    mean = lambda values: sum(values) / len(values) if values else 0.0
-    token = mean(gaps[skip:])
-    return decoded / now * token, mean(firsts[skip:]), token
+    token = settled(gaps)
+    return decoded / now * token, settled(firsts), token
+
+
+def settled(values: Sequence[float]) -> float:
+    """The mean without the first tenth, which finds the machine emptier than the others do."""
+    later = values[len(values) // 10 :]
+    return sum(later) / len(later) if later else 0.0
+
+
+def arriving(rate: float, requests: int) -> list[float]:
+    """When so many requests arrive, in seconds: at random, and the same each time."""
+    rng, at = random.Random(0), 0.0
+    return [at := at + rng.expovariate(rate) for _ in range(requests)]
 
 
 def machines(times: Times, slots: int, rate: float, busiest: float) -> int:

@@ -87,7 +87,8 @@ def test_another_machine_is_what_the_kernels_do_over_what_it_can():
     assert state_bytes(SimpleNamespace(states=states), 25) == 2 * 25 * 5 * 2 + 2 * 7 * 4
 
 
-def test_the_command(tmp_path_factory, capsys):
+def test_the_command(tmp_path_factory, capsys, monkeypatch):
+    monkeypatch.setattr("castiron.pipelines.measuring.call_times.SECONDS", 0.01)
     path = str(served.bundle(tmp_path_factory.getbasetemp()))
 
     def plan(*options: str) -> dict:
@@ -97,17 +98,25 @@ def test_the_command(tmp_path_factory, capsys):
     here = plan("--rate", "50")
     assert here["measured"] and here["slots"] == served.SLOTS and here["decode_tok_s"].keys() >= {"1", "4"}
     assert here["memory"]["total"] == here["memory"]["weights"] + served.SLOTS * here["memory"]["state"] and here["busy"] <= 0.8
+    check = plan("--rate", "50", "--check", "0.1")["check"]
+    assert all(value > 0 for value in check.values()) and len(check) == 6
     other = plan("--rate", "1e6", "--bandwidth", "400", "--flops", "4000", "--memory", "0.0006")
     # A tenth of a megabyte is left for requests of 80 of 126 positions.
     assert not other["measured"] and 1 <= other["slots"] < served.SLOTS and other["machines"] > 5
     assert other["machines"] == -(-1e6 // (0.8 * other["most_per_s"])) or abs(other["busy"] - 0.8) < 0.02
-    assert cli.main(["plan", path, "--rate", "5", "--prompt", "60", "--gen", "20", "--cores", "4", "--flops", "50", "--bandwidth", "9"]) == 0
+    assert (
+        cli.main(
+            ["plan", path, "--rate", "5", "--prompt", "60", "--gen", "20", "--cores", "4", "--flops", "50", "--bandwidth", "9"]
+        )
+        == 0
+    )
     assert "a calculation" in capsys.readouterr().out
     for options, why in (
         (["--prompt", "100", "--gen", "50"], "does not fit"),
         (["--memory", "0.0001", "--flops", "9", "--bandwidth", "9"], "more memory"),
         (["--busiest", "1"], "--busiest is 1"),
         (["--rate", "0"], "--rate is 0"),
+        (["--check", "1"], "give one"),
     ):
         assert cli.main(["plan", path, "--prompt", "60", "--gen", "20", *options]) == 1
         assert why in capsys.readouterr().err
