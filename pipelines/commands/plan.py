@@ -35,6 +35,12 @@ with expected_ before each, of the very requests that were run).
 """
 # The busiest that a machine is planned to be: beyond it waiting grows faster than the rate.
 BUSIEST = 0.8
+# What --check tells, and with how many decimals.
+CHECKED = (
+    ("requests a second at most", "most_per_s", 2),
+    ("ms to the first token", "first_ms", 0),
+    ("ms a token", "token_ms", 1),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,13 +159,6 @@ def table(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
             f"most {args.busiest:.0%}): first token after {found['first_ms']:.0f} ms, then {found['token_ms']:.1f} ms a token"
         )
     if check := found.get("check"):
-        pairs = (
-            ("requests a second at most", "most_per_s", 2),
-            ("ms to the first token", "first_ms", 0),
-            ("ms a token", "token_ms", 1),
-        )
-        lines += [
-            f"measured {check[key]:.{places}f} {what}, expected {check[f'expected_{key}']:.{places}f}"
-            for what, key, places in pairs
-        ]
+        for what, key, places in CHECKED:
+            lines.append(f"measured {check[key]:.{places}f} {what}, expected {check[f'expected_{key}']:.{places}f}")
     return lines

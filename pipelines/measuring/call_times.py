@@ -20,8 +20,7 @@ from castiron.vmfb.manifest import STATE_ITEM_BYTES, Manifest
 
 # Seconds for which each call is measured, and calls at least.
 SECONDS, CALLS = 0.4, 4
-# What calls reach of a machine's limits where nothing was measured: of a token alone, of several, and of a prompt. Of the models
-# that the pages name, on a CPU with AVX-512.
+# What calls reach of a machine's limits where nothing was measured: of a token alone, of several, and of a prompt.
 SHARES = {"decode": 0.8, "batch": 0.5, "prefill": 0.6}
 
 
@@ -47,7 +46,7 @@ def check(manifest: Manifest, prompt: int, gen: int) -> None:
     """PipelineError for a request that the context has no room for."""
     if prompt < 1 or gen < 1 or prompt + gen > manifest.context:
         raise PipelineError(
-            f"a request of {prompt} and {gen} tokens does not fit: each must be 1 or more, and both {manifest.context} at most, "
+            f"a request of {prompt} and {gen} tokens does not fit: each must be 1 or more, and both at most {manifest.context}, "
             "the bundle's context"
         )
 

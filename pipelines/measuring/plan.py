@@ -1,10 +1,11 @@
 """How many requests a machine answers, from the times of its calls: continuous batching in arithmetic.
 
-A turn of the scheduler reads one chunk of one prompt, if one waits, and decodes one token of every other sequence. Of a request
-with G tokens to generate and n chunks to read, on a machine with S slots whose chunk takes c and whose step of b sequences t(b):
-with every slot taken, a request is in a slot for G turns of decoding and n of reading, so that b = S G / (G + n) sequences decode in
-a turn, or G / n where reading is all that holds the machine back, and one machine answers 1 / (n c + G t(b) / b) requests a second.
-How long requests take at less than that is found by playing the turns through, with arrivals at random (Poisson).
+A turn of the scheduler reads one chunk of one prompt, if one waits, and decodes one token of every other sequence. Of a
+request with G tokens to generate and n chunks to read, on a machine with S slots whose chunk takes c and whose step of b
+sequences t(b): with every slot taken, a request is in a slot for G turns of decoding and n of reading, so that b = S G / (G + n)
+sequences decode in a turn, or G / n where reading is all that holds the machine back, and one machine answers
+1 / (n c + G t(b) / b) requests a second. How long requests take at less than that is found by playing the turns through, with
+arrivals at random (Poisson).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def load(times: Times, slots: int, rate: float) -> Load:
 def played(times: Times, slots: int, rate: float, requests: int = REQUESTS) -> tuple[float, float, float]:
     """Sequences that decode, seconds to the first token and between two others: means of so many requests, turn by turn."""
     arrivals, now, decoded = deque(arriving(rate, requests)), 0.0, 0.0
-    # When the one that is read arrived, with the chunks that are left; of those that decode when they began, and the tokens left.
+    # When the one that is read arrived, with the chunks left; of those that decode when they began, with the tokens left.
     reading: list[float] = []
     decoding: list[list[float]] = []
     firsts, gaps = list[float](), list[float]()
