@@ -46,7 +46,7 @@ def check(manifest: Manifest, prompt: int, gen: int) -> None:
     """PipelineError for a request that the context has no room for."""
     if prompt < 1 or gen < 1 or prompt + gen > manifest.context:
         raise PipelineError(
-            f"a request of {prompt} and {gen} tokens does not fit: each must be 1 or more, and both at most {manifest.context}, "
+            f"a request of {prompt} and {gen} tokens does not fit: each must be 1 or more, both at most {manifest.context}, "
             "the bundle's context"
         )
 

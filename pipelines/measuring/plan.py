@@ -2,7 +2,7 @@
 
 A turn of the scheduler reads one chunk of one prompt, if one waits, and decodes one token of every other sequence. Of a
 request with G tokens to generate and n chunks to read, on a machine with S slots whose chunk takes c and whose step of b
-sequences t(b): with every slot taken, a request is in a slot for G turns of decoding and n of reading, so that b = S G / (G + n)
+sequences t(b): with all slots taken, a request is in one for G turns of decoding and n of reading, so that b = S G / (G + n)
 sequences decode in a turn, or G / n where reading is all that holds the machine back, and one machine answers
 1 / (n c + G t(b) / b) requests a second. How long requests take at less than that is found by playing the turns through, with
 arrivals at random (Poisson).
