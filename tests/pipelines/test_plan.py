@@ -136,7 +136,9 @@ def test_the_calculation_of_the_page():
     def call(tokens: int, kind: str) -> float:
         return max(weights / read, tokens * flop / peak) / SHARES[kind]
 
-    times = Times({1: call(1, "decode"), 4: call(4, "batch"), 8: call(8, "batch")}, 4 * call(128, "prefill"), call(32, "prefill"), 16, 128)
+    times = Times(
+        {1: call(1, "decode"), 4: call(4, "batch"), 8: call(8, "batch")}, 4 * call(128, "prefill"), call(32, "prefill"), 16, 128
+    )
     count = machines(times, 8, 20, 0.8)
     one = load(times, 8, 20 / count)
     numbers = [
