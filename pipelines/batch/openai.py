@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from castiron.pipelines.batch.requests import Outcome, Work
-from castiron.pipelines.batch.rows import Row
+from castiron.pipelines.batch.row import Row
 from castiron.pipelines.embedding import Embedder, Tokens
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.text import Text
