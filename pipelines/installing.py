@@ -14,16 +14,13 @@ EXTRAS = {
     "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
     "huggingface_hub": "hub", "cryptography": "sign",
     "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
+    "pyarrow": "parquet",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.
 TARGETS = {
-    "compile": "compile-llm",
-    "serve": "compile-llm",
-    "hub": "compile-llm",
-    "verify": "test",
-    "sign": "test",
-    "bench": "bench",
-}
+    "compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "parquet": "test",
+    "sign": "test", "bench": "bench",
+}  # fmt: skip
 
 
 def remedy(module: str | None) -> str | None:
