@@ -13,10 +13,19 @@ EXTRAS = {
     "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile",
     "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
     "huggingface_hub": "hub",
+    "ray": "ray", "pyarrow": "parquet",
     "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.
-TARGETS = {"compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "bench": "bench"}
+TARGETS = {
+    "compile": "compile-llm",
+    "serve": "compile-llm",
+    "hub": "compile-llm",
+    "verify": "test",
+    "bench": "bench",
+    "ray": "test",
+    "parquet": "test",
+}
 
 
 def remedy(module: str | None) -> str | None:

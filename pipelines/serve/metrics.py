@@ -3,7 +3,7 @@
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from castiron.pipelines.generation.scheduler import Observer, Scheduler
 from castiron.pipelines.generation.sequence import Sequence
@@ -135,6 +135,26 @@ class Metrics(Observer):
             name = f"castiron_{attribute}"
             lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *metric.lines(name)]
         return "\n".join(lines) + "\n"
+
+
+def labelled(label: str, pages: Mapping[str, str]) -> str:
+    """The pages of several as one: every sample with `label` and the name of the page that it is from."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for page, text in pages.items():
+        metric = ""
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                metric = line.split(" ", 3)[2]
+                heads[metric] = []
+            if line.startswith("#"):
+                heads[metric].append(line)
+                continue
+            name, _, rest = line.partition(" ") if "{" not in line else line.partition("{")
+            pair = _labels([(label, page)])
+            sample = f"{name}{pair} {rest}" if "{" not in line else f"{name}{pair[:-1]},{rest}"
+            samples.setdefault(metric, []).append(sample)
+    return "".join(f"{line}\n" for metric, head in heads.items() for line in [*head, *samples.get(metric, [])])
 
 
 def _labels(pairs) -> str:
