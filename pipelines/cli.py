@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "generate text from a bundle or a model",
     "chat": "talk with a bundle or a model",
     "embed": "give the vectors of texts, from a model that encodes them",
+    "batch": "answer the rows of a file, as many at once as a batch has slots",
     "serve": "serve a bundle or a model over HTTP with OpenAI's API",
     "pack": "write a bundle as one file",
     "quantise": "write a checkpoint with quantised weights as a GGUF file",
@@ -40,7 +41,7 @@ COMMANDS = {
 EPILOG = """\
 MODEL is a GGUF file, an HF directory of safetensors, a name from the catalogue, or org/name on the hub; DIR is a bundle, a
 directory or a file.
-run, chat, embed and serve take either: a MODEL is cast when it is first named, and kept in the cache.
+run, chat, embed, batch and serve take either: a MODEL is cast when it is first named, and kept in the cache.
 
 examples:
   castiron compile smollm2-135m-instruct -o build/smollm2-135m-instruct

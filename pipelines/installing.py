@@ -13,19 +13,14 @@ EXTRAS = {
     "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile",
     "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
     "huggingface_hub": "hub",
-    "ray": "ray", "pyarrow": "parquet",
     "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
+    "pyarrow": "parquet", "ray": "ray",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.
 TARGETS = {
-    "compile": "compile-llm",
-    "serve": "compile-llm",
-    "hub": "compile-llm",
-    "verify": "test",
-    "bench": "bench",
-    "ray": "test",
-    "parquet": "test",
-}
+    "compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "parquet": "test",
+    "bench": "bench", "ray": "test",
+}  # fmt: skip
 
 
 def remedy(module: str | None) -> str | None:

@@ -23,12 +23,13 @@ class Progress:
             compile_model(..., progress=progress)
 
     A stage ends when it reaches 1 or when the next one begins; its bar is wiped away. One that says nothing about how
-    far it is shows its seconds alone, others about how many are left.
+    far it is shows its seconds alone, others about how many are left. `note`: what else there is to tell of it now.
     """
 
     def __init__(self, quiet: bool = False):
         self.shown = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self.stage: str | None = None
+        self.note = ""
         self.done = self.started = 0.0
         self._drawn = False
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -44,14 +45,14 @@ class Progress:
         with self._lock:
             self._wipe()
 
-    def __call__(self, stage: str, done: float) -> None:
+    def __call__(self, stage: str, done: float, note: str = "") -> None:
         if not self.shown:
             return
         with self._lock:
             if stage != self.stage:
                 self._wipe()
                 self.stage, self.started = stage, time.monotonic()
-            self.done = min(max(done, 0.0), 1.0)
+            self.done, self.note = min(max(done, 0.0), 1.0), note
             if self.done == 1:
                 self._wipe()
                 self.stage = None
@@ -76,7 +77,8 @@ class Progress:
         bar = f"  [{'#' * full}{'.' * (WIDTH - full)}] {self.done:4.0%}" if self.done else ""
         seconds = time.monotonic() - self.started
         left = f", about {seconds / self.done - seconds:.0f} s left" if self.done and seconds >= LEFT_AFTER else ""
-        line = f"{self.stage}{bar}  {seconds:.0f} s{left}"
+        note = f"  {self.note}" if self.note else ""
+        line = f"{self.stage}{bar}{note}  {seconds:.0f} s{left}"
         # A line that wraps cannot be wiped.
         self._write(f"\r\x1b[K{line[: _columns() - 1]}")
         self._drawn = True

@@ -44,9 +44,9 @@ def length_of(args: argparse.Namespace) -> tuple[int | None, int | None]:
     return (None if args.max_tokens == -1 else args.max_tokens), None
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, model_default: bool = False) -> None:
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
     """The options of `sampling_of`; with `model_default`, for conversations, what is not given is the model's own, and an
-    answer ends that goes round in a circle."""
+    answer ends that goes round in a circle. `speculates`: whether the command can."""
     own = "the model's own, from its generation_config, else " if model_default else ""
     group = parser.add_argument_group(
         "sampling",
@@ -68,8 +68,10 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, model_default: bo
     group.add_argument("--repetition-stop", action=argparse.BooleanOptionalAction, default=model_default,
                        help="end an answer that says the same few words over and over, 8 times and more than 190 tokens "
                        f"long (default: {'on' if model_default else 'off'})")  # fmt: skip
-    group.add_argument("--speculate", choices=("ngram",), help="check several tokens at once where the text repeats "
-                       "itself: the same greedy tokens, sooner" + ", and greedy is then the default" * bool(own))  # fmt: skip
+    if speculates:
+        greedy = ", and greedy is then the default" * bool(own)
+        group.add_argument("--speculate", choices=("ngram",), help="check several tokens at once where the text repeats "
+                           f"itself: the same greedy tokens, sooner{greedy}")  # fmt: skip
 
 
 def add_template_argument(parser: argparse._ActionsContainer) -> None:

@@ -183,6 +183,28 @@ def test_the_command_gives_a_line_a_text(qwen, tmp_path, capsys):
     assert "texts of at most 60 tokens: last pooling, vectors of 64 numbers of length 1" in shown and "query, document" in shown
 
 
+def test_a_batch_of_rows_gives_the_same_vectors(qwen, tmp_path, tmp_path_factory, capsys):
+    _, bundle = qwen
+    with castiron.load(bundle, threads=1) as model:
+        vectors = model.embed(["Hello", "Ice melts"], prompt_name="query", dimensions=7)
+    asked = {"input": ["Hello", "Ice melts"], "dimensions": 7, "prompt_name": "query"}
+    openai = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": asked}
+    rows = [{"text": "Hello", "id": 1}, {"text": "Ice melts"}, {"text": 3}, openai]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = ["batch", str(bundle), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--ordered"]
+    assert cli.main([*common, "--embed", "--prompt-name", "query", "--dimensions", "7", "--threads", "1"]) == 0
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    np.testing.assert_array_equal(np.float32([row["embedding"] for row in found[:2]]), vectors)
+    assert found[0]["id"] == 1 and found[2]["error"] and found[2]["embedding"] is None
+    body = found[3]["response"]["body"]
+    np.testing.assert_array_equal(np.float32([one["embedding"] for one in body["data"]]), vectors)
+    capsys.readouterr()
+    assert cli.main(common) == 1 and "add --embed" in capsys.readouterr().err
+    generating = served.bundle(tmp_path_factory.getbasetemp())
+    assert cli.main([common[0], str(generating), *common[2:], "--embed"]) == 1
+    assert "castiron run answers with it" in capsys.readouterr().err
+
+
 def test_a_bundle_encodes_or_generates(qwen, tmp_path_factory, capsys):
     place, bundle = qwen
     for command in (["run", "x"], ["chat"], ["verify"], ["evaluate"], ["bench"]):

@@ -1,0 +1,166 @@
+"""Rows of OpenAI's batch format, answered by the server's own endpoints without HTTP; needs the extra `serve`.
+
+The file format is that of https://platform.openai.com/docs/api-reference/batch: custom_id, method, url and body in; id,
+custom_id, response {status_code, request_id, body} and error out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from castiron.pipelines.batch.requests import Outcome, Work
+from castiron.pipelines.batch.rows import Row
+from castiron.pipelines.embedding import Embedder
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.sequence import Sequence
+from castiron.pipelines.generation.text import Text
+from castiron.pipelines.serve.api import Api, Job
+from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
+from castiron.pipelines.serve.errors import ApiError, api_error
+from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, read
+from castiron.pipelines.serve.text_api import Limits, TextApi
+from castiron.vmfb.manifest import Manifest
+
+FIELDS = ("custom_id", "method", "url", "body")
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+# The schema of a body, and the endpoint that answers it.
+ENDPOINTS = {
+    CHAT: (ChatRequest, TextApi.chat.__name__),
+    COMPLETIONS: (CompletionRequest, TextApi.complete.__name__),
+    EMBEDDINGS: (EmbeddingsRequest, TextApi.embeddings.__name__),
+}
+# Of two names of one option the one that a body gives counts.
+SAME = {"max_tokens": "max_completion_tokens", "repeat_penalty": "repetition_penalty"}
+
+
+class Collector:
+    """In an engine's place: sequences are made, and whoever asked for them runs them."""
+
+    slots, healthy, unfinished = 1, True, 0
+
+    def submit(self, sequences: list[Sequence], tell: Any) -> None:
+        pass
+
+
+class OpenAI:
+    """Rows whose bodies are answered as `castiron serve` answers them."""
+
+    def __init__(
+        self, manifest: Manifest, text: Text, names: list[str], defaults: Mapping[str, Any], embedder: Embedder | None = None
+    ):
+        """`names`: what a body may call the model. `defaults`: what counts for bodies that say nothing of it; an
+        `embedder` where the bundle encodes texts."""
+        self.defaults, self.loop = dict(defaults), asyncio.new_event_loop()
+        self.api: TextApi
+        if embedder:
+            self.api = EmbeddingsApi(EmbeddingsEngine(embedder, 0, Metrics()), names, Limits())
+        else:
+            self.api = Api(Collector(), text, names, manifest, Limits(temperature=defaults.get("temperature")))  # type: ignore
+
+    def draws(self, row: Row) -> bool:
+        if not isinstance(self.api, Api):
+            return False
+        try:
+            body = _body(row.fields)
+        except PipelineError:
+            return False
+        if body.get("seed") is not None:
+            return False
+        asked = body.get("temperature")
+        return bool(self.api.sampling.temperature if asked is None else asked)
+
+    def work(self, row: Row, key: str, seed: int) -> Work:
+        given, url = _request(row.fields)
+        kind, endpoint = ENDPOINTS[url]
+        if kind is not EmbeddingsRequest:
+            if given.get("stream"):
+                raise ApiError(400, "a batch has no streams; leave stream out", "stream", "unsupported_parameter")
+            given = self._with_defaults(given, url) | ({"seed": seed} if self.draws(row) else {})
+        body = read(kind, json.dumps(given).encode())
+        self.api.check_model(body.model)
+        job = self._wait(getattr(self.api, endpoint)(body))
+        if not isinstance(job, Job):
+            return Work(row, key, lambda: self._answered(row, key, job.answer()))
+        tell = lambda sequence, event: job.events.put_nowait((sequence, event))
+        return Work(row, key, lambda: self._answered(row, key, self.api.whole(job), job), job.sequences, tell)  # type: ignore
+
+    def failed(self, row: Row, key: str, error: Exception) -> Outcome:
+        if isinstance(error, ApiError):
+            return self._outcome(row, key, {"response": _response(key, error.status, error.body), "error": None}, failed=True)
+        return self._outcome(
+            row, key, {"response": None, "error": {"code": "invalid_request", "message": str(error)}}, failed=True
+        )
+
+    def _with_defaults(self, body: Mapping[str, Any], url: str) -> dict[str, Any]:
+        """The body, and what the job says where it says nothing."""
+        told = {name for name, value in body.items() if value is not None}
+        names = {name for name in self.defaults if name not in told and SAME.get(name) not in told}
+        if {"response_format", "grammar", "regex"} & told:
+            names -= {"response_format"}
+        return {**body, **{name: self.defaults[name] for name in names}}
+
+    def _answered(self, row: Row, key: str, answer: Coroutine[Any, Any, dict], job: Job | None = None) -> Outcome:
+        sequences = job.sequences if job else []
+        counts = {"generated": sum(len(s.tokens) for s in sequences), "cached": sum(s.cached for s in sequences)}
+        try:
+            body = repeatable(self._wait(answer), key)
+        except (ApiError, PipelineError) as error:
+            return self.failed(row, key, error if isinstance(error, ApiError) else api_error(error))
+        counts["prompt"] = body["usage"]["prompt_tokens"]
+        return self._outcome(row, key, {"response": _response(key, 200, body), "error": None}, **counts)
+
+    def _outcome(self, row: Row, key: str, result: Mapping[str, Any], failed: bool = False, **counts: int) -> Outcome:
+        name = row.fields.get("custom_id")
+        head = {"id": f"batch_req_{key}", "custom_id": name if isinstance(name, str) else None}
+        return Outcome({**head, **result}, failed, keeps=False, **counts)
+
+    def _wait(self, answer: Coroutine) -> Any:
+        return self.loop.run_until_complete(answer)
+
+
+def repeatable(body: dict[str, Any], key: str) -> dict[str, Any]:
+    """An answer without what is another each time: ids are the row's, there is no time, and what was found in the cache is
+    the job's to tell."""
+    if "id" in body:
+        body = {**body, "id": f"{body['id'].partition('-')[0]}-{key}", "created": 0}
+    usage = {name: value for name, value in body["usage"].items() if name != "prompt_tokens_details"}
+    for choice in body.get("choices", ()):
+        for number, call in enumerate(choice.get("message", {}).get("tool_calls") or ()):
+            # Nine letters and digits, as the server's are.
+            call["id"] = f"{key[:5]}{choice['index'] % 100:02}{number % 100:02}"
+    return {**body, "usage": usage}
+
+
+def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The body and the url of a row; PipelineError for one that is no request."""
+    if unknown := [name for name in fields if name not in FIELDS]:
+        raise PipelineError(f"the row has a field {unknown[0][:40]!r}, which a batch does not know; it has {', '.join(FIELDS)}")
+    if not isinstance(fields.get("custom_id"), str):
+        raise PipelineError("custom_id must be a string")
+    if fields.get("method", "POST") != "POST":
+        raise PipelineError("method must be POST")
+    url = fields.get("url")
+    if url not in ENDPOINTS:
+        raise PipelineError(f"url must be one of {', '.join(ENDPOINTS)}")
+    return _body(fields), url
+
+
+def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    body = fields["body"]
+    if isinstance(body, str):
+        # As a table has it, whose columns have one type.
+        try:
+            body = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise PipelineError(f"body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise PipelineError("body must be an object")
+    return body
+
+
+def _response(key: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": key, "body": body}

@@ -1,0 +1,122 @@
+"""The rows of a job, read one after another: JSON lines, plain, gzipped or from a pipe, or a table in Parquet."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn, Protocol
+
+from castiron.pipelines.errors import PipelineError
+
+# How files end, and what they hold; "-" is lines through a pipe.
+LINES, ZIPPED, TABLE = (".jsonl", ".ndjson"), (".jsonl.gz", ".ndjson.gz"), (".parquet",)
+# Bytes of one line: what is longer is no request, and would be held whole.
+LONGEST = 64 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row number `index` of the input, counted from 0.
+
+    `fields` are its columns, empty where `error` says why it cannot be read. `kept` is what its result keeps of it: the
+    fields, or of a table the row as Arrow writes it, in base64. `source`: what it was read from, for its hash.
+    """
+
+    index: int
+    fields: Mapping[str, Any]
+    kept: Mapping[str, Any] | str
+    source: bytes
+    error: str | None = None
+
+
+class Rows(Protocol):
+    """What rows are read from, once. `share`: how much of it was read, 0 to 1, None if that is not known."""
+
+    @property
+    def share(self) -> float | None: ...
+    def __iter__(self) -> Iterator[Row]: ...
+
+
+def kind_of(place: str) -> tuple[str, ...]:
+    """Which of the kinds of file a name means, by how it ends; PipelineError for another ending."""
+    if place == "-":
+        return LINES
+    for kind in (ZIPPED, LINES, TABLE):
+        if place.lower().endswith(kind):
+            return kind
+    raise PipelineError(f"{place} ends in none of {', '.join((*LINES, *ZIPPED, *TABLE))}, and - is a pipe of JSON lines")
+
+
+def open_rows(place: str) -> Rows:
+    """The rows of a file, or of stdin; PipelineError for a name that means neither, OSError for a file that is not there."""
+    kind = kind_of(place)
+    if kind is TABLE:
+        from castiron.pipelines.batch.parquet import Table
+
+        return Table(Path(place))
+    return JsonLines(sys.stdin.buffer if place == "-" else open(place, "rb"), kind is ZIPPED)
+
+
+class JsonLines:
+    """A JSON object a line; empty lines are none."""
+
+    def __init__(self, file: IO[bytes], zipped: bool = False):
+        self.file = file
+        self.lines: Any = gzip.GzipFile(fileobj=file) if zipped else file
+        self.bytes = self._size()
+
+    def _size(self) -> int | None:
+        if not self.file.seekable():
+            return None
+        end = self.file.seek(0, 2)
+        self.file.seek(0)
+        return end
+
+    @property
+    def share(self) -> float | None:
+        return self.file.tell() / self.bytes if self.bytes else None
+
+    def __iter__(self) -> Iterator[Row]:
+        index = 0
+        for number, line in enumerate(self._lines(), 1):
+            if line.strip():
+                yield _row(index, number, line)
+                index += 1
+
+    def _lines(self) -> Iterator[bytes]:
+        """Of a line that is too long its beginning."""
+        first = True
+        try:
+            while line := self.lines.readline(LONGEST + 1):
+                rest = line
+                while len(rest) > LONGEST and not rest.endswith(b"\n"):
+                    rest = self.lines.readline(LONGEST + 1)
+                yield line.removeprefix(codecs.BOM_UTF8) if first else line
+                first = False
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise PipelineError(f"the input is not whole gzip: {error}; its rows so far are done") from None
+
+
+def _row(index: int, number: int, line: bytes) -> Row:
+    """The row in a line; `number` is the line's, for people."""
+    source = line.strip()
+    if len(line) > LONGEST:
+        return Row(index, {}, {}, source, f"line {number} has more than {LONGEST} bytes")
+    try:
+        value = json.loads(source.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        return Row(index, {}, {}, source, f"line {number} is not UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return Row(index, {}, {}, source, f"line {number} is not JSON: {error}")
+    if not isinstance(value, dict):
+        return Row(index, {}, {}, source, f"line {number} is not a JSON object")
+    return Row(index, value, value, source)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,73 @@
+"""In which order the rows of a window are run: beginnings that they share are computed once, and long rows come first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from castiron.pipelines.batch.requests import Work
+from castiron.pipelines.generation.positions import shared
+
+# Rows that are held at once, and tokens of their prompts.
+ROWS, TOKENS = 512, 1 << 20
+# Rows are kept together that share so many tokens more than all around them.
+BEGINNING = 32
+# Tokens of a prompt that are read in the time of one decode step of a batch.
+READ = 16
+
+
+def in_windows(works: Iterable[Work], rows: int = ROWS) -> Iterator[Work]:
+    """All works, a window of them after another, each in the order of `arranged`."""
+    works = iter(works)
+    while window := list(_window(works, rows)):
+        yield from arranged(window)
+
+
+def _window(works: Iterator[Work], rows: int) -> Iterator[Work]:
+    tokens = 0
+    for work in islice(works, rows):
+        yield work
+        tokens += sum(len(sequence.prompt) for sequence in work.sequences)
+        if tokens >= TOKENS:
+            return
+
+
+def arranged(works: Sequence[Work]) -> list[Work]:
+    """Those that need no sequence first; then so that what shares a beginning stands together, and otherwise what may take
+    longest comes first, which leaves short rows for the end, when slots fall empty."""
+    done = [work for work in works if not work.sequences]
+    rest = [work for work in works if work.sequences]
+    # Big ends first: the order of the bytes is the order of the tokens.
+    rest.sort(key=lambda work: (_prompt(work).astype(">u4").tobytes(), work.row.index))
+    common = [0, *(shared(_prompt(a), _prompt(b)) for a, b in zip(rest, rest[1:]))]
+    costs = [_cost(work) for work in rest]
+    return done + [rest[i] for i in _longest_first(costs, common, 0, len(rest))]
+
+
+def _longest_first(costs: Sequence[float], common: Sequence[int], first: int, last: int) -> list[int]:
+    """The works `first` to `last`, sorted by prompt, of which each shares `common` tokens with the one before it: branch by
+    branch of the tree of their beginnings, the one with the longest work first, at each fork."""
+    found, stack = list[int](), [(first, last)]
+    while stack:
+        first, last = stack.pop()
+        if last - first == 1:
+            found.append(first)
+        if last - first <= 1:
+            continue
+        least = min(common[first + 1 : last]) + BEGINNING
+        cuts = [first, *(i for i in range(first + 1, last) if common[i] < least), last]
+        branches = list(zip(cuts, cuts[1:]))
+        # The longest on top; of equals the first.
+        stack += sorted(reversed(branches), key=lambda branch: max(costs[slice(*branch)]))
+    return found
+
+
+def _prompt(work: Work) -> np.ndarray:
+    return work.sequences[0].prompt
+
+
+def _cost(work: Work) -> float:
+    """How many decode steps a slot is taken for, at most."""
+    return sum(sequence.limit + len(sequence.prompt) / READ for sequence in work.sequences)

@@ -1,0 +1,350 @@
+"""`castiron batch`: every row has the result that it has alone, whatever stands beside it and however often the job is killed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from itertools import count, islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from castiron.pipelines import cli
+from castiron.pipelines.batch.job import answering, run_job
+from castiron.pipelines.batch.journal import TITLE, Journal
+from castiron.pipelines.batch.plain import Prompts, Wanted
+from castiron.pipelines.batch.requests import Requests
+from castiron.pipelines.batch.rows import Row
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.sampling import Sampling
+from castiron.pipelines.generation.scheduler import Scheduler
+from tests.pipelines import served
+from tests.pipelines.test_scheduler import CONTEXT, EOS, PROMPTS, TEXT, VOCAB, FakeBatch, alone
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return served.bundle(tmp_path_factory.getbasetemp())
+
+
+def write(place: Path, rows) -> Path:
+    place.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return place
+
+
+def read(place: Path) -> list[dict]:
+    return [json.loads(line) for line in place.read_bytes().splitlines()]
+
+
+
+
+class Jobs:
+    """The commands of a test in this process."""
+
+    def __init__(self, path: Path, capsys):
+        self.path, self.capsys = path, capsys
+
+    def __call__(self, rows: Path, output: Path, *options: str) -> dict:
+        cli.main(["batch", str(self.path), str(rows), "-o", str(output), "--threads", "1", "--json", *options])
+        said = self.capsys.readouterr()
+        self.errors = said.err
+        return json.loads(said.out)
+
+
+@pytest.fixture
+def job(path, capsys):
+    return Jobs(path, capsys)
+
+
+# Over a model in NumPy.
+
+MANIFEST = SimpleNamespace(context=CONTEXT, vocab=VOCAB, tokens=SimpleNamespace(eos=(EOS,)))
+
+
+def requests(**wanted) -> Requests:
+    return Requests(Prompts(MANIFEST, TEXT, Wanted(most=10, **wanted)), lambda: None, b"identity", 0)  # type: ignore
+
+
+def rows_of(prompts):
+    for index, prompt in enumerate(prompts):
+        yield Row(index, {"prompt": prompt}, {"prompt": prompt}, json.dumps(prompt).encode())
+
+
+def answers(scheduler, prompts, window=8, **wanted):
+    made = requests(**wanted)
+    return answering(scheduler, made, window)((row, made.key(row)) for row in rows_of(prompts))
+
+
+@given(st.integers(1, 4), st.lists(PROMPTS, max_size=12), st.integers(1, 12))
+def test_each_row_has_one_result_and_it_is_the_one_it_gets_alone(size, prompts, window):
+    found = {row.index: outcome for row, _, outcome in answers(Scheduler(FakeBatch(size)), prompts, window)}
+    assert found.keys() == set(range(len(prompts)))
+    for index, prompt in enumerate(prompts):
+        expected = alone(prompt, 10)
+        assert found[index].added["generated"] == TEXT.decode(expected)
+        assert (found[index].prompt, found[index].generated) == (len(prompt), len(expected))
+
+
+def test_what_rows_share_is_read_once_and_no_more_is_held_than_a_window():
+    batch, taken = FakeBatch(3), count()
+    rng = random.Random(0)
+    beginnings = [[rng.randrange(3, VOCAB) for _ in range(40)] for _ in range(3)]
+
+    def prompts():
+        # One after another, so that two slots never hold what the next row begins with.
+        while True:
+            yield beginnings[next(taken) % 3] + [rng.randrange(3, VOCAB) for _ in range(4)]
+
+    rows = list(islice(answers(Scheduler(batch), prompts(), window=48), 48))
+    assert next(taken) <= 48 + 3 + 48
+    read = sum(work[2] for work in batch.work if work[0] == "prefill")
+    assert read <= 3 * 40 + 4 * 48 + 4 * 48, "a shared beginning was read more than once"
+    assert sum(outcome.cached for _, _, outcome in rows) >= 45 * 40
+
+
+def test_rows_that_may_take_long_come_first_and_those_that_need_nothing_before_them():
+    prompts = [[3, 4], [5] * 60, [], [6] * 20, [7] * 40]
+    ended = [row.index for row, _, _ in answers(Scheduler(FakeBatch(1)), prompts, ignore_eos=True)]
+    assert ended == [2, 1, 4, 3, 0]
+
+
+def test_equal_rows_draw_different_answers_and_the_same_ones_again():
+    def drawn(size, window, seed=0):
+        made = requests(sampling=Sampling(temperature=1.0))
+        made.seed = seed
+        keyed = ((row, made.key(row)) for row in rows_of([[5, 6]] * 6))
+        found = answering(Scheduler(FakeBatch(size)), made, window)(keyed)
+        return [outcome.added["generated"] for _, outcome in sorted((row.index, outcome) for row, _, outcome in found)]
+
+    first = drawn(1, 1)
+    assert drawn(4, 6) == first != drawn(1, 1, seed=1) and len(set(first)) == 6
+
+
+# Over a bundle.
+
+
+def test_greedy_rows_are_what_run_says(job, path, tmp_path, capsys):
+    texts = ["Hello there", "What?", "Hello where"]
+    rows = [{"prompt": text, "kept": [1, {"a": None}]} for text in texts]
+    rows += [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    counts = job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "-n", "9", "--ordered")
+    found = read(tmp_path / "out.jsonl")
+    for text, one, other in zip(texts, found, found[3:]):
+        cli.main(["run", str(path), "-p", text, "-n", "9", "--threads", "1", "--json"])
+        alone = json.loads(capsys.readouterr().out)
+        assert one["generated"] == other["generated"] == alone["text"] and one["kept"] == [1, {"a": None}]
+        assert one["finish_reason"] == alone["finish_reason"] and one["prompt_tokens"] == alone["prompt_tokens"]
+    told = {name: counts[name] for name in ("rows", "before", "failed", "generated_tokens")}
+    assert told == {"rows": 6, "before": 0, "failed": 0, "generated_tokens": sum(row["generated_tokens"] for row in found)}
+    assert counts["cached_tokens"] > 0
+
+
+BODIES = [
+    ("/v1/chat/completions", {"messages": served.MESSAGES, "max_tokens": 6, "temperature": 0, "ignore_eos": True}),
+    ("/v1/chat/completions", {"messages": served.MESSAGES, "max_tokens": 6, "seed": 5, "n": 2, "top_p": 0.9}),
+    ("/v1/completions", {"prompt": ["Hi", [5, 6, 7]], "max_tokens": 5, "temperature": 0, "echo": True}),
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": 9, "temperature": 0, "stop": ["e", "a"], "ignore_eos": True}),
+    ("/v1/chat/completions", {"messages": served.MESSAGES, "response_format": {"type": "json_object"}, "seed": 1, "max_tokens": 9}),
+    ("/v1/completions", {"prompt": "Hi", "no_such_field": 1}),
+    ("/v1/completions", {"prompt": "x" * 500}),
+    ("/v1/chat/completions", {"messages": served.MESSAGES, "model": "gpt-4o"}),
+    ("/v1/embeddings", {"input": "Hi"}),
+]
+
+
+def test_openais_rows_are_answered_as_the_server_does(job, path, tmp_path):
+    rows = [{"custom_id": f"r{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(BODIES)]
+    job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl")
+    found = {row["custom_id"]: row for row in read(tmp_path / "out.jsonl")}
+    with served.served(path, tmp_path / "log", "--quiet") as server, httpx.Client(base_url=server.url) as client:
+        for row in rows:
+            told, asked = found[row["custom_id"]], client.post(row["url"], json=row["body"])
+            assert told["error"] is None and told["response"]["status_code"] == asked.status_code
+            mine, theirs = told["response"]["body"], asked.json()
+            for body in (mine, theirs):
+                body.pop("id", None), body.pop("created", None), body.get("usage", {}).pop("prompt_tokens_details", None)
+            assert mine == theirs
+    assert [row["response"]["status_code"] for row in found.values()].count(200) == 5
+
+
+def test_a_row_that_is_none_says_why_and_the_others_go_on(job, tmp_path):
+    good = {"prompt": "Hi", "id": 1}
+    bad = [
+        "{", '"text"', "\xff", '{"prompt": NaN}', "[" * 100_000, {"id": 2}, {"prompt": 7}, {"prompt": []}, {"prompt": [999]},
+        {"prompt": "a", "messages": [{"role": "user"}]}, {"messages": ["x"]}, {"prompt": "x" * 500}, {"prompt": "\ud800"},
+    ]  # fmt: skip
+    alien = [
+        {"custom_id": "a", "url": "/v1/files", "body": {}}, {"custom_id": 7, "url": "/v1/completions", "body": {}},
+        {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}},
+        {"custom_id": "a", "url": "/v1/completions", "body": "{"}, {"custom_id": "a", "body": {}, "more": 1},
+    ]  # fmt: skip
+    place = tmp_path / "in.jsonl"
+    place.write_bytes(b"\xef\xbb\xbf" + b"\n\n".join((r if isinstance(r, str) else json.dumps(r)).encode("latin-1") for r in [good, *bad, *alien, good]))
+    counts = job(place, tmp_path / "out.jsonl", "-n", "4", "--ordered")
+    first, *middle, last = read(tmp_path / "out.jsonl")
+    assert (counts["rows"], counts["failed"]) == (20, 18)
+    assert first == last and first["generated"] and first["error"] is None
+    assert all(row["error"] for row in middle[: len(bad)]) and all(row["generated"] is None for row in middle[: len(bad)])
+    says = ["line 3 is not JSON", "not a JSON object", "not UTF-8", "NaN is no JSON", "not JSON", "no messages and no prompt",
+            "must be text", "must be text", "vocabulary", "messages and prompt", "objects with role", "126", "UTF-8"]  # fmt: skip
+    assert [word for word, row in zip(says, middle) if word not in row["error"]] == []
+    whys = [row["error"]["message"] if row["error"] else row["response"]["body"]["error"]["message"] for row in middle[len(bad) :]]
+    assert [w for w, why in zip(["url must be", "custom_id must be", "no streams", "body is not JSON", "'more'"], whys) if w not in why] == []
+
+
+def test_what_was_changed_is_done_again_and_nothing_else(job, tmp_path):
+    rows, out = [{"prompt": f"Row {i}", "id": i} for i in range(6)], tmp_path / "out.jsonl"
+    place = write(tmp_path / "in.jsonl", rows)
+    assert job(place, out, "-n", "5", "--ordered")["before"] == 0
+    whole = out.read_bytes()
+    assert job(place, out, "-n", "5", "--ordered")["before"] == 6 and out.read_bytes() == whole
+    # One row edited, one in front, one gone.
+    rows = [{"prompt": "first"}, *rows[:3], {"prompt": "Row 3", "id": "edited"}, *rows[5:]]
+    counts = job(write(place, rows), out, "-n", "5", "--ordered")
+    assert (counts["rows"], counts["before"]) == (6, 4)
+    assert [row.get("id") for row in read(out)] == [None, 0, 1, 2, "edited", 5]
+    assert len((tmp_path / "out.jsonl.journal").read_bytes().splitlines()) == 1 + 6
+    for options in (["-n", "4"], ["-n", "5", "--temperature", "1"], ["-n", "5", "--temperature", "1", "--seed", "3"]):
+        assert job(place, out, *options)["before"] == 0
+    assert job(place, out, "-n", "5", "--temperature", "1", "--seed", "3")["before"] == 6
+
+
+def test_an_output_has_one_writer_and_is_no_input(path, tmp_path, capsys):
+    place, out = write(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
+    held = Journal(out)
+
+    def refused(*words: str) -> str:
+        assert cli.main(["batch", str(path), *words, "--threads", "1"]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "memory:" not in line]
+        return line
+
+    assert "another castiron batch is writing" in refused(str(place), "-o", str(out))
+    held.close()
+    Path(f"{out}.journal").write_text("my own notes\n")
+    assert "no journal of castiron batch" in refused(str(place), "-o", str(out))
+    assert Path(f"{out}.journal").read_text() == "my own notes\n" and not out.exists()
+    assert "is the input" in refused(str(place), "-o", str(place))
+    assert "ends in none of" in refused(str(place), "-o", "out.csv")
+    assert "give -o a file" in refused(str(place), "-o", "-", "--json")
+    assert "--embed" in refused(str(place), "-o", str(out), "--dimensions", "3")
+
+
+def test_a_line_that_is_not_whole_counts_for_nothing(tmp_path):
+    out, rows = tmp_path / "out.jsonl", [[3, 4, i + 5] for i in range(5)]
+    made = requests()
+    job = lambda prompts: run_job(rows_of_list(prompts), made.key, answering(Scheduler(FakeBatch(2)), made), out, ordered=True)
+    job(rows)
+    whole, journal = out.read_bytes(), Path(f"{out}.journal")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    for cut, before in ((len(TITLE) // 2, 0), (len(TITLE), 0), (len(journal.read_bytes()) - 1, 4), (len(b"".join(lines[:3])) + 50, 2)):
+        journal.write_bytes(b"".join(lines)[:cut])
+        assert job(rows).before == before and out.read_bytes() == whole
+    # Zeros where a machine lost its power.
+    journal.write_bytes(b"".join(lines[:2]) + lines[2][:60] + b"\0" * 20 + lines[2][80:] + lines[3] + b"\0" * 99)
+    assert job(rows).before == 2 and out.read_bytes() == whole
+
+
+class rows_of_list:  # noqa: N801
+    """Rows of prompts, as a file has them."""
+
+    share = None
+
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def __iter__(self):
+        return rows_of(self.prompts)
+
+
+KILLED = """
+import sys, time
+from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.vmfb.batch import Batch
+step, begin = Batch.step, Scheduler._begin
+def slow(self, tokens):
+    time.sleep(0.008)
+    return step(self, tokens)
+def counted(self, sequence):
+    with open(sys.argv[1], "a") as file:
+        file.write("x")
+    return begin(self, sequence)
+Batch.step, Scheduler._begin = slow, counted
+from castiron.pipelines.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_job_killed_at_any_moment_goes_on_where_it_was(job, path, tmp_path):
+    rng, kills = random.Random(7), 10
+    rows = [{"prompt": f"Tell me of {rng.randrange(10**6)}", "id": i} for i in range(90)]
+    body = {"prompt": "Once", "max_tokens": 7, "ignore_eos": True}
+    rows += [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i in range(30)]
+    place, out, begun = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "begun"
+    options = ["-n", "12", "--temperature", "0.8"]
+    job(place, tmp_path / "whole.jsonl", *options)
+    command = [sys.executable, "-c", KILLED, str(begun), "batch", str(path), str(place), "-o", str(out), "--threads", "1", *options]
+    for _ in range(kills):
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+        assert b"memory" in process.stderr.readline()
+        time.sleep(rng.uniform(0, 0.4))
+        process.kill()
+        process.communicate()
+        assert not out.exists() and process.returncode == -9
+    before = len(begun.read_bytes())
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    assert sorted(out.read_bytes().splitlines()) == sorted((tmp_path / "whole.jsonl").read_bytes().splitlines())
+    twice = len(begun.read_bytes()) - len(rows)
+    # Of each killed run the rows that were in slots, and no others.
+    assert 0 < twice <= kills * served.SLOTS and before > kills
+
+
+def test_tables_keep_their_columns_and_types(job, tmp_path):
+    when = np.datetime64("2026-11-22T08:00:00.123456789", "ns")
+    table = pa.table({
+        "prompt": ["Hello there", None, "What?"], "when": pa.array([when] * 3), "vector": pa.array([[0.1, 2.5]] * 3, pa.list_(pa.float32())),
+        "blob": [b"\xff", None, b""], "error": [1, 2, 3],
+    })  # fmt: skip
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=2)
+    assert job(tmp_path / "in.parquet", tmp_path / "out.parquet", "-n", "4", "--ordered")["failed"] == 1
+    found = pq.read_table(tmp_path / "out.parquet")
+    for name in ("prompt", "when", "vector", "blob"):
+        assert found[name].equals(table[name]) and found.schema.field(name).type == table.schema.field(name).type
+    assert found["error"].to_pylist() == [None, "the row has no messages and no prompt; give it one of messages, prompt", None]
+    # The same rows as lines, and lines as a table again.
+    job(tmp_path / "in.parquet", tmp_path / "out.jsonl.gz", "-n", "4", "--ordered")
+    lines = [json.loads(line) for line in gzip.open(tmp_path / "out.jsonl.gz")]
+    assert [line["generated"] for line in lines] == found["generated"].to_pylist() and lines[0]["when"].startswith("2026-11-22")
+    mixed = [{"prompt": "a", "x": 1, "y": {}}, {"prompt": "b", "x": "one"}, *({"prompt": "c", "z": [i]} for i in range(1100))]
+    job(write(tmp_path / "mixed.jsonl", mixed), tmp_path / "mixed.parquet", "-n", "1", "--ordered")
+    found = pq.read_table(tmp_path / "mixed.parquet").to_pylist()
+    assert [(row["x"], row["y"], row["z"]) for row in found[:3]] == [("1", "{}", None), ('"one"', None, None), (None, None, [0])]
+
+
+def test_pipes_have_each_result_as_it_comes_and_ordered_ones_in_order(path, tmp_path):
+    command = [sys.executable, "-m", "castiron", "batch", str(path), "-", "-o", "-", "-n", "3", "--threads", "1", "--ordered"]
+    given = "".join(json.dumps({"prompt": "x" * (20 - i), "id": i}) + "\n" for i in range(12))
+    done = subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True)
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == list(range(12))
+    assert "kept nowhere" in done.stderr and os.listdir(tmp_path) == []
+
+
+def test_a_table_without_pyarrow_says_what_brings_it(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "castiron.pipelines.batch.parquet", raising=False)
+    assert cli.main(["batch", str(path), str(tmp_path / "in.parquet"), "-o", str(tmp_path / "out.jsonl")]) == 1
+    assert "this needs pyarrow, which is not installed: " in capsys.readouterr().err
+    assert PipelineError
