@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+from castiron.pipelines.cluster.batch import Engine
 from castiron.pipelines.cluster.rows import Generate
 from castiron.pipelines.cluster.serving import Replica
 from castiron.vmfb.batch import Batch
@@ -38,6 +39,19 @@ class DiesOnce(Generate):
         ):
             time.sleep(0.05)
         return super().__call__(batch)
+
+
+class EngineThatDiesOnce(Engine):
+    """The engine of a batch job, the first of which ends in its second window."""
+
+    def answers(self, *given):
+        found = super().answers(*given)
+        died = Path(os.environ[NOTES]) / "engine-died"
+        if self.__dict__.setdefault("windows", 0) == 1 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.windows += 1
+        return found
 
 
 # Seconds that a step of a slow replica takes at least: the small model answers faster than a test can look.

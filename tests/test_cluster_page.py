@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import castiron
+from castiron.pipelines import cli
 from castiron.pipelines.casting.compile import Options, compile_model
 from castiron.reference.tiny import tiny_model
 from tests import cluster_parts
@@ -125,6 +126,29 @@ def test_rows_are_answered_as_by_one_process_though_an_actor_dies_and_a_node_com
     assert {note["node"] for note in notes} >= {node.node_id, cluster.head_node.node_id}
     assert {note["threads"] for note in notes} == {2}
     cluster.remove_node(node)
+
+
+@pytest.mark.slow
+def test_a_batch_job_on_a_cluster_has_the_results_of_one_process(bundle, rows, cluster, notes, tmp_path, monkeypatch):
+    """An engine dies on the way; and the journal is the same, so that either goes on with what the other began."""
+    from castiron.pipelines.cluster import batch
+
+    monkeypatch.setattr(batch, "Engine", cluster_parts.EngineThatDiesOnce)
+    monkeypatch.setattr(batch, "WINDOW", 40)
+    table = pq.read_table(rows).drop_columns(["when"]).to_pylist()
+    lines = [json.dumps({name: value for name, value in row.items() if value is not None}) for row in table]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    options = ["-n", "8", "--temperature", "0.8", "--ordered", "--json"]
+    run = lambda out, *more: cli.main(
+        ["batch", str(bundle), str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / out), *options, *more]
+    )
+    assert run("here.jsonl", "--threads", "1") == 0
+    assert run("there.jsonl", "--threads", "2", "--ray", cluster.address) == 0
+    assert (notes / "engine-died").exists()
+    assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+    (tmp_path / "there.jsonl").unlink()
+    assert run("there.jsonl", "--threads", "1") == 0
+    assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
 
 
 @pytest.fixture(scope="module")
