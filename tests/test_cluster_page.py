@@ -22,9 +22,10 @@ import castiron
 from castiron.pipelines import cli
 from castiron.pipelines.casting.compile import Options, compile_model
 from castiron.reference.tiny import tiny_model
-from tests import cluster_parts
 from tests.pipelines import served as serving
 
+# Ray is imported by the tests that need it: it takes seconds, which everyone who collects tests would wait for.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 ROWS_SCRIPT, SERVE_SCRIPT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -53,12 +54,15 @@ def cluster(notes):
     """A head with CPUs for one actor, and one to read with; this process is connected to it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv(cluster_parts.NOTES, str(notes))
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
         import ray
         from ray.cluster_utils import Cluster
+
+        from tests import cluster_parts
+
+        patch.setenv(cluster_parts.NOTES, str(notes))
 
         head = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         found = Cluster(initialize_head=True, head_node_args=head)
@@ -100,10 +104,11 @@ def expected(bundle, rows) -> pa.Table:
     return table
 
 
-@pytest.mark.slow
 def test_rows_are_answered_as_by_one_process_though_an_actor_dies_and_a_node_comes(
     bundle, rows, expected, cluster, notes, tmp_path, monkeypatch
 ):
+    from tests import cluster_parts
+
     monkeypatch.setattr(castiron.ray, "Generate", cluster_parts.DiesOnce)
     monkeypatch.setattr(sys, "argv", ["rows.py", str(bundle), str(rows), str(tmp_path / "answers")])
     monkeypatch.setattr("ray.init", lambda: None)
@@ -128,10 +133,10 @@ def test_rows_are_answered_as_by_one_process_though_an_actor_dies_and_a_node_com
     cluster.remove_node(node)
 
 
-@pytest.mark.slow
 def test_a_batch_job_on_a_cluster_has_the_results_of_one_process(bundle, rows, cluster, notes, tmp_path, monkeypatch):
     """An engine dies on the way; and the journal is the same, so that either goes on with what the other began."""
     from castiron.pipelines.cluster import batch
+    from tests import cluster_parts
 
     monkeypatch.setattr(batch, "Engine", cluster_parts.EngineThatDiesOnce)
     monkeypatch.setattr(batch, "WINDOW", 40)
@@ -157,6 +162,7 @@ def served(bundle, cluster):
     from ray import serve
 
     from castiron.pipelines.cluster import serving as deployments
+    from tests import cluster_parts
 
     url, key = f"http://127.0.0.1:{free_port()}", "secret"
     words = {"replicas=(1, 8)": "replicas=2", "cpus=4": f"cpus=0.5, slots={SLOTS}"}
@@ -197,7 +203,6 @@ def samples(client: openai.OpenAI, name: str) -> dict[str, int]:
     return {replica: int(value) for replica, value in re.findall(rf'^{name}{{replica="(\w+)"}} (\d+)$', page, re.MULTILINE)}
 
 
-@pytest.mark.slow
 def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):
     client, _ = served
     asked = [[{"role": "system", "content": word * 200}, {"role": "user", "content": f"Hello {i}"}]
@@ -211,7 +216,6 @@ def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):
         client.with_options(api_key="another").models.list()
 
 
-@pytest.mark.slow
 def test_a_replica_that_is_killed_takes_no_request_along_that_had_not_begun_to_answer(served):
     client, handle = served
     messages = [[{"role": "user", "content": f"Hello {i}"}] for i in range(2 * SLOTS)]
@@ -228,7 +232,6 @@ def test_a_replica_that_is_killed_takes_no_request_along_that_had_not_begun_to_a
     assert said[:2] == expected and all(said)
 
 
-@pytest.mark.slow
 def test_a_stream_passes_through_and_says_so_when_its_replica_ends(served):
     client, handle = served
     wait_for_two(handle)

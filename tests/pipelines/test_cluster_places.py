@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -116,6 +117,22 @@ def test_a_fetch_that_breaks_off_leaves_nothing_and_is_a_sentence(toy, cache, mo
             bundle_at("memory://broken.castiron")
     assert [entry.name for entry in cache.iterdir() if not entry.name.endswith(".lock")] == []
     assert bundle_at("memory://broken.castiron").manifest.name
+
+
+def test_ray_is_imported_when_it_is_asked_for_and_its_absence_is_a_sentence():
+    code = """
+import sys, castiron, castiron.pipelines.cli, castiron.pipelines.commands.batch, castiron.pipelines.cluster.places
+assert "ray" not in sys.modules
+sys.modules["ray"] = None
+try:
+    castiron.ray
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert re.fullmatch(r"castiron.ray needs ray, which is not installed: .* pip install .*\n", done.stdout)
 
 
 @pytest.mark.parametrize(
