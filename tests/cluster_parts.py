@@ -42,7 +42,10 @@ class DiesOnce(Generate):
 
 
 class EngineThatDiesOnce(Engine):
-    """The engine of a batch job, the first of which ends in its second window."""
+    """The engine of a batch job on a node without the bundle, the first of which ends in its second window."""
+
+    def has_bundle(self):
+        return False
 
     def answers(self, *given):
         found = super().answers(*given)

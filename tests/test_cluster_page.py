@@ -186,8 +186,9 @@ def ask(client: openai.OpenAI, messages: list[dict], tokens: int, **options):
 
 
 def states(handle) -> list[tuple[int, int]]:
-    """Process and sequences of every replica."""
-    return handle.broadcast("state").results(timeout_s=30)
+    """Process and sequences of every replica that lives."""
+    found = handle.broadcast("state").results(timeout_s=30, return_exceptions=True)
+    return [state for state in found if not isinstance(state, BaseException)]
 
 
 def wait_for_two(handle) -> None:

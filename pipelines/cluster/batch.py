@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from castiron.pipelines.batch.job import Answer, Answered, Keyed, answering
 from castiron.pipelines.batch.requests import Outcome
 from castiron.pipelines.cluster.places import Stored, bundle_at, store
 from castiron.pipelines.errors import PipelineError, user_errors
+from castiron.pipelines.progress import say
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import BundleError, dump
 
@@ -25,8 +29,8 @@ from castiron.vmfb.manifest import BundleError, dump
 WINDOW, AHEAD = 128, 2
 # Engines that may die of the same rows.
 DEATHS = 3
-# Seconds after which is seen which nodes have come.
-LOOK = 2.0
+# Seconds after which is seen which nodes have come, and after which is said that none has.
+LOOK, PATIENCE = 2.0, 30.0
 
 
 class Engine:
@@ -48,7 +52,9 @@ class Engine:
         if self.answer is None:
             from castiron.pipelines.commands.batch import prepare
 
-            requests, scheduler = prepare(self.args, open_bundle(self.path) if stored is None else bundle_at(stored))
+            # By the name that it has there.
+            bundle = open_bundle(self.path) if stored is None else replace(bundle_at(stored), path=self.path)
+            requests, scheduler = prepare(self.args, bundle)
             self.answer = answering(scheduler, requests)
         return [(row.index, outcome) for row, _, outcome in self.answer(iter(rows))]
 
@@ -57,7 +63,7 @@ class Engines:
     """The engines of a cluster: one for every `--threads` CPUs of every node, those that come during the job too."""
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle):
-        plain = (str, int, float, list, type(None))
+        plain = (str, int, float, list, dict, type(None))
         self.args = {name: value for name, value in vars(args).items() if isinstance(value, plain)}
         self.bundle, self.manifest = bundle, dump(bundle.manifest)
         # By node and number; what each was asked first, until it has said so; where its bundle comes from.
@@ -65,6 +71,7 @@ class Engines:
         self.starting: dict[ray.ObjectRef, tuple[str, int]] = {}
         self.ready: dict[tuple[str, int], Stored | None] = {}
         self._stored: Stored | None = None
+        self.patient_until = time.monotonic() + PATIENCE
 
     def look(self) -> None:
         """Starts an engine wherever there is none and may be one."""
@@ -88,6 +95,16 @@ class Engines:
             self.ready[at] = None if ray.get(asked) else self._stored
         except RayActorError:
             self.lost(at)
+
+    def wait(self, running: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        """What is done of the calls that run and of those that ask engines whether they are ready."""
+        if not running and not self.ready and time.monotonic() > self.patient_until:
+            say("no node of the cluster has had CPUs for this job so far; waiting for one")
+            self.patient_until = math.inf
+        if waiting := [*running, *self.starting]:
+            return ray.wait(waiting, timeout=LOOK)[0]
+        time.sleep(LOOK)
+        return []
 
     def ask(self, at: tuple[str, int], rows: list[Keyed]) -> ray.ObjectRef:
         return self.actors[at].answers.remote(rows, self.ready[at])
@@ -121,7 +138,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle) -> Answer:
                         ahead -= 1
                 if not running and engines.ready:
                     return
-                for done in ray.wait([*running, *engines.starting], timeout=LOOK)[0]:
+                for done in engines.wait(list(running)):
                     if done in engines.starting:
                         engines.started(done)
                         continue

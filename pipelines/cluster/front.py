@@ -76,7 +76,9 @@ class Front:
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         started: Message | None = None
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            # Who has died is known a moment later.
+            await asyncio.sleep(0.2 * attempt)
             response = self.replicas.options(stream=True).answer.remote(call)
             try:
                 async for messages in response:

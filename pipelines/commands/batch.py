@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"{args.output} is the input: give the results a file of their own")
     if output is None:
         say("results go to stdout and are kept nowhere: if this job is interrupted, another run begins anew")
-    rows = open_rows(args.input)
+    rows, args.json_schema = open_rows(args.input), read_schema(args.json_schema)
     with engine(args, bundle_of(args.bundle)) as (key, answer), Progress() as progress:
         summary = run_job(rows, key, answer, output, ordered=args.ordered, told=teller(progress))
     say(in_words(summary) + (f"; results in {output}" if output else ""))
@@ -136,14 +136,15 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Requests, Scheduler | None]":
-    """What makes rows into work, as the options say, and what `runs` it: None for a bundle that encodes texts."""
+    """What makes rows into work, as the options say, and what `runs` it: None for a bundle that encodes texts. The schema has
+    been read by now."""
     from castiron.pipelines.batch.requests import Requests, identity
     from castiron.pipelines.generation.scheduler import Scheduler
     from castiron.pipelines.measuring.memory import say_memory, slots_of
 
     manifest, seed = bundle.manifest, args.seed or 0
     options = {name: value for name, value in vars(args).items() if name in ANSWERING}
-    schema = read_schema(args.json_schema)
+    schema = args.json_schema
     bound = identity(manifest, options | {"seed": seed, "json_schema": schema})
     if args.embed or manifest.encoder:
         return Requests(*encoding(args, bundle), bound, seed), None
