@@ -31,6 +31,7 @@ COMMANDS = {
     "evaluate": "measure a bundle's perplexity, and its distance from a base",
     "bench": "measure a bundle, against the machine's limits and against peers",
     "explain": "show where the time of a call goes, kernel by kernel",
+    "plan": "say how many requests a machine answers, and how many machines a rate needs",
     "list": "list the models of the catalogue and the bundles here",
     "inspect": "describe a checkpoint or a bundle",
     "emit": "print the MLIR of a checkpoint",

@@ -1,4 +1,4 @@
-"""docs/serving.md, structured.md, finetune.md, troubleshooting.md and index.md: every command runs, every snippet and number holds."""
+"""docs/batch.md, serving.md, structured.md, finetune.md, troubleshooting.md and index.md: every command runs, every snippet and number holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("index", "serving", "structured", "finetune", "troubleshooting")
+    for name in ("index", "batch", "serving", "structured", "finetune", "troubleshooting")
 }
 MODEL = "smollm2-135m-instruct"
 # What the tests of other files run: README's, and those of pages with a test of their own.

@@ -132,6 +132,9 @@ class Embeddings:
         given = row.fields[one_of(row.fields, TEXTS)]
         if not isinstance(given, str) and not (isinstance(given, list) and all(type(token) is int for token in given)):
             raise PipelineError("what is to be encoded must be text, or a list of token ids")
+        vocab = self.embedder.bundle.manifest.vocab
+        if isinstance(given, list) and given and not 0 <= min(given) <= max(given) < vocab:
+            raise PipelineError(f"the row has a token outside the vocabulary of {vocab} tokens")
         tokens = self.embedder.tokens(given, self.prompt)
 
         def outcome() -> Outcome:

@@ -86,7 +86,7 @@ class Requests:
             return kind.work(row, key, seed)
         except (PipelineError, ApiError) as error:
             failure = kind.failed(row, key, error)
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # Whatever a row has that nobody thought of, the others go on.
             failure = kind.failed(row, key, PipelineError(f"castiron failed on this row: {type(error).__name__}: {error}"))
         return Work(row, key, lambda: failure)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 
 from castiron.pipelines.batch.requests import Work
 from castiron.pipelines.generation.positions import shared
 
-# Rows that are held at once, and tokens of their prompts.
+# Rows that are held at once, or sequences where a row has several, and tokens of their prompts.
 ROWS, TOKENS = 512, 1 << 20
 # Rows are kept together that share so many tokens more than all around them.
 BEGINNING = 32
@@ -26,11 +25,12 @@ def in_windows(works: Iterable[Work], rows: int = ROWS) -> Iterator[Work]:
 
 
 def _window(works: Iterator[Work], rows: int) -> Iterator[Work]:
-    tokens = 0
-    for work in islice(works, rows):
+    held = tokens = 0
+    for work in works:
         yield work
+        held += max(1, len(work.sequences))
         tokens += sum(len(sequence.prompt) for sequence in work.sequences)
-        if tokens >= TOKENS:
+        if held >= rows or tokens >= TOKENS:
             return
 
 

@@ -110,8 +110,13 @@ def main(args: argparse.Namespace) -> int:
     if output is None:
         say("results go to stdout and are kept nowhere: if this job is interrupted, another run begins anew")
     rows, args.json_schema = open_rows(args.input), read_schema(args.json_schema)
-    with engine(args, bundle_of(args.bundle)) as (key, answer), Progress() as progress:
-        summary = run_job(rows, key, answer, output, ordered=args.ordered, told=teller(progress))
+    try:
+        with engine(args, bundle_of(args.bundle)) as (key, answer), Progress() as progress:
+            summary = run_job(rows, key, answer, output, ordered=args.ordered, told=teller(progress))
+    except KeyboardInterrupt:
+        if output:
+            say("what is done is kept: the same command goes on from there")
+        raise
     say(in_words(summary) + (f"; results in {output}" if output else ""))
     if args.json:
         print(json.dumps(counts(summary) | {"output": args.output}))

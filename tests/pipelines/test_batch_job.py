@@ -50,8 +50,6 @@ def read(place: Path) -> list[dict]:
     return [json.loads(line) for line in place.read_bytes().splitlines()]
 
 
-
-
 class Jobs:
     """The commands of a test in this process."""
 
@@ -158,7 +156,10 @@ BODIES = [
     ("/v1/chat/completions", {"messages": served.MESSAGES, "max_tokens": 6, "seed": 5, "n": 2, "top_p": 0.9}),
     ("/v1/completions", {"prompt": ["Hi", [5, 6, 7]], "max_tokens": 5, "temperature": 0, "echo": True}),
     ("/v1/completions", {"prompt": "Hi", "max_tokens": 9, "temperature": 0, "stop": ["e", "a"], "ignore_eos": True}),
-    ("/v1/chat/completions", {"messages": served.MESSAGES, "response_format": {"type": "json_object"}, "seed": 1, "max_tokens": 9}),
+    (
+        "/v1/chat/completions",
+        {"messages": served.MESSAGES, "response_format": {"type": "json_object"}, "seed": 1, "max_tokens": 9},
+    ),
     ("/v1/completions", {"prompt": "Hi", "no_such_field": 1}),
     ("/v1/completions", {"prompt": "x" * 500}),
     ("/v1/chat/completions", {"messages": served.MESSAGES, "model": "gpt-4o"}),
@@ -193,7 +194,10 @@ def test_a_row_that_is_none_says_why_and_the_others_go_on(job, tmp_path):
         {"custom_id": "a", "url": "/v1/completions", "body": "{"}, {"custom_id": "a", "body": {}, "more": 1},
     ]  # fmt: skip
     place = tmp_path / "in.jsonl"
-    place.write_bytes(b"\xef\xbb\xbf" + b"\n\n".join((r if isinstance(r, str) else json.dumps(r)).encode("latin-1") for r in [good, *bad, *alien, good]))
+    place.write_bytes(
+        b"\xef\xbb\xbf"
+        + b"\n\n".join((r if isinstance(r, str) else json.dumps(r)).encode("latin-1") for r in [good, *bad, *alien, good])
+    )
     counts = job(place, tmp_path / "out.jsonl", "-n", "4", "--ordered")
     first, *middle, last = read(tmp_path / "out.jsonl")
     assert (counts["rows"], counts["failed"]) == (20, 18)
@@ -202,8 +206,14 @@ def test_a_row_that_is_none_says_why_and_the_others_go_on(job, tmp_path):
     says = ["line 3 is not JSON", "not a JSON object", "not UTF-8", "NaN is no JSON", "not JSON", "no messages and no prompt",
             "must be text", "must be text", "vocabulary", "messages and prompt", "objects with role", "126", "UTF-8"]  # fmt: skip
     assert [word for word, row in zip(says, middle) if word not in row["error"]] == []
-    whys = [row["error"]["message"] if row["error"] else row["response"]["body"]["error"]["message"] for row in middle[len(bad) :]]
-    assert [w for w, why in zip(["url must be", "custom_id must be", "no streams", "body is not JSON", "'more'"], whys) if w not in why] == []
+    whys = [
+        row["error"]["message"] if row["error"] else row["response"]["body"]["error"]["message"] for row in middle[len(bad) :]
+    ]
+    assert [
+        w
+        for w, why in zip(["url must be", "custom_id must be", "no streams", "body is not JSON", "'more'"], whys)
+        if w not in why
+    ] == []
 
 
 def test_what_was_changed_is_done_again_and_nothing_else(job, tmp_path):
@@ -250,7 +260,12 @@ def test_a_line_that_is_not_whole_counts_for_nothing(tmp_path):
     job(rows)
     whole, journal = out.read_bytes(), Path(f"{out}.journal")
     lines = journal.read_bytes().splitlines(keepends=True)
-    for cut, before in ((len(TITLE) // 2, 0), (len(TITLE), 0), (len(journal.read_bytes()) - 1, 4), (len(b"".join(lines[:3])) + 50, 2)):
+    for cut, before in (
+        (len(TITLE) // 2, 0),
+        (len(TITLE), 0),
+        (len(journal.read_bytes()) - 1, 4),
+        (len(b"".join(lines[:3])) + 50, 2),
+    ):
         journal.write_bytes(b"".join(lines)[:cut])
         assert job(rows).before == before and out.read_bytes() == whole
     # Zeros where a machine lost its power.
@@ -258,7 +273,7 @@ def test_a_line_that_is_not_whole_counts_for_nothing(tmp_path):
     assert job(rows).before == 2 and out.read_bytes() == whole
 
 
-class rows_of_list:  # noqa: N801
+class rows_of_list:
     """Rows of prompts, as a file has them."""
 
     share = None
@@ -296,7 +311,20 @@ def test_a_job_killed_at_any_moment_goes_on_where_it_was(job, path, tmp_path):
     place, out, begun = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "begun"
     options = ["-n", "12", "--temperature", "0.8"]
     job(place, tmp_path / "whole.jsonl", *options)
-    command = [sys.executable, "-c", KILLED, str(begun), "batch", str(path), str(place), "-o", str(out), "--threads", "1", *options]
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(begun),
+        "batch",
+        str(path),
+        str(place),
+        "-o",
+        str(out),
+        "--threads",
+        "1",
+        *options,
+    ]
     for _ in range(kills):
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
         assert b"memory" in process.stderr.readline()
@@ -331,7 +359,11 @@ def test_tables_keep_their_columns_and_types(job, tmp_path):
     mixed = [{"prompt": "a", "x": 1, "y": {}}, {"prompt": "b", "x": "one"}, *({"prompt": "c", "z": [i]} for i in range(1100))]
     job(write(tmp_path / "mixed.jsonl", mixed), tmp_path / "mixed.parquet", "-n", "1", "--ordered")
     found = pq.read_table(tmp_path / "mixed.parquet").to_pylist()
-    assert [(row["x"], row["y"], row["z"]) for row in found[:3]] == [("1", "{}", None), ('"one"', None, None), (None, None, [0])]
+    assert [(row["x"], row["y"], row["z"]) for row in found[:3]] == [
+        ("1", "{}", None),
+        ('"one"', None, None),
+        (None, None, [0]),
+    ]
 
 
 def test_pipes_have_each_result_as_it_comes_and_ordered_ones_in_order(path, tmp_path):

@@ -189,7 +189,7 @@ def test_a_batch_of_rows_gives_the_same_vectors(qwen, tmp_path, tmp_path_factory
         vectors = model.embed(["Hello", "Ice melts"], prompt_name="query", dimensions=7)
     asked = {"input": ["Hello", "Ice melts"], "dimensions": 7, "prompt_name": "query"}
     openai = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": asked}
-    rows = [{"text": "Hello", "id": 1}, {"text": "Ice melts"}, {"text": 3}, openai]
+    rows = [{"text": "Hello", "id": 1}, {"text": "Ice melts"}, {"text": [999]}, openai]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     common = ["batch", str(bundle), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--ordered"]
     assert cli.main([*common, "--embed", "--prompt-name", "query", "--dimensions", "7", "--threads", "1"]) == 0
