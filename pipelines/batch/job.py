@@ -14,7 +14,8 @@ import numpy as np
 from castiron.pipelines.batch.journal import Journal
 from castiron.pipelines.batch.requests import Outcome, Requests
 from castiron.pipelines.batch.results import Pipe, line_of, write_output
-from castiron.pipelines.batch.rows import Row, Rows
+from castiron.pipelines.batch.row import Row
+from castiron.pipelines.batch.rows import Rows
 from castiron.pipelines.batch.running import run
 from castiron.pipelines.batch.window import ROWS, in_windows
 from castiron.pipelines.generation.scheduler import Scheduler

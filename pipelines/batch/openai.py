@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from castiron.pipelines.batch.requests import Outcome, Work
-from castiron.pipelines.batch.rows import Row
-from castiron.pipelines.embedding import Embedder
+from castiron.pipelines.batch.row import Row
+from castiron.pipelines.embedding import Embedder, Tokens
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.sequence import Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.serve.api import Api, Job
-from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
+from castiron.pipelines.serve.embeddings import EmbeddingsApi
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, read
 from castiron.pipelines.serve.text_api import Limits, TextApi
 from castiron.vmfb.manifest import Manifest
@@ -38,12 +38,18 @@ SAME = {"max_tokens": "max_completion_tokens", "repeat_penalty": "repetition_pen
 
 
 class Collector:
-    """In an engine's place: sequences are made, and whoever asked for them runs them."""
+    """In the place of an engine: sequences are made, and whoever asked for them runs them; vectors are made at once."""
 
-    slots, healthy, unfinished = 1, True, 0
+    slots = 1
 
-    def submit(self, sequences: list[Sequence], tell: Any) -> None:
+    def __init__(self, embedder: Embedder | None):
+        self.embedder = embedder
+
+    def submit(self, sequences: Any, tell: Any) -> None:
         pass
+
+    async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
+        return [self.embedder.vector(text, dimensions) for text in texts] if self.embedder else []
 
 
 class OpenAI:
@@ -56,10 +62,11 @@ class OpenAI:
         `embedder` where the bundle encodes texts."""
         self.defaults, self.loop = dict(defaults), asyncio.new_event_loop()
         self.api: TextApi
+        engine: Any = Collector(embedder)
         if embedder:
-            self.api = EmbeddingsApi(EmbeddingsEngine(embedder, 0, Metrics()), names, Limits())
+            self.api = EmbeddingsApi(engine, names, Limits())
         else:
-            self.api = Api(Collector(), text, names, manifest, Limits(temperature=defaults.get("temperature")))  # type: ignore
+            self.api = Api(engine, text, names, manifest, Limits(temperature=defaults.get("temperature")))
 
     def draws(self, row: Row) -> bool:
         if not isinstance(self.api, Api):

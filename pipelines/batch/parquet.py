@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from castiron.pipelines.batch.rows import Row
+from castiron.pipelines.batch.row import Row
 from castiron.pipelines.errors import PipelineError
 
 # Rows that are read or written at once.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from castiron.pipelines.batch.requests import Outcome, Work
-from castiron.pipelines.batch.rows import Row
+from castiron.pipelines.batch.row import Row
 from castiron.pipelines.embedding import Embedder
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.grammar import Grammar

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from castiron.pipelines.batch.rows import Row
+from castiron.pipelines.batch.row import Row
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.sequence import Event
 from castiron.pipelines.generation.sequence import Sequence as Generated

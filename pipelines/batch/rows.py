@@ -6,32 +6,17 @@ import codecs
 import gzip
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
+from castiron.pipelines.batch.row import Row as Row
 from castiron.pipelines.errors import PipelineError
 
 # How files end, and what they hold; "-" is lines through a pipe.
 LINES, ZIPPED, TABLE = (".jsonl", ".ndjson"), (".jsonl.gz", ".ndjson.gz"), (".parquet",)
 # Bytes of one line: what is longer is no request, and would be held whole.
 LONGEST = 64 << 20
-
-
-@dataclass(frozen=True)
-class Row:
-    """Row number `index` of the input, counted from 0.
-
-    `fields` are its columns, empty where `error` says why it cannot be read. `kept` is what its result keeps of it: the
-    fields, or of a table the row as Arrow writes it, in base64. `source`: what it was read from, for its hash.
-    """
-
-    index: int
-    fields: Mapping[str, Any]
-    kept: Mapping[str, Any] | str
-    source: bytes
-    error: str | None = None
 
 
 class Rows(Protocol):

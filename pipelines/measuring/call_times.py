@@ -21,7 +21,7 @@ from castiron.vmfb.manifest import STATE_ITEM_BYTES, Manifest
 # Seconds for which each call is measured, and calls at least.
 SECONDS, CALLS = 0.4, 4
 # What calls reach of a machine's limits where nothing was measured: of a token alone, of several, and of a prompt.
-SHARES = {"decode": 0.8, "batch": 0.5, "prefill": 0.6}
+SHARES = {"decode": 0.75, "batch": 0.8, "prefill": 0.85}
 
 
 @dataclass(frozen=True)

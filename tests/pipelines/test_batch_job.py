@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -21,13 +22,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castiron.pipelines import cli
-from castiron.pipelines.batch.job import answering, run_job
+from castiron.pipelines import cli, progress
+from castiron.pipelines.batch.job import Summary, answering, run_job
 from castiron.pipelines.batch.journal import TITLE, Journal
 from castiron.pipelines.batch.plain import Prompts, Wanted
 from castiron.pipelines.batch.requests import Requests
 from castiron.pipelines.batch.rows import Row
-from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.commands import batch as command
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
 from tests.pipelines import served
@@ -291,7 +292,7 @@ from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.vmfb.batch import Batch
 step, begin = Batch.step, Scheduler._begin
 def slow(self, tokens):
-    time.sleep(0.008)
+    time.sleep(float(sys.argv[2]))
     return step(self, tokens)
 def counted(self, sequence):
     with open(sys.argv[1], "a") as file:
@@ -299,7 +300,7 @@ def counted(self, sequence):
     return begin(self, sequence)
 Batch.step, Scheduler._begin = slow, counted
 from castiron.pipelines.cli import main
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[3:]))
 """
 
 
@@ -311,33 +312,23 @@ def test_a_job_killed_at_any_moment_goes_on_where_it_was(job, path, tmp_path):
     place, out, begun = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "begun"
     options = ["-n", "12", "--temperature", "0.8"]
     job(place, tmp_path / "whole.jsonl", *options)
-    command = [
-        sys.executable,
-        "-c",
-        KILLED,
-        str(begun),
-        "batch",
-        str(path),
-        str(place),
-        "-o",
-        str(out),
-        "--threads",
-        "1",
-        *options,
-    ]
-    for _ in range(kills):
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
-        assert b"memory" in process.stderr.readline()
-        time.sleep(rng.uniform(0, 0.4))
+    words = ["batch", str(path), str(place), "-o", str(out), "--threads", "1", *options]
+    line = lambda pause: [sys.executable, "-c", KILLED, str(begun), pause, *words]
+    begun.touch()
+    for kill in range(kills):
+        process = subprocess.Popen(line("0.008"), cwd=ROOT, stderr=subprocess.DEVNULL)
+        # Twice while it starts; else when some more rows have begun, and a moment later.
+        more = begun.stat().st_size + rng.randint(1, 9)
+        while kill % 5 and begun.stat().st_size < more:
+            assert process.poll() is None
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.02 if kill % 5 else 0.6))
         process.kill()
-        process.communicate()
-        assert not out.exists() and process.returncode == -9
-    before = len(begun.read_bytes())
-    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+        assert process.wait() == -9 and not out.exists()
+    assert subprocess.run(line("0"), cwd=ROOT, capture_output=True).returncode == 0
     assert sorted(out.read_bytes().splitlines()) == sorted((tmp_path / "whole.jsonl").read_bytes().splitlines())
-    twice = len(begun.read_bytes()) - len(rows)
-    # Of each killed run the rows that were in slots, and no others.
-    assert 0 < twice <= kills * served.SLOTS and before > kills
+    # Of each killed run the rows that were in slots are begun again, and no others.
+    assert kills // 2 < begun.stat().st_size - len(rows) <= kills * served.SLOTS
 
 
 def test_tables_keep_their_columns_and_types(job, tmp_path):
@@ -367,9 +358,9 @@ def test_tables_keep_their_columns_and_types(job, tmp_path):
 
 
 def test_pipes_have_each_result_as_it_comes_and_ordered_ones_in_order(path, tmp_path):
-    command = [sys.executable, "-m", "castiron", "batch", str(path), "-", "-o", "-", "-n", "3", "--threads", "1", "--ordered"]
+    words = [sys.executable, "-m", "castiron", "batch", str(path), "-", "-o", "-", "-n", "3", "--threads", "1", "--ordered"]
     given = "".join(json.dumps({"prompt": "x" * (20 - i), "id": i}) + "\n" for i in range(12))
-    done = subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True)
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == list(range(12))
     assert "kept nowhere" in done.stderr and os.listdir(tmp_path) == []
 
@@ -379,4 +370,18 @@ def test_a_table_without_pyarrow_says_what_brings_it(path, tmp_path, monkeypatch
     monkeypatch.delitem(sys.modules, "castiron.pipelines.batch.parquet", raising=False)
     assert cli.main(["batch", str(path), str(tmp_path / "in.parquet"), "-o", str(tmp_path / "out.jsonl")]) == 1
     assert "this needs pyarrow, which is not installed: " in capsys.readouterr().err
-    assert PipelineError
+
+
+def test_how_far_a_job_is_stands_in_a_bar_at_a_terminal_and_elsewhere_in_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(command, "TOLD", -1.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.001)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    summary = Summary(rows=1200, prompt_tokens=400, generated_tokens=600, seconds=10.0)
+    command.teller(progress.Progress())(summary, 0.25)
+    assert capsys.readouterr().err == "castiron: 1,200 rows, 100 tok/s, about 30 s left\n"
+    with progress.Progress() as shown:
+        shown.shown, said = True, ""
+        command.teller(shown)(summary, 0.25)
+        while "tok/s" not in said:
+            said += capsys.readouterr().err
+    assert re.search(r"rows  \[######\.+\]  25%  1,200 rows, 100 tok/s  0 s", said)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.measuring.call_times import Limits, calculated, seconds, state_bytes
+from castiron.pipelines.measuring.call_times import SHARES, Limits, calculated, seconds, state_bytes
 from castiron.pipelines.measuring.plan import Times, batch_rate, full, load, machines, most, played
 from castiron.vmfb.states import State
 from tests.pipelines import served
@@ -120,3 +121,31 @@ def test_the_command(tmp_path_factory, capsys, monkeypatch):
     ):
         assert cli.main(["plan", path, "--prompt", "60", "--gen", "20", *options]) == 1
         assert why in capsys.readouterr().err
+
+
+PAGE = (Path(__file__).parents[2] / "docs/batch.md").read_text()
+
+
+def test_the_calculation_of_the_page():
+    """A model of 70 B parameters on a server of 64 cores, from the numbers that the page begins with."""
+    matrices, layers, heads, dim = 69.5e9, 80, 8, 128
+    weights, cache = matrices * 4.5 / 8, layers * 2 * heads * dim * 2
+    read, peak = 380e9, 6.3e12
+    flop = 2 * matrices
+
+    def call(tokens: int, kind: str) -> float:
+        return max(weights / read, tokens * flop / peak) / SHARES[kind]
+
+    times = Times(
+        {1: call(1, "decode"), 4: call(4, "batch"), 8: call(8, "batch")}, 4 * call(128, "prefill"), call(32, "prefill"), 16, 128
+    )
+    count = machines(times, 8, 20, 0.8)
+    one = load(times, 8, 20 / count)
+    numbers = [
+        f"{weights / 1e9:.1f} GB", f"{cache:,} bytes", f"{640 * cache / 1e6:.0f} MB", f"{(weights + 8 * 640 * cache) / 1e9:.1f} GB",
+        f"{times.steps[1] * 1e3:.0f} ms a token", f"{times.steps[8] * 1e3:.0f} ms a step, {8 / times.steps[8]:.0f} tok/s",
+        f"{times.alone:.1f} s", f"{most(times, 8):.4f}", f"{count} servers, each {one.busy:.0%} busy",
+        f"{one.first:.0f} s", f"{one.token:.2f} s a token", f"{batch_rate(times, 8) * 3600:.0f} rows an hour",
+    ]  # fmt: skip
+    section = PAGE[PAGE.index("### 70 B") :]
+    assert [number for number in numbers if number not in section] == []
