@@ -144,7 +144,7 @@ def test_a_batch_job_on_a_cluster_has_the_results_of_one_process(bundle, rows, c
     table = pq.read_table(rows).drop_columns(["when"]).to_pylist()
     lines = [json.dumps({name: value for name, value in row.items() if value is not None}) for row in table]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    options = ["-n", "8", "--temperature", "0.8", "--ordered", "--json"]
+    options = ["-n", "8", "--temperature", "0.8", "--seed", "7", "--ordered", "--json"]
     run = lambda out, *more: cli.main(
         ["batch", str(bundle), str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / out), *options, *more]
     )

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from castiron.pipelines.batch.job import Answer, Answered, Keyed, answering
-from castiron.pipelines.batch.requests import Outcome
+from castiron.pipelines.batch.requests import Outcome, Requests
 from castiron.pipelines.cluster.places import Stored, bundle_at, store
 from castiron.pipelines.errors import PipelineError, user_errors
+from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.progress import say
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import BundleError, dump
@@ -32,12 +33,15 @@ DEATHS = 3
 # Seconds after which is seen which nodes have come, and after which is said that none has.
 LOOK, PATIENCE = 2.0, 30.0
 
+# That of `castiron batch`: arguments and a bundle to what makes rows into work, and to what runs it.
+Prepare = Callable[[argparse.Namespace, Bundle], tuple[Requests, Scheduler | None]]
+
 
 class Engine:
     """One node's engine: it opens the bundle when it is first asked, so that a refusal is an answer and no death."""
 
-    def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes):
-        self.args, self.path, self.manifest = args, path, manifest
+    def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
+        self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
         self.answer: Answer | None = None
 
     def has_bundle(self) -> bool:
@@ -50,11 +54,9 @@ class Engine:
     def answers(self, rows: list[Keyed], stored: Stored | None) -> list[tuple[int, Outcome]]:
         """What becomes of some rows, by their index; `stored` where there is no bundle at the path."""
         if self.answer is None:
-            from castiron.pipelines.commands.batch import prepare
-
             # By the name that it has there.
             bundle = open_bundle(self.path) if stored is None else replace(bundle_at(stored), path=self.path)
-            requests, scheduler = prepare(self.args, bundle)
+            requests, scheduler = self.prepare(self.args, bundle)
             self.answer = answering(scheduler, requests)
         return [(row.index, outcome) for row, _, outcome in self.answer(iter(rows))]
 
@@ -62,10 +64,10 @@ class Engine:
 class Engines:
     """The engines of a cluster: one for every `--threads` CPUs of every node, those that come during the job too."""
 
-    def __init__(self, args: argparse.Namespace, bundle: Bundle):
+    def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
         plain = (str, int, float, list, dict, type(None))
         self.args = {name: value for name, value in vars(args).items() if isinstance(value, plain)}
-        self.bundle, self.manifest = bundle, dump(bundle.manifest)
+        self.bundle, self.manifest, self.prepare = bundle, dump(bundle.manifest), prepare
         # By node and number; what each was asked first, until it has said so; where its bundle comes from.
         self.actors: dict[tuple[str, int], Any] = {}
         self.starting: dict[ray.ObjectRef, tuple[str, int]] = {}
@@ -83,7 +85,7 @@ class Engines:
                     where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                     options = argparse.Namespace(**{**self.args, "threads": threads})
                     made = ray.remote(Engine).options(num_cpus=threads, scheduling_strategy=where)
-                    self.actors[at] = made.remote(options, self.bundle.path.resolve(), self.manifest)
+                    self.actors[at] = made.remote(options, self.bundle.path.resolve(), self.manifest, self.prepare)
                     self.starting[self.actors[at].has_bundle.remote()] = at
 
     def started(self, asked: ray.ObjectRef) -> None:
@@ -119,11 +121,11 @@ class Engines:
             ray.kill(actor)
 
 
-def answering_on_cluster(args: argparse.Namespace, bundle: Bundle) -> Answer:
+def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
     """Answers rows on the cluster that this process is connected to, as `castiron batch` would with these arguments."""
 
     def answer(rows: Iterator[Keyed]) -> Iterator[Answered]:
-        engines = Engines(args, bundle)
+        engines = Engines(args, bundle, prepare)
         windows = iter(lambda: list(islice(rows, WINDOW)), [])
         again: deque[list[Keyed]] = deque()
         running: dict[ray.ObjectRef, tuple[tuple[str, int], list[Keyed]]] = {}

@@ -135,9 +135,9 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
     from castiron.pipelines.cluster.batch import answering_on_cluster, connected
 
     # Every option is refused here, before a node has heard of the job.
-    requests, _ = prepare(args, bundle, runs=False)
+    requests, _ = prepare(argparse.Namespace(**vars(args)), bundle, runs=False)
     with connected(args.ray):
-        yield requests.key, answering_on_cluster(args, bundle)
+        yield requests.key, answering_on_cluster(args, bundle, prepare)
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Requests, Scheduler | None]":
