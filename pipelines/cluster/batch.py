@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -185,9 +186,14 @@ def connected(address: str) -> Iterator[None]:
         return
     own = {"include_dashboard": False} if address == "local" else {}
     try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():
+            # Ray itself goes on asking for minutes.
+            socket.create_connection((host, int(port)), 5).close()
         ray.init(address, log_to_driver=False, logging_level="error", **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise PipelineError(f"no cluster of Ray can be joined at {address}: {str(error).splitlines()[0]}") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise PipelineError(f"no cluster of Ray can be joined at {address}: {reason}") from None
     try:
         yield
     finally:

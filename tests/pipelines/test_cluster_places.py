@@ -135,6 +135,15 @@ except ModuleNotFoundError as error:
     assert re.fullmatch(r"castiron.ray needs ray, which is not installed: .* pip install .*\n", done.stdout)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "nowhere:port"])
+def test_a_cluster_that_is_not_there_is_a_sentence(address):
+    from castiron.pipelines.cluster.batch import connected
+
+    with pytest.raises(PipelineError, match=f"^no cluster of Ray can be joined at {address}: ") as failed, connected(address):
+        pass
+    assert "\n" not in str(failed.value)
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [("memory://nothing", "cannot be fetched"), ("nosuch://bucket/x", "nosuch"), ("http://127.0.0.1:9/x", "cannot be fetched")],
