@@ -30,10 +30,8 @@ class Table:
         except pa.ArrowInvalid as error:
             raise PipelineError(f"{path} is not Parquet: {error}") from None
         self.done = 0
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self.file.schema_arrow
+        # Words of a dictionary are no part of a row: they stand in it themselves.
+        self.schema = pa.schema([_plain_field(field) for field in self.file.schema_arrow])
 
     @property
     def share(self) -> float | None:
@@ -41,14 +39,20 @@ class Table:
         return self.done / total if total else 1.0
 
     def __iter__(self) -> Iterator[Row]:
+        named = str(self.schema.remove_metadata()).encode()
         for group in self.file.iter_batches(GROUP):
+            group = group.cast(self.schema)
             for at in range(group.num_rows):
                 # Anew, because a slice's own bytes are those of the whole group.
                 columns = [pa.concat_arrays([column.slice(at, 1)]) for column in group.columns]
                 one = pa.RecordBatch.from_arrays(columns, schema=group.schema)
-                source = one.serialize().to_pybytes()
-                yield Row(self.done, plain(one), base64.b64encode(source).decode(), source)
+                data = one.serialize().to_pybytes()
+                yield Row(self.done, plain(one), base64.b64encode(data).decode(), named + data)
                 self.done += 1
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
 
 
 def plain(row: pa.RecordBatch) -> dict[str, Any]:

@@ -53,7 +53,10 @@ class Load:
 
 def most(times: Times, slots: int) -> float:
     """Requests a second that one machine answers with every slot taken."""
-    return 1 / (times.chunks * times.chunk + times.generated * times.step(full(times, slots)) / full(times, slots))
+    # Where fewer than one decodes, some turns have no step.
+    active = max(1.0, full(times, slots))
+    reading = times.chunks * times.chunk if slots > 1 else times.alone
+    return 1 / (reading + times.generated * times.step(active) / active)
 
 
 def full(times: Times, slots: int) -> float:
@@ -71,11 +74,22 @@ def load(times: Times, slots: int, rate: float) -> Load:
     busy = rate / most(times, slots)
     if busy >= 1:
         return Load(busy, full(times, slots), math.inf, math.inf)
-    return Load(busy, *played(times, slots, rate))
+    found = played(times, slots, rate)
+    return Load(busy, found.active, found.first, found.token)
 
 
-def played(times: Times, slots: int, rate: float, requests: int = REQUESTS) -> tuple[float, float, float]:
-    """Sequences that decode, seconds to the first token and between two others: means of so many requests, turn by turn."""
+@dataclass(frozen=True)
+class Played:
+    """Requests that were answered in a second, sequences that decoded, and the mean seconds as in a Load."""
+
+    rate: float
+    active: float
+    first: float
+    token: float
+
+
+def played(times: Times, slots: int, rate: float, requests: int = REQUESTS) -> Played:
+    """So many requests that come at random, `rate` a second, turn by turn."""
     arrivals, now, decoded = deque(arriving(rate, requests)), 0.0, 0.0
     # When the one that is read arrived, with the chunks left; of those that decode when they began, with the tokens left.
     reading: list[float] = []
@@ -111,7 +125,8 @@ def played(times: Times, slots: int, rate: float, requests: int = REQUESTS) -> t
         if begun and begun[1]:
             decoding.append(begun)
     token = settled(gaps)
-    return decoded / now * token, settled(firsts), token
+    # Tokens a second, each of which takes so long.
+    return Played(requests / now, decoded / now * token, settled(firsts), token)
 
 
 def settled(values: Sequence[float]) -> float:

@@ -24,15 +24,14 @@ def checked(bundle: Bundle, times: Times, prompt: int, rate: float, seconds: flo
     ended = _run(scheduler, [0.0] * several, prompt, times.generated)
     busy = max(s.last for s in ended) - min(s.began for s in ended)
     requests = max(LEAST, round(rate * seconds / 2))
-    active, _, token = played(times, scheduler.slots, 1e9, several)
-    found = {"most_per_s": several / busy, "expected_most_per_s": active / token / times.generated}
+    found = {"most_per_s": several / busy, "expected_most_per_s": played(times, scheduler.slots, 1e9, several).rate}
     ended = _run(scheduler, arriving(rate, requests), prompt, times.generated)
-    _, first, token = played(times, scheduler.slots, rate, requests)
+    expected = played(times, scheduler.slots, rate, requests)
     found |= {
         "first_ms": settled([s.first - s.arrived for s in ended]) * 1e3,
-        "expected_first_ms": first * 1e3,
+        "expected_first_ms": expected.first * 1e3,
         "token_ms": settled([(s.last - s.first) / max(1, times.generated - 1) for s in ended]) * 1e3,
-        "expected_token_ms": token * 1e3,
+        "expected_token_ms": expected.token * 1e3,
     }
     return {name: round(value, 4) for name, value in found.items()}
 
@@ -40,10 +39,10 @@ def checked(bundle: Bundle, times: Times, prompt: int, rate: float, seconds: flo
 def _run(scheduler: Scheduler, arrivals: list[float], prompt: int, gen: int) -> list[Sequence]:
     """The requests in the order in which they end; prompts share no beginning."""
     rng, waiting, ended = np.random.default_rng(), deque(arrivals), list[Sequence]()
-    start, text = time.monotonic(), scheduler.manifest.vocab
+    start, vocab = time.monotonic(), scheduler.manifest.vocab
     while waiting or not scheduler.idle:
         while waiting and start + waiting[0] <= time.monotonic():
-            sequence = Sequence(rng.integers(0, text, prompt), scheduler.context, max_tokens=gen, stop_tokens=())
+            sequence = Sequence(rng.integers(0, vocab, prompt), scheduler.context, max_tokens=gen, stop_tokens=())
             # It may have come during a turn.
             sequence.arrived = start + waiting.popleft()
             scheduler.submit(sequence)

@@ -335,14 +335,20 @@ def test_tables_keep_their_columns_and_types(job, tmp_path):
     when = np.datetime64("2026-11-22T08:00:00.123456789", "ns")
     table = pa.table({
         "prompt": ["Hello there", None, "What?"], "when": pa.array([when] * 3), "vector": pa.array([[0.1, 2.5]] * 3, pa.list_(pa.float32())),
-        "blob": [b"\xff", None, b""], "error": [1, 2, 3],
+        "blob": [b"\xff", None, b""], "error": [1, 2, 3], "kind": pa.array(["a", "b", "a"]).dictionary_encode(),
     })  # fmt: skip
     pq.write_table(table, tmp_path / "in.parquet", row_group_size=2)
     assert job(tmp_path / "in.parquet", tmp_path / "out.parquet", "-n", "4", "--ordered")["failed"] == 1
     found = pq.read_table(tmp_path / "out.parquet")
+    assert found["kind"].to_pylist() == ["a", "b", "a"]
     for name in ("prompt", "when", "vector", "blob"):
         assert found[name].equals(table[name]) and found.schema.field(name).type == table.schema.field(name).type
     assert found["error"].to_pylist() == [None, "the row has no messages and no prompt; give it one of messages, prompt", None]
+    # Another name of a column is another row.
+    names = ["question", *table.column_names[1:]]
+    pq.write_table(table.rename_columns(names), tmp_path / "in.parquet")
+    assert job(tmp_path / "in.parquet", tmp_path / "out.parquet", "-n", "4", "--ordered")["failed"] == 3
+    pq.write_table(table, tmp_path / "in.parquet")
     # The same rows as lines, and lines as a table again.
     job(tmp_path / "in.parquet", tmp_path / "out.jsonl.gz", "-n", "4", "--ordered")
     lines = [json.loads(line) for line in gzip.open(tmp_path / "out.jsonl.gz")]

@@ -28,7 +28,8 @@ def test_fixed_figures():
     assert one.busy == pytest.approx(5 / 9 / most(TIMES, 8)) and one.busy < 0.8
     # Reading holds it back where answers are short: as many decode as come out of it.
     short = Times(TIMES.steps, 0.5, 0.05, 16, 8)
-    assert full(short, 8) == 0.5 and most(short, 8) == pytest.approx(1 / (16 * 0.05 + 8 * 0.01 / 0.5))
+    assert full(short, 8) == 0.5 and most(short, 8) == pytest.approx(1 / (16 * 0.05 + 8 * 0.01))
+    assert most(TIMES, 1) == pytest.approx(1 / (0.5 + 128 * 0.01)) == pytest.approx(played(TIMES, 1, 1e9).rate, rel=0.01)
     assert load(TIMES, 8, 1.0).first == float("inf")
 
 
@@ -40,8 +41,7 @@ def test_between_an_idle_machine_and_a_full_one(times):
     for one, other in zip(loads, loads[1:]):
         assert one.first < other.first and one.token < other.token and one.active < other.active
     # As many requests at once as any time: what is left is what one machine answers.
-    active, _, token = played(times, 8, 1e9)
-    assert active / token / times.generated == pytest.approx(most(times, 8), rel=0.05)
+    assert played(times, 8, 1e9).rate == pytest.approx(most(times, 8), rel=0.02)
     # By Little's law.
     assert loads[3].active == pytest.approx(0.6 * most(times, 8) * (times.generated - 1) * loads[3].token, rel=0.1)
 
@@ -53,9 +53,9 @@ def test_two_requests_by_hand(monkeypatch):
     times = Times({1: 0.01, 2: 0.02}, alone=0.5, chunk=0.1, chunks=2, generated=5)
     # Read by 1.5; tokens at 1.51 and 1.52. The other's chunks end at 1.62 and 1.73, with tokens at 1.63 and 1.74: the first is
     # done then, and the other has four more steps alone.
-    active, first, token = played(times, 2, 1.0, 2)
-    assert first == pytest.approx((0.5 + 0.215) / 2) and token == pytest.approx((0.24 / 4 + 0.05 / 4) / 2)
-    assert active == pytest.approx(8 / 1.78 * token)
+    found = played(times, 2, 1.0, 2)
+    assert found.first == pytest.approx((0.5 + 0.215) / 2) and found.token == pytest.approx((0.24 / 4 + 0.05 / 4) / 2)
+    assert found.rate == pytest.approx(2 / 1.78) and found.active == pytest.approx(8 / 1.78 * found.token)
 
 
 MANIFEST = SimpleNamespace(
