@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -45,6 +46,9 @@ def server(toy):
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
+            if self.path == "/toy.castiron":
+                # Long enough for the others to come and want it too.
+                time.sleep(1)
             super().do_GET()
 
         def log_message(self, *_):
