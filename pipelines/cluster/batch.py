@@ -145,12 +145,16 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                     if done in engines.starting:
                         engines.started(done)
                         continue
+                    if done not in running:
+                        # It was with an engine that died.
+                        continue
                     at, window = running.pop(done)
                     try:
                         found = dict(_result(done))
                     except RayActorError:
                         engines.lost(at)
-                        again.append(window)
+                        lost = [asked for asked, (other, _) in running.items() if other == at]
+                        again += [window, *(running.pop(asked)[1] for asked in lost)]
                         first = window[0][0].index
                         deaths[first] = deaths.get(first, 0) + 1
                         if deaths[first] == DEATHS:
