@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from castiron import ray as ray
     from castiron.emitter.types import EmitError as EmitError
     from castiron.pipelines.casting.cast import compile as compile
     from castiron.pipelines.checkpoints.checkpoint import CheckpointError as CheckpointError
@@ -84,6 +85,9 @@ __all__ = ["__version__", *_FULL_NAMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ray":
+        # A module of its own, which needs the extra `ray`.
+        return import_module("castiron.ray")
     if name not in _FULL_NAMES:
         raise AttributeError(f"module 'castiron' has no attribute {name!r}")
     module, _, attribute = _FULL_NAMES[name].rpartition(".")

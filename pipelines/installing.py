@@ -14,12 +14,12 @@ EXTRAS = {
     "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
     "huggingface_hub": "hub", "cryptography": "sign",
     "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
-    "pyarrow": "parquet",
+    "pyarrow": "parquet", "ray": "ray",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.
 TARGETS = {
     "compile": "compile-llm", "serve": "compile-llm", "hub": "compile-llm", "verify": "test", "parquet": "test",
-    "sign": "test", "bench": "bench",
+    "sign": "test", "ray": "test", "bench": "bench",
 }  # fmt: skip
 
 

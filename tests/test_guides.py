@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import json
+import math
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from castiron.pipelines import cli
 from castiron.pipelines.measuring.memory import megabytes
@@ -29,7 +31,7 @@ PAGES = {
 }
 MODEL = "smollm2-135m-instruct"
 # What the tests of other files run: README's, and those of pages with a test of their own.
-ELSEWHERE = {"caches", "chat", "embeddings", "models", "kernels", "deploy", "python", "porting", "scores", "states"}
+ELSEWHERE = {"caches", "cluster", "chat", "embeddings", "models", "kernels", "deploy", "python", "porting", "scores", "states"}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -181,6 +183,36 @@ def test_the_container_has_the_locked_packages_and_a_command_that_serve_takes():
     assert set(re.findall(r"castiron-([\d.]+)-py3", text)) == {castiron.__version__}
     command = json.loads(re.search(r"^CMD (.*)$", text, re.MULTILINE)[1])
     assert serve_arguments(command).port == int(re.search(r"^EXPOSE (\d+)$", text, re.MULTILINE)[1])
+
+
+def test_the_manifest_of_kubernetes_holds_together_and_has_the_memory_that_the_bundle_needs():
+    deployment, service = yaml.safe_load_all(blocks("serving", "yaml")[0])
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
+    (port,) = container["ports"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    arguments = serve_arguments(container["args"])
+    assert (arguments.port, arguments.host) == (port["containerPort"], "0.0.0.0")
+    assert spec["terminationGracePeriodSeconds"] > arguments.grace
+    # The process writes into the cache alone, which lies in /tmp in the image.
+    assert container["securityContext"]["readOnlyRootFilesystem"] and spec["securityContext"]["runAsNonRoot"]
+    assert [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"] == [
+        spec["volumes"][0]["name"]
+    ]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"] and arguments.threads == int(resources["limits"]["cpu"])
+    # As the page's own numbers of its bundle have it: weights, full slots, and what the process takes.
+    weights, slots, state = re.search(
+        r"in castiron serve weights ([\d.]+) MB, states (\d+) x ([\d.]+) MB", PAGES["serving"]
+    ).groups()
+    (process,) = re.findall(r"Leave (\d+) MB for the process", PAGES["serving"])
+    needed = float(weights) + int(slots) * float(state) + int(process)
+    assert resources["limits"]["memory"] == f"{math.ceil(needed)}M"
+    assert f"{weights} + {slots} × {state} + {process} MB" in PAGES["serving"]
 
 
 def test_the_sizes_of_the_page_are_right():

@@ -179,6 +179,11 @@ def test_the_image_is_built_and_answers(packed, tmp_path):
     environment = {**os.environ, "PATH": f"{image}/venv/bin:{os.environ['PATH']}"}
     subprocess.run(shlex.split(wheel), cwd=context, env=environment, check=True, capture_output=True)
     command: list[str] = []
+    check: list[str] = []
+    if hadolint := shutil.which("hadolint"):
+        (tmp_path / "Dockerfile").write_text(block("dockerfile"))
+        linted = subprocess.run([hadolint, tmp_path / "Dockerfile"], capture_output=True, text=True)
+        assert linted.returncode == 0, linted.stdout
     for line in block("dockerfile").replace("\\\n", " ").splitlines():
         kind, _, rest = line.partition(" ")
         rest = re.sub(r"(?<= )/(?=tmp/|model)", f"{image}/", f" {rest}").strip()
@@ -191,15 +196,35 @@ def test_the_image_is_built_and_answers(packed, tmp_path):
         elif kind == "ENV":
             name, _, value = rest.partition("=")
             environment[name] = f"{image}{value}"
+        elif kind == "HEALTHCHECK":
+            check = json.loads(rest.partition(" CMD ")[2])
         elif kind == "CMD":
             command = [word.replace("/model", f"{image}/model") for word in json.loads(rest)]
         else:
             assert (kind, rest) in {("FROM", "python:3.12-slim"), ("USER", "1000"), ("EXPOSE", "8000")}, line
+    # As `pipx install` of the wheel would have it: all that it asks for is there, and its command runs by a link.
+    complete = subprocess.run([image / "venv/bin/python", "-m", "pip", "check"], capture_output=True, text=True)
+    assert complete.returncode == 0, complete.stdout
+    (tmp_path / "castiron").symlink_to(image / "venv/bin/castiron")
+    assert subprocess.run([tmp_path / "castiron", "--version"], env={}, cwd="/", check=True, capture_output=True).stdout
     held = subprocess.run([image / "venv/bin/python", "-m", "pip", "list", "--format=json"], capture_output=True, text=True)
     assert not {"torch", "transformers", "iree-base-compiler"} & {row["name"] for row in json.loads(held.stdout)}
     environment = {name: environment[name] for name in ("PATH", "CASTIRON_CACHE")}
-    with started(on_a_free_port([image / "venv/bin" / command[0], *command[1:]]), tmp_path / "log", environment) as (_, url):
-        assert ask(url, "/health")[0] == 200
+    run = on_a_free_port([image / "venv/bin" / command[0], *command[1:]])
+    with started([*read_only(image), *run], tmp_path / "log", environment) as (process, url):
+        healthy = [image / "venv/bin" / check[0], *(word.replace("http://127.0.0.1:8000", url) for word in check[1:])]
+        assert subprocess.run(healthy, env=environment, capture_output=True).returncode == 0
         body = json.dumps({"messages": serving.MESSAGES, "max_tokens": 3}).encode()
         status, answer = ask(url, "/v1/chat/completions", body)
         assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 3
+        process.kill()
+        process.wait()
+        assert subprocess.run(healthy, env=environment, capture_output=True).returncode != 0
+
+
+def read_only(image: Path) -> list[str]:
+    """What a command is put behind to have an image that is read-only but for its /tmp, where the system lets us."""
+    mounts = f"mount --bind {image} {image} && mount --bind {image}/tmp {image}/tmp && mount -o remount,bind,ro {image}"
+    prefix = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else []), "sh", "-c", f'{mounts} && exec "$@"', "sh"]
+    probe = [*prefix, "sh", "-c", f"! touch {image}/x 2> /dev/null && touch {image}/tmp/x"]
+    return prefix if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode == 0 else []

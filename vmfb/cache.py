@@ -24,6 +24,7 @@ KINDS = {
     "models": "checkpoints fetched by name",
     "shapes": "random checkpoints of known shapes, for castiron bench",
     "bundles": "bundles of models that were named or loaded",
+    "fetched": "bundles that nodes of a cluster fetched",
     "compile": "what iree-compile made of modules",
     "unpacked": "files of packed bundles, for IREE's tools",
     "verified": "which bundles were found whole",

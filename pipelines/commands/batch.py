@@ -11,9 +11,10 @@ The journal stays, so that rows can be mended later; without it all is done anew
 """
 
 import argparse
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,9 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import Progress, say
 
 if TYPE_CHECKING:
-    from castiron.pipelines.batch.job import Summary
+    from castiron.pipelines.batch.job import Answer, Summary
     from castiron.pipelines.batch.requests import Kind, Requests
+    from castiron.pipelines.batch.rows import Row
     from castiron.pipelines.generation.scheduler import Scheduler
     from castiron.pipelines.generation.text import Text
     from castiron.vmfb.bundle import Bundle
@@ -46,6 +48,7 @@ examples:
   castiron batch build/model prompts.parquet -o answers.parquet --ordered
   castiron batch build/model requests.jsonl -o results.jsonl.gz --json
   cat prompts.jsonl | castiron batch build/model - -o - | grep Paris
+  castiron batch build/model prompts.jsonl -o answers.jsonl --ray head:6379
   castiron batch build/embeddinggemma-300m texts.jsonl -o vectors.parquet --embed
 
 Greedy unless --temperature is given; what is drawn is drawn by --seed and each row's own number, so that the same job gives
@@ -53,6 +56,9 @@ the same results. OpenAI's rows have the server's defaults, and the options here
 
 A plain result has generated (the text), finish_reason, prompt_tokens, generated_tokens and error, and thoughts of a reasoning
 model; with --embed embedding, prompt_tokens, cut and error. A column of the row that has one of these names is replaced.
+
+With --ray every node of the cluster has a part of the rows, nodes that come during the job too, and the results are the same.
+What was done so far is kept here, so that a job may go on with --ray or without.
 
 --json prints one object: rows, before (of them done by an earlier run), failed, prompt_tokens, generated_tokens, cached_tokens
 (of the prompts, found in the cache), seconds, tok_s, output.
@@ -84,11 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "bundle's own name, and its directory's works too)")  # fmt: skip
     add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
+    parser.add_argument("--ray", metavar="ADDRESS", help="run on the cluster of Ray at host:port, or auto for the one that "
+                        "this machine is in, or local to begin one here; with --threads N an engine for every N CPUs of a "
+                        "node (default: one for all of a node's)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object with the job's counts")
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.batch.job import answering, run_job
+    from castiron.pipelines.batch.job import run_job
     from castiron.pipelines.batch.rows import kind_of, open_rows
     from castiron.pipelines.casting.named import bundle_of
 
@@ -100,13 +109,10 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"{args.output} is the input: give the results a file of their own")
     if output is None:
         say("results go to stdout and are kept nowhere: if this job is interrupted, another run begins anew")
-    rows = open_rows(args.input)
-    requests, scheduler = prepare(args, bundle_of(args.bundle))
+    rows, args.json_schema = open_rows(args.input), read_schema(args.json_schema)
     try:
-        with Progress() as progress:
-            summary = run_job(
-                rows, requests.key, answering(scheduler, requests), output, ordered=args.ordered, told=teller(progress)
-            )
+        with engine(args, bundle_of(args.bundle)) as (key, answer), Progress() as progress:
+            summary = run_job(rows, key, answer, output, ordered=args.ordered, told=teller(progress))
     except KeyboardInterrupt:
         if output:
             say("what is done is kept: the same command goes on from there")
@@ -117,19 +123,39 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Requests, Scheduler | None]":
-    """What makes rows into work, as the options say, and what runs it: None for a bundle that encodes texts."""
+@contextlib.contextmanager
+def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Row], str], Answer]]":
+    """What gives rows their keys and what answers them: this process, or with --ray a cluster."""
+    from castiron.pipelines.batch.job import answering
+
+    if args.ray is None:
+        requests, scheduler = prepare(args, bundle)
+        yield requests.key, answering(scheduler, requests)
+        return
+    from castiron.pipelines.cluster.batch import answering_on_cluster, connected
+
+    # Every option is refused here, before a node has heard of the job.
+    requests, _ = prepare(argparse.Namespace(**vars(args)), bundle, runs=False)
+    with connected(args.ray):
+        yield requests.key, answering_on_cluster(args, bundle, prepare)
+
+
+def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Requests, Scheduler | None]":
+    """What makes rows into work, as the options say, and what `runs` it: None for a bundle that encodes texts. The schema has
+    been read by now."""
     from castiron.pipelines.batch.requests import Requests, identity
     from castiron.pipelines.generation.scheduler import Scheduler
     from castiron.pipelines.measuring.memory import say_memory, slots_of
 
     manifest, seed = bundle.manifest, args.seed or 0
     options = {name: value for name, value in vars(args).items() if name in ANSWERING}
-    schema = read_schema(args.json_schema)
+    schema = args.json_schema
     bound = identity(manifest, options | {"seed": seed, "json_schema": schema})
     if args.embed or manifest.encoder:
         return Requests(*encoding(args, bundle), bound, seed), None
     requests = Requests(*generating(args, bundle, schema), bound, seed)
+    if not runs:
+        return requests, None
     say_memory(manifest, slots_of(manifest))
     scheduler = Scheduler(bundle, args.threads, store=prefix_store(args, manifest))
     # Nobody waits for one row's next token.

@@ -46,6 +46,7 @@ calibrated  how large activations were on a text, for compile --calibrate
 tuned     tiles that castiron tune found; without them compile takes the shipped ones
 shapes    random checkpoints of known shapes, which castiron bench --shape made
 bundles   bundles of models that run, chat, serve and castiron.load were given by name or checkpoint
+fetched   bundles that nodes of a cluster fetched, one for all processes of a node
 chat      what was typed in chats, for the arrow keys; cleared when it is named only
 
 --json prints one object: folder, bytes (of all that is listed), kinds (kind, about, files, bytes, newest: when one was

@@ -7,7 +7,7 @@ does not is castiron's. No metric stands there twice.
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from castiron.pipelines.generation.scheduler import Observer, Scheduler
@@ -228,6 +228,26 @@ class ModelMetrics(Observer):
         """A text that was encoded."""
         self.page.prompt_tokens.add(tokens, self.name)
         self._series["prompts"].observe(tokens)
+
+
+def labelled(label: str, pages: Mapping[str, str]) -> str:
+    """The pages of several as one: every sample with `label` and the name of the page that it is from."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for page, text in pages.items():
+        metric = ""
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                metric = line.split(" ", 3)[2]
+                heads[metric] = []
+            if line.startswith("#"):
+                heads[metric].append(line)
+                continue
+            name, _, rest = line.partition(" ") if "{" not in line else line.partition("{")
+            pair = _labels([(label, page)])
+            sample = f"{name}{pair} {rest}" if "{" not in line else f"{name}{pair[:-1]},{rest}"
+            samples.setdefault(metric, []).append(sample)
+    return "".join(f"{line}\n" for metric, head in heads.items() for line in [*head, *samples.get(metric, [])])
 
 
 def _labels(pairs) -> str:

@@ -1,0 +1,253 @@
+"""docs/cluster.md on a cluster of Ray's own test tool: rows, whose actors die and nodes come, and requests, whose replicas die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import castiron
+from castiron.pipelines import cli
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.reference.tiny import tiny_model
+from tests.pipelines import served as serving
+
+# Ray is imported by the tests that need it: it takes seconds, which everyone who collects tests would wait for.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+ROWS_SCRIPT, SERVE_SCRIPT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+STORE_BYTES = 80 << 20
+SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Path:
+    """A tiny model whose prompts may be long."""
+    folder = tmp_path_factory.mktemp("cluster")
+    place = tiny_model("llama", folder / "checkpoint", num_hidden_layers=1, max_position_embeddings=1024)
+    serving.tokenizer().save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": serving.TEMPLATE, "eos_token": "</s>"}))
+    return compile_model(place, folder / "tiny", Options(context=1024, batch=(SLOTS,), speculate=())).bundle
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory) -> Path:
+    """Where actors write what they do."""
+    return tmp_path_factory.mktemp("notes")
+
+
+@pytest.fixture(scope="module")
+def cluster(notes):
+    """A head with CPUs for one actor, and one to read with; this process is connected to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        import ray
+        from ray.cluster_utils import Cluster
+
+        from tests import cluster_parts
+
+        patch.setenv(cluster_parts.NOTES, str(notes))
+
+        head = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        found = Cluster(initialize_head=True, head_node_args=head)
+        patch.setenv("RAY_ADDRESS", found.address)
+        ray.init(log_to_driver=False, logging_level="error")
+        try:
+            yield found
+        finally:
+            ray.shutdown()
+            found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """A table with prompts, messages, a row with neither and one that is too long, and columns of other types."""
+    count = 320
+    prompts = [None if i % 4 == 3 else "x" * 2000 if i == 6 else f"row {i % 23}: " + "abc" * (i % 7) for i in range(count)]
+    messages = [[{"role": "user", "content": f"Hello {i}"}] if i % 4 == 3 and i != 7 else None for i in range(count)]
+    table = pa.table({
+        "id": pa.array(range(count), pa.uint16()), "prompt": prompts, "messages": messages,
+        "when": pa.array([i * 1000 if i % 3 else None for i in range(count)], pa.timestamp("ms")),
+    })  # fmt: skip
+    path = tmp_path_factory.mktemp("rows") / "rows.parquet"
+    pq.write_table(table, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(bundle, rows) -> pa.Table:
+    """What one process without Ray makes of the rows."""
+    table = pq.read_table(rows)
+    given = [row["messages"] or row["prompt"] for row in table.to_pylist()]
+    model = castiron.load(bundle, threads=1)
+    found = model.generate([prompt or [] for prompt in given], max_tokens=24, stop_strings=["\n\n"])
+    columns = {"generated": [r.text for r in found], "finish_reason": [None if r.error else r.finish_reason for r in found],
+               "generated_tokens": [None if r.error else len(r.tokens) for r in found]}  # fmt: skip
+    for name, column in columns.items():
+        table = table.append_column(name, pa.array(column))
+    return table
+
+
+def test_rows_are_answered_as_by_one_process_though_an_actor_dies_and_a_node_comes(
+    bundle, rows, expected, cluster, notes, tmp_path, monkeypatch
+):
+    from tests import cluster_parts
+
+    monkeypatch.setattr(castiron.ray, "Generate", cluster_parts.DiesOnce)
+    monkeypatch.setattr(sys, "argv", ["rows.py", str(bundle), str(rows), str(tmp_path / "answers")])
+    monkeypatch.setattr("ray.init", lambda: None)
+    job = threading.Thread(target=lambda: exec(compile(ROWS_SCRIPT, "docs/cluster.md", "exec"), {}))
+    job.start()
+    died = notes / "died"
+    until = time.monotonic() + 60
+    while not died.exists():
+        assert job.is_alive() and time.monotonic() < until
+        time.sleep(0.05)
+    node = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+    job.join(120)
+    assert not job.is_alive()
+    found = pq.read_table(tmp_path / "answers").sort_by("id")
+    assert found.select(expected.schema.names).to_pylist() == expected.to_pylist()
+    assert found.schema.names == [*expected.schema.names, "error"] and found.schema.field("id").type == pa.uint16()
+    errors = {row["id"]: row["error"] for row in found.to_pylist() if row["error"]}
+    assert errors.keys() == {6, 7} and "tokens" in errors[6] and "neither" in errors[7]
+    # Both nodes had a part in it, each actor as many threads as it has CPUs.
+    notes = [json.loads(line) for path in notes.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert {note["node"] for note in notes} >= {node.node_id, cluster.head_node.node_id}
+    assert {note["threads"] for note in notes} == {2}
+    cluster.remove_node(node)
+
+
+def test_a_batch_job_on_a_cluster_has_the_results_of_one_process(bundle, rows, cluster, notes, tmp_path, monkeypatch):
+    """An engine dies on the way; and the journal is the same, so that either goes on with what the other began."""
+    from castiron.pipelines.cluster import batch
+    from tests import cluster_parts
+
+    monkeypatch.setattr(batch, "Engine", cluster_parts.EngineThatDiesOnce)
+    monkeypatch.setattr(batch, "WINDOW", 40)
+    table = pq.read_table(rows).drop_columns(["when"]).to_pylist()
+    lines = [json.dumps({name: value for name, value in row.items() if value is not None}) for row in table]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    options = ["-n", "8", "--temperature", "0.8", "--seed", "7", "--ordered", "--json"]
+    run = lambda out, *more: cli.main(
+        ["batch", str(bundle), str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / out), *options, *more]
+    )
+    assert run("here.jsonl", "--threads", "1") == 0
+    assert run("there.jsonl", "--threads", "2", "--ray", cluster.address) == 0
+    assert (notes / "engine-died").exists()
+    assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+    (tmp_path / "there.jsonl").unlink()
+    assert run("there.jsonl", "--threads", "1") == 0
+    assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def served(bundle, cluster):
+    """The page's deployment, of two slow replicas: a client of openai's that asks once, and a handle to the replicas."""
+    from ray import serve
+
+    from castiron.pipelines.cluster import serving as deployments
+    from tests import cluster_parts
+
+    url, key = f"http://127.0.0.1:{free_port()}", "secret"
+    words = {"replicas=(1, 8)": "replicas=2", "cpus=4": f"cpus=0.5, slots={SLOTS}"}
+    script = SERVE_SCRIPT
+    for old, new in words.items():
+        assert old in script
+        script = script.replace(old, new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deployments, "Replica", cluster_parts.SlowReplica)
+        serve.start(http_options={"host": "127.0.0.1", "port": int(url.rpartition(":")[2])})
+        exec(compile(script, "docs/cluster.md", "exec"), {"castiron": castiron, "bundle": str(bundle)})
+        assert f'api_keys=["{key}"]' in script
+        handle = serve.get_deployment_handle("model", "castiron")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            # The cluster's end is that of the replicas.
+            yield client, handle
+
+
+def ask(client: openai.OpenAI, messages: list[dict], tokens: int, **options):
+    return client.chat.completions.create(model="checkpoint", messages=messages, max_tokens=tokens, temperature=0, **options)
+
+
+def states(handle) -> list[tuple[int, int]]:
+    """Process and sequences of every replica that lives."""
+    found = handle.broadcast("state").results(timeout_s=30, return_exceptions=True)
+    return [state for state in found if not isinstance(state, BaseException)]
+
+
+def samples(client: openai.OpenAI, name: str) -> dict[str, int]:
+    """A metric of every replica."""
+    page = client.get("http" + str(client.base_url).removeprefix("http").removesuffix("/v1/") + "/metrics", cast_to=str)
+    return {replica: int(value) for replica, value in re.findall(rf'^{name}{{replica="(\w+)"}} (\d+)$', page, re.MULTILINE)}
+
+
+def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):
+    client, _ = served
+    asked = [[{"role": "system", "content": word * 200}, {"role": "user", "content": f"Hello {i}"}]
+             for i in range(3) for word in ("ab", "cd", "ef")]  # fmt: skip
+    answers = [ask(client, messages, 2) for messages in asked]
+    # The first of each kind was new to its replica, and all after it found more than half of their prompts there.
+    found = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert all(tokens < 100 for tokens in found[:3]) and all(tokens > 400 for tokens in found[3:]), found
+    assert sum(samples(client, "castiron_prefix_cache_hits_total").values()) >= 6
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another").models.list()
+
+
+def test_a_replica_that_is_killed_takes_no_request_along_that_had_not_begun_to_answer(served):
+    client, handle = served
+    messages = [[{"role": "user", "content": f"Hello {i}"}] for i in range(2 * SLOTS)]
+    expected = [ask(client, message, 40).choices[0].message.content for message in messages[:2]]
+    with ThreadPoolExecutor(len(messages)) as pool:
+        answers = [pool.submit(ask, client, message, 40) for message in messages]
+        known: list[tuple[int, int]] = []
+        while len([running for _, running in known if running]) < 2:
+            assert not all(answer.done() for answer in answers)
+            known = states(handle)
+        os.kill(known[0][0], signal.SIGKILL)
+        said = [answer.result(60).choices[0].message.content for answer in answers]
+    assert said[:2] == expected and all(said)
+
+
+def test_a_stream_passes_through_and_says_so_when_its_replica_ends(served):
+    client, handle = served
+    pieces = [piece for piece in ask(client, serving.MESSAGES, 20, stream=True)]
+    assert len(pieces) > 10 and pieces[-1].choices[0].finish_reason == "length"
+    # Whoever leaves has no sequence any more.
+    stream = ask(client, serving.MESSAGES, 800, stream=True)
+    next(stream)
+    assert any(running for _, running in states(handle))
+    stream.close()
+    until = time.monotonic() + 10
+    while any(running for _, running in states(handle)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    stream = ask(client, serving.MESSAGES, 400, stream=True)
+    next(stream)
+    (mine,) = [process for process, running in states(handle) if running]
+    os.kill(mine, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="ended in the middle"):
+        list(stream)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
