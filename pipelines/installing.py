@@ -13,7 +13,7 @@ EXTRAS = {
     "iree.compiler": "compile", "gguf": "compile", "safetensors": "compile",
     "torch": "verify", "transformers": "verify", "accelerate": "verify", "peft": "verify", "sentencepiece": "verify",
     "huggingface_hub": "hub", "cryptography": "sign",
-    "starlette": "serve", "uvicorn": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
+    "starlette": "serve", "uvicorn": "serve", "h11": "serve", "pydantic": "serve", "llama_cpp": "bench", "matplotlib": "bench",
     "pyarrow": "parquet", "ray": "ray",
 }  # fmt: skip
 # The target of the Makefile that installs each extra.

@@ -12,7 +12,7 @@ import numpy as np
 
 from castiron.pipelines.checking.distances import Compared, compare_rows, joined, negative_log_likelihoods, statistics
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.scoring import rows, width_of
+from castiron.pipelines.generation.scores import rows, width_of
 from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Accuracy

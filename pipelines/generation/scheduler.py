@@ -10,7 +10,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
-from castiron.pipelines.generation.scoring import score_chunk, width_of
+from castiron.pipelines.generation.scores import score_chunk, width_of
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.program import NO_NUMBERS, SessionError
