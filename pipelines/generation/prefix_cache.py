@@ -11,7 +11,7 @@ from castiron.pipelines.generation.positions import shared, stand
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.prefix_store import PrefixStore
-    from castiron.pipelines.generation.scores import Score
+    from castiron.pipelines.generation.sampling import Score
 
 # A prompt goes on from a slot where at most so many tokens at its end are others: an answer's last ones may come back
 # from a client in another tokenisation.

@@ -168,6 +168,14 @@ def _possible(logits: np.ndarray, weight: np.ndarray, sampling: Sampling) -> np.
     return weight >= 0.999 * max(sampling.min_p, outside)
 
 
+@dataclass(frozen=True)
+class Score:
+    """Of a token: the logarithm of its probability after those before it, and the likeliest tokens there with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 def log_probabilities(logits: np.ndarray, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """log softmax of logits f32 [vocab] at `token`, and the `count` likeliest as (id, logarithm), lowest id first of
     equals."""

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from castiron.pipelines.generation.sampling import log_probabilities
+from castiron.pipelines.generation.sampling import Score, log_probabilities
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.sequence import Sequence as Generated
     from castiron.vmfb.session import Session
-
-
-@dataclass(frozen=True)
-class Score:
-    """Of a token: the logarithm of its probability after those before it, and the likeliest tokens there with theirs."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def width_of(widths: Sequence[int], most: int) -> int:

@@ -24,7 +24,7 @@ from castiron.pipelines.generation.thoughts import Thought
 if TYPE_CHECKING:
     from castiron.pipelines.generation.constraint import Constraint
     from castiron.pipelines.generation.grammar import Grammar
-    from castiron.pipelines.generation.scores import Score
+    from castiron.pipelines.generation.sampling import Score
     from castiron.pipelines.generation.tool_calls import CallPart, Tools
 
 
