@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -168,23 +168,13 @@ class Session:
         return np.concatenate([self._take(self._embed[w], part).rows(part.size) for w, part in zip(widths, parts, strict=True)])
 
     @alone
-    def margins(self) -> list[float]:
-        """Of each token of the last `verify`: how far its most probable successor is ahead of the second, as a share of
-        the largest logit. SessionError if another call, or none, came last."""
-        return [_margin(logits) for logits in self._verified()]
-
-    @alone
-    def verified_logits(self) -> np.ndarray:
-        """The logits after each token of the last `verify`, f32 `[tokens, vocab]`, a copy; SessionError if another call, or
-        none, came last."""
-        return np.stack(list(self._verified()))
-
-    def _verified(self) -> Iterator[np.ndarray]:
-        """The logits of the last `verify`, one row after another."""
+    def verified_logits(self, token: int | None = None) -> np.ndarray:
+        """The logits after each token of the last `verify`, f32 `[tokens, vocab]`, or after the one of this index, f32
+        `[vocab]`; a copy. SessionError if another call, or none, came last."""
         if not isinstance(self._last, Row):
             raise SessionError("there are no logits of several tokens: verify first")
-        call = self._last.call
-        return (call.logits(row) for row in range(self._last.row + 1))
+        call, rows = self._last.call, self._last.row + 1
+        return np.stack([call.logits(row) for row in range(rows)]) if token is None else call.logits(token)
 
     def reachable(self, position: int) -> int:
         """The last position up to `position` at which the session can stand: itself, unless a state has forgotten it."""
@@ -328,12 +318,3 @@ class Row:
 
     def logits(self) -> np.ndarray:
         return self.call.logits(self.row)
-
-
-def _margin(logits: np.ndarray) -> float:
-    """Between the two largest of `logits` f32 `[vocab]`, which are overwritten; quicker than a partition."""
-    best = int(logits.argmax())
-    largest = logits[best]
-    scale = max(abs(largest), abs(logits.min()))
-    logits[best] = -np.inf
-    return float((largest - logits.max()) / scale) if scale else 0.0

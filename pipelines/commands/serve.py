@@ -25,6 +25,7 @@ import re
 
 from castiron.pipelines.commands.generating import (
     add_bundle_argument,
+    add_draft_argument,
     add_prefix_cache_arguments,
     add_template_argument,
     prefix_store,
@@ -38,6 +39,7 @@ examples:
   castiron serve smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct build/gemma-3-270m --keep 600
+  castiron serve build/larger --draft build/smaller
   curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   python -c 'from openai import OpenAI; print(OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-").models.list())'
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="for requests that name none; 0 is greedy (default: "
                         "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     add_template_argument(parser)
+    add_draft_argument(parser)
     add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     limits = parser.add_argument_group("limits")
@@ -108,10 +111,11 @@ def main(args: argparse.Namespace) -> int:
             serve(front, several, listening, args.grace)
             return 0
         (bundle,) = bundles
-        say_memory(bundle.manifest, slots_of(bundle.manifest))
+        draft = bundle_of(args.draft) if args.draft else None
+        say_memory(bundle.manifest, slots_of(bundle.manifest), draft and draft.manifest)
         app = open_app(
             bundle, name=args.name, api_keys=keys, quiet=args.quiet, cors=pages, store=prefix_store(args, bundle.manifest),
-            **shared,
+            draft=draft, **shared,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if isinstance(api, Api) and slots == 1:
@@ -142,6 +146,8 @@ def check(args: argparse.Namespace) -> None:
             raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")
     if args.name and (len(args.bundle) > 1 or args.keep is not None):
         raise PipelineError("--name is for one model that stays open; others have their own names, or their directories'")
+    if args.draft and (len(args.bundle) > 1 or args.keep is not None):
+        raise PipelineError("--draft is for one model that stays open: leave --keep and other models out")
 
 
 def origins(args: argparse.Namespace) -> list[str]:

@@ -1,8 +1,11 @@
 """Continuous batching: which sequence's prompt is read next, and one decode step for all that are past theirs."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import shared, stand
@@ -10,6 +13,10 @@ from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.draft import Draft
+    from castiron.pipelines.generation.speculate import Speculator
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
@@ -60,12 +67,22 @@ class Scheduler:
     prompts the one with the fewest tokens left goes first; one that shares its beginning with a prompt being read waits
     until it finds it in the cache. A sequence that fails ends alone; a decode step that fails
     ends those that were in it.
+
+    With a `draft` a sequence that is alone decodes several tokens a turn, where proposals are right; not one whose
+    log-probabilities are told.
     """
 
-    def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None, store: PrefixStore | None = None):
+    def __init__(
+        self,
+        bundle,
+        threads: int | None = None,
+        observer: Observer | None = None,
+        store: PrefixStore | None = None,
+        draft: Draft | None = None,
+    ):
         """Over as many slots as the bundle's batch functions have rows, one without them; `threads` defaults to the
         physical cores. `bundle` may also be its path, or a `castiron.vmfb.batch.Batch` that nothing else uses. `store`: where
-        states of the beginnings of its prompts are kept."""
+        states of the beginnings of its prompts are kept. `draft`: a model that proposes tokens, as `open_draft` opens it."""
         self.bundle, self.batch = None, bundle
         if isinstance(bundle, Bundle | Path | str):
             from castiron.vmfb.batch import Batch
@@ -76,6 +93,8 @@ class Scheduler:
         self.manifest = self.batch.slots[0].manifest
         self.observer = observer or Observer()
         self.cache = PrefixCache(self.batch.slots, store)
+        self.draft = draft
+        self._speculator: Speculator | None = None
         self.waiting: deque[Sequence] = deque()
         self.reading: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -170,6 +189,8 @@ class Scheduler:
             unread = sequence.tokens[self.batch.slots[slot].position - len(sequence.prompt) :]
             if len(unread) > 1:
                 self._read_forced(slot, sequence, unread, events)
+            elif self._alone(sequence):
+                self._speculate(slot, sequence, unread, events)
             else:
                 sequences[slot], tokens[slot] = sequence, unread[0]
         if not tokens:
@@ -183,6 +204,38 @@ class Scheduler:
         for slot, sequence in sequences.items():
             self.cache.fed(slot, [tokens[slot]])
             self._advance(slot, sequence, found[slot], events)
+
+    def _alone(self, sequence: Sequence) -> bool:
+        """Whether proposals are worth a pass of this sequence's own."""
+        others = len(self.decoding) > 1 or self.reading or self.waiting
+        return self.draft is not None and not others and sequence.top_logprobs is None
+
+    def _speculate(self, slot: int, sequence: Sequence, unread: list[int], events: Events) -> None:
+        """The tokens that one pass over the sequence's last one and proposals brings."""
+        from castiron.pipelines.generation.speculate import Speculator
+
+        session, begun, told = self.batch.slots[slot], self.batch.slots[slot].position, []
+        speculator = self._speculator
+        try:
+            if speculator is None or speculator.text is not sequence:
+                speculator = self._speculator = Speculator(session, sequence, draft=self.draft)
+                speculator.prompt_seconds = sequence.first - sequence.began
+            speculator.feed(unread)
+            while speculator.ready:
+                before = sequence.last
+                told += speculator.advance()
+                self.observer.token(sequence, sequence.last - before)
+        except Exception as error:
+            self._fail([sequence], error, events)
+            return
+        self.observer.stepped()
+        start = begun - len(sequence.prompt)
+        self.cache.fed(slot, sequence.tokens[start : start + session.position - begun])
+        events += [(sequence, event) for event in told]
+        if told and isinstance(told[-1], Finished):
+            self._leave(sequence, told[-1].reason)
+        elif sequence.forced:
+            self._advance(slot, sequence, 0, events)
 
     def _read_forced(self, slot: int, sequence: Sequence, tokens: list[int], events: Events) -> None:
         """Tokens of a sequence that are certain; behind the last of them comes one of the model's."""

@@ -13,7 +13,6 @@ from castiron.pipelines.generation.chat_template import check_variables, render
 from castiron.pipelines.generation.thoughts import Marks, Thoughts, marks_of
 from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import VOCABULARY
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.grammar import Grammar, Grammars
@@ -151,11 +150,9 @@ def load_text(bundle: Bundle | Path | str, template_args: Mapping[str, object] |
     manifest = bundle.manifest
 
     def vocabulary() -> Vocabulary:
-        from castiron.pipelines.generation.vocabulary import Vocabulary
+        from castiron.pipelines.generation.vocabulary import read_vocabulary
 
-        if VOCABULARY in manifest.files:
-            return Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
-        return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
+        return read_vocabulary(bundle)
 
     return Text(tokenizer, bundle.chat_template, manifest.tokens.bos, manifest.tokens.eos, template_args, vocabulary, form)
 

@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from castiron.pipelines.generation.token_bytes import TokenBytes
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.manifest import VOCABULARY
 
 # Beside a token's length: it is special, so that no text holds it.
 SPECIAL = 1 << 31
@@ -42,3 +44,13 @@ class Vocabulary:
         heads = np.array([len(self.tokens), *map(len, self.tokens)], "<u4")
         heads[1 + np.array(self.special, np.int64)] |= SPECIAL
         return heads.tobytes() + b"".join(self.tokens)
+
+
+def read_vocabulary(bundle: Bundle) -> Vocabulary:
+    """Of a bundle with a tokenizer, from which it is counted out where the bundle does not have it by itself."""
+    if VOCABULARY in bundle.manifest.files:
+        return Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
+    from tokenizers import Tokenizer
+
+    assert bundle.tokenizer is not None
+    return Vocabulary.of(Tokenizer.from_buffer(bundle.tokenizer.read_bytes()), bundle.manifest.vocab)

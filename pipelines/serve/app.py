@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from castiron.pipelines.embedding import Embedder
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.draft import open_draft
 from castiron.pipelines.generation.engine import Engine
 from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scheduler import Scheduler
@@ -72,14 +73,15 @@ def open_app(
     template_args: Mapping[str, object] | None = None,
     store: PrefixStore | None = None,
     metrics: Metrics | None = None,
+    draft: Bundle | None = None,
 ) -> Front:
     """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
 
-    `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its
-    directory's is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the
-    chat template, where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts,
-    where several applications count together. Without `quiet` each request is a line on stderr. Its lifespan starts and
-    stops the thread that runs the model, so that it serves once.
+    `queue`: how many sequences may wait for a slot. `name`: the model's, by default the bundle's own, and then its directory's
+    is taken for it too. `cors`: origins whose pages may ask, "*" for all. `template_args`: variables of the chat template,
+    where a request gives no others. `store`: where states of long beginnings are kept. `metrics`: what counts, where several
+    applications count together. `draft`: a bundle that proposes tokens where one request runs alone. Without `quiet` each
+    request is a line on stderr. Its lifespan starts and stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
@@ -91,7 +93,8 @@ def open_app(
     if manifest.encoder:
         api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics), names, limits)
     else:
-        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics, store)
+        proposing = open_draft(draft, bundle, threads) if draft else None
+        text, scheduler = load_text(bundle, template_args), Scheduler(bundle, threads, metrics, store, proposing)
         metrics.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)
     return create_app(api, metrics, api_keys=api_keys, quiet=quiet, cors=cors)
