@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from castiron.pipelines.checkpoints.checkpoint import CheckpointError as CheckpointError
     from castiron.pipelines.errors import PipelineError as PipelineError
     from castiron.pipelines.generation.chat import Chat as Chat
+    from castiron.pipelines.generation.draft import Draft as Draft
+    from castiron.pipelines.generation.draft import open_draft as open_draft
     from castiron.pipelines.generation.generate import Generation as Generation
     from castiron.pipelines.generation.many import Result as Result
     from castiron.pipelines.generation.many import generate_many as generate_many
@@ -56,6 +58,7 @@ _FULL_NAMES = {
     "CompileError": "castiron.vmfb.compiler.CompileError",
     "Delta": "castiron.pipelines.generation.sequence.Delta",
     "Detokeniser": "castiron.pipelines.generation.text.Detokeniser",
+    "Draft": "castiron.pipelines.generation.draft.Draft",
     "EmitError": "castiron.emitter.types.EmitError",
     "Failed": "castiron.pipelines.generation.sequence.Failed",
     "Finished": "castiron.pipelines.generation.sequence.Finished",
@@ -79,6 +82,7 @@ _FULL_NAMES = {
     "load_text": "castiron.pipelines.generation.text.load_text",
     "model_sampling": "castiron.pipelines.generation.model_sampling.model_sampling",
     "open": "castiron.vmfb.bundle.open_bundle",
+    "open_draft": "castiron.pipelines.generation.draft.open_draft",
     "open_app": "castiron.pipelines.serve.app.open_app",
 }
 __all__ = ["__version__", *_FULL_NAMES]  # noqa: PLE0604

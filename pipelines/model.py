@@ -16,6 +16,7 @@ from castiron.pipelines.casting.cast import cast as bundle_of
 from castiron.pipelines.casting.cast import is_bundle, options_of
 from castiron.pipelines.embedding import NO_RERANKER, Embedder, cut_to
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.draft import open_draft
 from castiron.pipelines.generation.many import Result, results
 from castiron.pipelines.generation.positions import USUAL_TOKENS, stand
 from castiron.pipelines.generation.prefix_store import PrefixStore
@@ -111,10 +112,11 @@ class Model:
 
     def __init__(
         self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None,
-        parse_special: bool = False,
+        draft: Bundle | Path | str | None = None, parse_special: bool = False,
     ):  # fmt: skip
-        """`threads` default to the physical cores. `prefix_cache`: a folder that keeps states of long beginnings.
-        `parse_special`: words of messages that are spelled as control tokens are these, and not text."""
+        """`threads` default to the physical cores. `prefix_cache`: a folder that keeps states of long beginnings. `draft`: a
+        bundle with a smaller model that proposes tokens, for a prompt that runs alone. `parse_special`: words of messages that
+        are spelled as control tokens are these, and not text."""
         self.bundle = open_bundle(bundle)
         # One of the two: a model encodes texts or generates them.
         self._embedder: Embedder | None = None
@@ -126,7 +128,8 @@ class Model:
         else:
             self.text = load_text(self.bundle, parse_special=parse_special) if self.bundle.tokenizer else None
             store = PrefixStore(prefix_cache, self.bundle.manifest) if prefix_cache else None
-            scheduler = Scheduler(self.bundle, threads, store=store)
+            proposing = open_draft(draft, self.bundle, threads) if draft else None
+            scheduler = Scheduler(self.bundle, threads, store=store, draft=proposing)
             self.threads = scheduler.batch.program.threads
             self._shared = SharedScheduler(scheduler)
         # For embeddings, which leave the conversations' states as they are; made when first asked for.
@@ -322,6 +325,7 @@ def load(
     threads: int | None = None,
     progress: Callable[[str, float], None] | None = None,
     prefix_cache: str | Path | None = None,
+    draft: str | Path | Bundle | None = None,
     parse_special: bool = False,
     **options: Any,
 ) -> Model:
@@ -331,9 +335,11 @@ def load(
     What is no bundle yet is compiled, with `options` as `castiron.compile` takes them, into castiron's cache, and found there
     the next time. `threads`, which default to the physical cores, run it. `progress(stage, done)` hears of a compile; a
     terminal has a bar without it. `prefix_cache`: a folder that keeps the states of long beginnings of prompts, for other
-    processes too. `parse_special`: words of messages that are spelled as control tokens, such as <|im_end|>, are these; without
-    it what is said is text. BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
+    processes too. `draft`: a smaller model with the same vocabulary that proposes tokens, by path or name. `parse_special`:
+    words of messages that are spelled as control tokens, such as <|im_end|>, are these; without it what is said is text.
+    BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
     """
     ready = is_bundle(model) and not options
     bundle = bundle_of(model, None if ready else options_of(**{"threads": threads, **options}), progress)
-    return Model(bundle, threads, prefix_cache, parse_special)
+    proposing = None if draft is None else bundle_of(draft, None, progress)
+    return Model(bundle, threads, prefix_cache, proposing, parse_special)

@@ -187,23 +187,21 @@ class Session:
         return np.concatenate([self._take(self._embed[w], part).rows(part.size) for w, part in zip(widths, parts, strict=True)])
 
     @alone
-    def margins(self) -> list[float]:
-        """Of each token of the last `verify`: how far its most probable successor is ahead of the second, as a share of
-        the largest logit. SessionError if another call, or none, came last."""
-        return [_margin(logits) for logits in self.verified_rows()]
-
-    @alone
-    def verified_logits(self) -> np.ndarray:
-        """The logits after each token of the last `verify`, f32 `[tokens, vocab]`, a copy; SessionError if another call, or
-        none, came last."""
-        return np.stack(list(self.verified_rows()))
+    def verified_logits(self, token: int | None = None) -> np.ndarray:
+        """The logits after each token of the last `verify`, f32 `[tokens, vocab]`, or after the one of this index, f32
+        `[vocab]`; a copy. SessionError if another call, or none, came last."""
+        return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
         """The same, one row f32 `[vocab]` after another; to be taken before the next call."""
+        last = self._verified()
+        return (last.call.logits(row) for row in range(last.row + 1))
+
+    def _verified(self) -> Row:
+        """The last row of the last `verify`."""
         if not isinstance(self._last, Row):
             raise SessionError("there are no logits of several tokens: verify first")
-        call = self._last.call
-        return (call.logits(row) for row in range(self._last.row + 1))
+        return self._last
 
     def reachable(self, position: int) -> int:
         """The last position up to `position` at which the session can stand: itself, unless a state has forgotten it."""
@@ -347,12 +345,3 @@ class Row:
 
     def logits(self) -> np.ndarray:
         return self.call.logits(self.row)
-
-
-def _margin(logits: np.ndarray) -> float:
-    """Between the two largest of `logits` f32 `[vocab]`, which are overwritten; quicker than a partition."""
-    best = int(logits.argmax())
-    largest = logits[best]
-    scale = max(abs(largest), abs(logits.min()))
-    logits[best] = -np.inf
-    return float((largest - logits.max()) / scale) if scale else 0.0

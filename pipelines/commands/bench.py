@@ -30,6 +30,7 @@ examples:
   castiron bench build/model --threads 2 --prompt 512 --gen 64 --against llama.cpp,hf --json
   castiron bench build/model --depth 4096 --against llama.cpp --output bench.json --chart bench.svg
   castiron bench build/model --speculation --gen 160 --json
+  castiron bench build/model --speculation --draft build/smaller-model --gen 160
   castiron bench --shape llama-3.2-1b --codec q4_k --numerics fast --against llama.cpp --save today.json
   castiron bench --shape llama-3.2-1b --codec q4_k --baseline today.json
   castiron bench --kernel gemm --codec q4_k --shape 4096x4096 --tokens 128
@@ -47,7 +48,7 @@ bytes, flops, gb_s, gflop_s, bound (memory, compute or cache), limit_share (null
 runs, machine, settings. With --baseline, for both: baseline with file, figures (of, figure, before, now, ratio: above 1 is
 better now, verdict) and notes (how machine and settings differ). The exit status is 0 whatever became slower.
 With --speculation: repeating_ratio and other_ratio (decode rate with --speculate over that without, medians over
-prompts), tokens_equal, answers.
+prompts), tokens_equal, answers; with --draft of both.
 """
 NAMES = ("llama.cpp", "hf")
 
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="engines to compare with: llama.cpp,hf")
     parser.add_argument("--speculation", action="store_true", help="measure --speculate ngram instead: answers that "
                         "repeat their prompt, and others")  # fmt: skip
+    parser.add_argument("--draft", metavar="DIR", help="measure --speculation with this draft too")
     parser.add_argument("--checkpoint", metavar="PATH", help="the checkpoint for peers, which may be another format of the "
                         "model (default: the one that the bundle was made from)")  # fmt: skip
     parser.add_argument("--save", "--output", metavar="FILE", help="write the JSON object to a file too")
@@ -160,6 +162,7 @@ def check_subject(args: argparse.Namespace) -> None:
         ("a --kernel is no model", of_model if args.kernel else ()),
         ("--shape makes a checkpoint of its own", (("--checkpoint", args.checkpoint),) if args.shape else ()),
         ("a random model has no text", (("--speculation", args.speculation),) if args.shape else ()),
+        ("--draft is for --speculation", () if args.speculation else (("--draft", args.draft),)),
         ("--baseline compares no --speculation", (("--baseline", args.baseline),) if args.speculation else ()),
     ):
         if given := [name for name, value in options if value]:
@@ -200,13 +203,15 @@ def kernel(settings, baseline: dict | None, args: argparse.Namespace) -> int:
 
 def speculation(bundle, settings, args: argparse.Namespace) -> int:
     """The bench of --speculation; exit status 1 if a token differs."""
+    from castiron.pipelines.generation.draft import open_draft
     from castiron.pipelines.generation.text import load_text
     from castiron.pipelines.measuring.bench_speculation import measure, summarise, table
     from castiron.vmfb.session import Session
 
     session = Session(bundle, threads=settings.threads)
+    draft = open_draft(args.draft, bundle, settings.threads) if args.draft else None
     with Progress() as progress:
-        result = summarise(measure(session, load_text(bundle), settings.gen, settings.rounds, progress))
+        result = summarise(measure(session, load_text(bundle), settings.gen, settings.rounds, progress, draft))
     if args.save:
         Path(args.save).write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result) if args.json else table(result))

@@ -15,6 +15,7 @@ from castiron.pipelines.commands.generating import (
     add_sampling_arguments,
     add_special_argument,
     add_template_argument,
+    draft_of,
     length_of,
     prefix_store,
     sampling_of,
@@ -63,15 +64,16 @@ def main(args: argparse.Namespace) -> int:
 
     asked, usual = length_of(args)
     bundle = generating(bundle_of(args.bundle, **trust_of(args)))
-    warn_of_shortage(bundle.manifest)
+    draft = draft_of(args, bundle)
+    warn_of_shortage(bundle.manifest, *([draft.session.manifest] if draft else []))
     sampling = sampling_of(args, bundle.manifest.generation)
     text = load_text(bundle, template_args(args), args.parse_special)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
     chat = Chat(
         Session(bundle, threads=args.threads), text, sampling=sampling, system=args.system, stops=args.stop,
-        max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop,
-        store=prefix_store(args, bundle.manifest),
+        max_tokens=asked, usual_tokens=usual, speculate=args.speculate == "ngram", draft=draft,
+        repetition_stop=args.repetition_stop, store=prefix_store(args, bundle.manifest),
     )  # fmt: skip
     if args.load:
         chat.load(args.load)

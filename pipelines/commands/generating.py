@@ -14,7 +14,9 @@ from castiron.pipelines.generation.stops import StopStrings
 from castiron.pipelines.progress import say
 
 if TYPE_CHECKING:
+    from castiron.pipelines.generation.draft import Draft
     from castiron.pipelines.generation.prefix_store import PrefixStore
+    from castiron.vmfb.bundle import Bundle
     from castiron.vmfb.manifest import Manifest
 
 # What changes nothing where the likeliest token is always taken.
@@ -78,9 +80,26 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, model_default: bo
                        help="end an answer that says the same few words over and over, 8 times and more than 190 tokens "
                        f"long (default: {'on' if model_default else 'off'})")  # fmt: skip
     if speculates:
-        greedy = ", and greedy is then the default" * bool(own)
         group.add_argument("--speculate", choices=("ngram",), help="check several tokens at once where the text repeats "
-                           f"itself: the same greedy tokens, sooner{greedy}")  # fmt: skip
+                           "itself: the same tokens, sooner")  # fmt: skip
+        add_draft_argument(group)
+
+
+def add_draft_argument(parser: argparse._ActionsContainer) -> None:
+    """The option of `draft_of`."""
+    parser.add_argument("--draft", metavar="DIR|MODEL", help="a smaller model with the same vocabulary that proposes tokens, "
+                        "where the text does not repeat itself; several are checked at once: the same tokens, sooner",
+                        )  # fmt: skip
+
+
+def draft_of(args: argparse.Namespace, target: "Bundle") -> "Draft | None":
+    """The model that --draft names, opened for that in `target`; None without it."""
+    if args.draft is None:
+        return None
+    from castiron.pipelines.casting.named import bundle_of
+    from castiron.pipelines.generation.draft import open_draft
+
+    return open_draft(bundle_of(args.draft), target, args.threads)
 
 
 def add_template_argument(parser: argparse._ActionsContainer) -> None:
@@ -138,7 +157,7 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
     where there is none; beside an explicit temperature of 0 these are named on stderr.
     """
     StopStrings(args.stop)
-    own = None if generation is None or args.speculate else model_sampling(generation)
+    own = None if generation is None else model_sampling(generation)
     given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "repeat_penalty")}
     given = {name: value for name, value in given.items() if value is not None}
     sampling = replace(own or Sampling(), **given)

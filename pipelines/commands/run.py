@@ -30,6 +30,7 @@ from castiron.pipelines.commands.generating import (
     add_sampling_arguments,
     add_special_argument,
     add_template_argument,
+    draft_of,
     length_of,
     prefix_store,
     sampling_of,
@@ -58,12 +59,14 @@ examples:
   echo "Translate to French: good morning" | castiron run build/model
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
   castiron run build/model -f edit-this-code.txt --speculate ngram
+  castiron run build/model -p "Why is the sky blue?" --draft build/smaller-model
   castiron run build/model "Invent a person." --json-schema person.json
   castiron run build/model "Is ice cold?" --regex "(yes|no), because [a-z ]{10,80}"
 
 --json prints one object: tokens, text (null without a tokenizer), thoughts (null without any), prompt_tokens, cached_tokens (of
 them by --prefix-cache), finish_reason (stop, length or context), prefill_tok_s (of the others), decode_tok_s, ttft_ms (from the
-start of prefill), load_s, peak_rss_mb.
+start of prefill), load_s, peak_rss_mb, speculation (null without --speculate and --draft: passes that checked proposals; of the
+sources ngram and draft how many tokens were proposed and accepted; draft_share of the decode time).
 """
 STDIN = 0
 # How long nothing may come there before a word is said.
@@ -126,7 +129,8 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
     bundle = generating(bundle_of(args.bundle, **trust_of(args)))
     store = prefix_store(args, bundle.manifest)
-    warn_of_shortage(bundle.manifest)
+    draft = draft_of(args, bundle)
+    warn_of_shortage(bundle.manifest, *([draft.session.manifest] if draft else []))
     prompt, text = read_prompt(args, bundle)
     grammar = read_grammar(args, text)
     session = Session(bundle, threads=args.threads)
@@ -145,8 +149,8 @@ def main(args: argparse.Namespace) -> int:
             session, prompt[known:], max_tokens=asked or at_most(usual, room(session.context, 0, len(prompt))),
             sampling=sampling, history=prompt[:known], text=text, progress=read,
             stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, stop_strings=args.stop,
-            speculate=args.speculate == "ngram", repetition_stop=args.repetition_stop, thoughts=not (args.raw or args.tokens),
-            grammar=grammar,
+            speculate=args.speculate == "ngram", draft=draft, repetition_stop=args.repetition_stop,
+            thoughts=not (args.raw or args.tokens), grammar=grammar,
         )  # fmt: skip
         told = generation.stream() if text else (f"{token} " for token in generation)
         told = itertools.chain([next(told, "")], told)
@@ -265,6 +269,7 @@ def report(generation: Generation, text: str | None, thoughts: str | None, load_
         "ttft_ms": (kept.seconds + generation.prefill_seconds) * 1e3,
         "load_s": load_seconds,
         "peak_rss_mb": peak_rss_mb(),
+        "speculation": generation.speculator.report() if generation.speculator else None,
     }
 
 
@@ -277,7 +282,7 @@ def speed(generation: Generation, usual: int | None, thinking: bool = False, kep
     if decode := rate(generation.steps, generation.decode_seconds):
         parts.append(f"{len(generation.tokens)} tokens at {decode:.1f} tok/s")
     if generation.speculator and generation.speculator.proposed:
-        parts.append(f"{generation.speculator.accepted} of {generation.speculator.proposed} proposed tokens were right")
+        parts.append(str(generation.speculator))
     if generation.finish_reason == "context":
         parts.append("the context is full")
     if thinking:

@@ -27,6 +27,7 @@ from ipaddress import ip_address
 
 from castiron.pipelines.commands.generating import (
     add_bundle_argument,
+    add_draft_argument,
     add_prefix_cache_arguments,
     add_special_argument,
     add_template_argument,
@@ -43,6 +44,7 @@ examples:
   castiron serve build/smollm2-135m-instruct
   castiron serve build/smollm2-135m-instruct build/gemma-3-270m --keep 600
   castiron serve build/smollm2-135m-instruct --scheduling-policy priority
+  castiron serve build/larger --draft build/smaller
   curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
   curl http://127.0.0.1:8000/v1/messages \\
@@ -75,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "the model's own, from its generation_config, else 1, as OpenAI's API has it)")  # fmt: skip
     add_template_argument(parser)
     add_special_argument(parser)
+    add_draft_argument(parser)
     add_prefix_cache_arguments(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
     parser.add_argument("--shared-prefixes", action="store_true", help="read what prompts begin with once for all keys; how "
@@ -127,10 +130,11 @@ def main(args: argparse.Namespace) -> int:
             serve(front, several, listening, args.grace)
             return 0
         (bundle,) = bundles
-        say_memory(bundle.manifest, slots_of(bundle.manifest))
+        draft = bundle_of(args.draft) if args.draft else None
+        say_memory(bundle.manifest, slots_of(bundle.manifest), draft and draft.manifest)
         app = open_app(
             bundle, name=args.name, api_keys=keys, quiet=args.quiet, cors=pages, store=prefix_store(args, bundle.manifest),
-            shared_prefixes=args.shared_prefixes, local=local, **shared,
+            shared_prefixes=args.shared_prefixes, local=local, draft=draft, **shared,
         )  # fmt: skip
         api, slots = app.api, app.api.engine.slots
         if isinstance(api, Api) and slots == 1:
@@ -161,6 +165,8 @@ def check(args: argparse.Namespace) -> None:
             raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")
     if args.name and (len(args.bundle) > 1 or args.keep is not None):
         raise PipelineError("--name is for one model that stays open; others have their own names, or their directories'")
+    if args.draft and (len(args.bundle) > 1 or args.keep is not None):
+        raise PipelineError("--draft is for one model that stays open: leave --keep and other models out")
 
 
 def origins(args: argparse.Namespace) -> list[str]:

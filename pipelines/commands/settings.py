@@ -35,8 +35,6 @@ def change(chat: Chat, name: str, value: str) -> None:
     elif name in SAMPLING:
         number = None if name == "seed" and value == NONE else _number(name, value, SAMPLING[name])
         sampling = replace(chat.sampler.sampling, **{_field(name): number})
-        if chat.speculate and sampling.needs_logits:
-            raise PipelineError(f"{name} stays as it is: --speculate needs greedy decoding")
         chat.sampler = Sampler(sampling)
         if _field(name) in DRAWING and number is not None and not sampling.temperature:
             say(f"{name} counts once a temperature is set: /set temperature 0.7")

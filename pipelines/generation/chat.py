@@ -1,8 +1,11 @@
 """A conversation over one session: the cache is kept between turns, and only what is new is fed."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +20,9 @@ from castiron.pipelines.generation.thoughts import Thought
 from castiron.pipelines.progress import say
 from castiron.vmfb.cache import write_atomically
 from castiron.vmfb.state_file import StateError, identity, read_head, read_rows, write_state
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.draft import Draft
 
 # Share of the context that is kept free for an answer without --max-tokens when turns have to go.
 ANSWER_SHARE = 4
@@ -46,6 +52,7 @@ class Chat:
         max_tokens: int | None = None,
         usual_tokens: int | None = None,
         speculate: bool = False,
+        draft: Draft | None = None,
         repetition_stop: bool = True,
         store: PrefixStore | None = None,
     ):
@@ -53,7 +60,7 @@ class Chat:
         refused; without them at most `usual_tokens`, or what room there is; without both it may fill the context.
         `store`: where states of long beginnings are kept."""
         self.session, self.text, self.sampler = session, text, Sampler(sampling)
-        self.system, self.stops, self.speculate = system, tuple(stops), speculate
+        self.system, self.stops, self.speculate, self.draft = system, tuple(stops), speculate, draft
         self.max_tokens, self.usual_tokens, self.repetition_stop = max_tokens, usual_tokens, repetition_stop
         stand(session, 0)
         self.cache = PrefixCache([session], store)
@@ -113,7 +120,7 @@ class Chat:
         self.generation = generation = Generation(
             self.session, prompt[known:], sampler=self.sampler, max_tokens=self._limit(prompt), text=self.text,
             stop_tokens=self.text.eos, stop_strings=self.stops, progress=read, speculate=self.speculate,
-            history=prompt[:known], repetition_stop=self.repetition_stop, thoughts=True,
+            draft=self.draft, history=prompt[:known], repetition_stop=self.repetition_stop, thoughts=True,
         )  # fmt: skip
         return self._speak(generation, messages, known)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.thoughts import Thought
 
 if TYPE_CHECKING:
+    from castiron.pipelines.generation.draft import Draft
     from castiron.pipelines.generation.grammar import Grammar
+    from castiron.pipelines.generation.speculate import Speculator
 
 
 class Generation:
@@ -28,13 +28,13 @@ class Generation:
     stop token is not part of the result. The last token is never fed, so the session stands before it. `stream` gives text
     instead, where `text` is given, up to the first of `stop_strings`. `sampling` is greedy unless it says otherwise; a
     `sampler` goes on with the random numbers of an earlier generation. `progress` gets (tokens done, tokens in all) of the
-    prompt. `speculate` checks several proposed tokens at once where the text repeats itself: the same tokens, sooner.
-    `history`: the tokens that stand in the session already, for the repeat penalty and for proposals. `repetition_stop` ends a
-    text that goes round in a circle; `repeated` then tells so. With `thoughts` those pieces of `stream` that a reasoning model
-    thinks before it answers are `Thought`, without the marks around them. `grammar`, as `text.grammar` makes it, is what the
-    text has to be; tokens that it forces are read together. PipelineError at once if the prompt is empty, if
-    prompt and max_tokens do not fit in the context, or if what is to be speculated on is not greedy; nothing has run then.
-    PipelineError, too, once something else has moved the session meanwhile.
+    prompt. `speculate` checks several proposed tokens at once where the text repeats itself, and with a `draft`, as
+    `open_draft` opens one, also what that proposes: the same tokens, sooner. `history`: the tokens that stand in the session
+    already, for the repeat penalty and for proposals. `repetition_stop` ends a text that goes round in a circle; `repeated`
+    then tells so. With `thoughts` those pieces of `stream` that a reasoning model thinks before it answers are `Thought`,
+    without the marks around them. `grammar`, as `text.grammar` makes it, is what the text has to be; tokens that it forces are
+    read together. PipelineError at once if the prompt is empty, or if prompt and max_tokens do not fit in the context; nothing
+    has run then. PipelineError, too, once something else has moved the session meanwhile.
 
     While and after iterating: `tokens` so far; `finish_reason` None, "stop" (a stop token or string, or a circle), "length"
     (max_tokens) or "context" (no position is left); `prompt_tokens`; `prefill_seconds` and `decode_seconds` spent on the
@@ -54,6 +54,7 @@ class Generation:
         text: Text | None = None,
         progress: Callable[[int, int], None] | None = None,
         speculate: bool = False,
+        draft: Draft | None = None,
         history: Collection[int] = (),
         repetition_stop: bool = False,
         thoughts: bool = False,
@@ -67,13 +68,15 @@ class Generation:
             stop_tokens=session.manifest.tokens.eos if stop_tokens is None else stop_tokens,
             repetition_stop=repetition_stop, thoughts=thoughts, grammar=grammar,
         )  # fmt: skip
-        self.speculator = self._speculator([*history, *self.prompt]) if speculate else None
+        self.speculator: Speculator | None = None
+        if speculate or draft:
+            from castiron.pipelines.generation.speculate import Speculator
+
+            self.speculator = Speculator(session, self.sequence, history, draft)
         self.progress = progress
         self.tokens = self.sequence.tokens
         self.prefill_seconds = self.decode_seconds = 0.0
         self.steps = 0
-        # Tokens that are known and not yet asked for; the session stands before the last of them.
-        self._ahead: deque[int] = deque()
         # Where the prompt began, and where this generation has put the session.
         self._start = self._position = session.position
 
@@ -113,9 +116,8 @@ class Generation:
     def settle(self) -> None:
         """Puts the session before the last of `tokens`, for a caller that leaves off before the end: speculation may
         have fed more than was asked for. The end of the generation does it by itself."""
-        if self._ahead and self.session.position == self._position:
-            stand(self.session, self.session.position - len(self._ahead), [*self.prompt, *self.tokens[:-1]])
-            self._ahead.clear()
+        if self.speculator and self.session.position == self._position:
+            self.speculator.settle()
             self._position = self.session.position
 
     def _advance(self) -> list[Event]:
@@ -133,32 +135,29 @@ class Generation:
             self._position = self.session.position
             events = self.sequence.advance(argmax, self.session.logits)
             self.prefill_seconds = time.perf_counter() - start
+            if self.speculator:
+                self.speculator.prompt_seconds = self.prefill_seconds
         else:
-            if not self._ahead and not self.sequence.forced:
-                self._run_model()
-            argmax = self._ahead.popleft() if self._ahead else 0
-            events = self.sequence.advance(argmax, self.session.logits)
+            events = self._advance_text()
             self.steps += 1
             self.decode_seconds += time.perf_counter() - start
-        if self.finish_reason is not None:
-            self.settle()
         return events
 
-    def _run_model(self) -> None:
-        """Feeds the last token, and those before it that were forced; what follows is then known, several tokens where
-        speculation was right."""
-        unread = self.tokens[self.session.position - self._start - len(self.prompt) :]
-        if self.speculator:
-            self._ahead.extend(self.speculator.advance(unread, self.sequence.limit - len(self.tokens)))
-        elif len(unread) > 1:
-            self._ahead.append(self.session.prefill(unread))
+    def _advance_text(self) -> list[Event]:
+        """One token more: one that was checked already, one that is certain, or what the model says of the last ones."""
+        speculator, session, sequence = self.speculator, self.session, self.sequence
+        unread = self.tokens[session.position - self._start - len(self.prompt) :]
+        argmax = 0
+        if speculator:
+            if not speculator.ready and not sequence.forced:
+                speculator.feed(unread)
+                # Whatever comes now, this is where the session stands.
+                self._position = session.position
+            events = speculator.advance() if speculator.ready else sequence.advance()
         else:
-            self._ahead.append(self.session.step(unread[0]))
-        self._position = self.session.position
-
-    def _speculator(self, history: list[int]):
-        from castiron.pipelines.generation.speculate import Speculator
-
-        if self.sequence.sampler.sampling.needs_logits:
-            raise PipelineError("speculation needs greedy decoding; drop --temperature and --repeat-penalty")
-        return Speculator(self.session, history, constraint=self.sequence.constraint)
+            if not sequence.forced:
+                argmax = session.prefill(unread) if len(unread) > 1 else session.step(unread[0])
+            self._position = session.position
+            events = sequence.advance(argmax, session.logits)
+        self._position = session.position
+        return events

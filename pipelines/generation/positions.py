@@ -11,6 +11,7 @@ from castiron.pipelines.errors import PipelineError
 
 if TYPE_CHECKING:
     from castiron.vmfb.session import Session
+    from castiron.vmfb.states import Snapshot
 
 
 # What an answer may have where nobody says: long enough for nearly all, and an end for a base model, which has none of its
@@ -67,6 +68,17 @@ def stand(session: Session, position: int, fed: Sequence[int] = (), source: Sess
         session.copy_from(source, found)
     if found < position:
         session.prefill(fed[len(fed) - (position - found) :])
+
+
+def stand_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
+    """Puts `session` behind `tokens` after `before`, of which it has taken in these and maybe more."""
+    position = before.position + len(tokens)
+    if session.reachable(position) == position:
+        session.rewind(position)
+    else:
+        session.restore(before)
+        if tokens:
+            session.prefill(tokens)
 
 
 def shared(held: np.ndarray, prompt: np.ndarray) -> int:

@@ -1,5 +1,6 @@
 """Choosing the next token: greedy by default, or drawn from the logits; and the probabilities it was chosen from."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,9 @@ from castiron.pipelines.errors import PipelineError
 REPEAT_WINDOW = 64
 # Weights that are summed up first, before one of them is drawn.
 BLOCK = 256
+# Functions of a bundle sum in different orders. A choice is in doubt between logits nearer than this share of the largest, and
+# where a random number is nearer than this to another token's share of the probability.
+NEAR, NEAR_DRAWN = 1e-4, 2e-5
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,13 @@ class Sampling:
 
 
 class Sampler:
-    """The state of one generation's choices: its random numbers."""
+    """The state of one generation's choices: its random numbers, one for each token that is drawn."""
 
     def __init__(self, sampling: Sampling = Sampling()):
         self.sampling = sampling
         self.random = np.random.default_rng(sampling.seed) if sampling.temperature > 0 else None
+        # Those that were looked at and are not used yet.
+        self._numbers: deque[float] = deque()
 
     def choose(self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] | None = None) -> int:
         """The next token from logits f32 [vocab] and the tokens so far, prompt included; ties go to the lowest id.
@@ -78,28 +84,73 @@ class Sampler:
         `counts`: how often each token was generated. OpenAI's penalties and biases come first, then in llama.cpp's
         order the repeat penalty, top-k, top-p, min-p and the temperature.
         """
+        token, _ = self.pick(logits, history, counts, check=False)
+        self.used()
+        return token
+
+    def pick(
+        self,
+        logits: np.ndarray,
+        history: Sequence[int],
+        counts: Mapping[int, int] | None = None,
+        ahead: int = 0,
+        check: bool = True,
+    ) -> tuple[int, bool]:
+        """What `choose` would choose after `ahead` more; with `check`, whether it is that in whatever order a function sums."""
         sampling = self.sampling
         if sampling.shifts_logits:
             logits = shifted(logits, sampling, counts or {})
         if sampling.repeat_penalty != 1:
             logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
         if self.random is None:
-            return int(logits.argmax())
+            return int(logits.argmax()), not check or lead(logits) >= NEAR
+        number = self._number(ahead)
         if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
             # Nothing is cut, so nothing needs to be sorted.
-            return self._draw(weights(logits, sampling.temperature))
+            return _draw(weights(logits, sampling.temperature), number)
         order, probability = candidates(logits, sampling)
         # Only now does the temperature bend what the cuts have left.
-        return int(order[self._draw(weights(np.log(probability), sampling.temperature))])
+        index, sure = _draw(weights(np.log(probability), sampling.temperature), number)
+        return int(order[index]), sure
 
-    def _draw(self, weight: np.ndarray) -> int:
-        """An index of `weight` f32 [n], with probability proportional to what stands there."""
-        # Running sums of a whole vocabulary cost more than all else: first a block is drawn, then an index in it.
-        sums = np.add.reduceat(weight, np.arange(0, len(weight), BLOCK)).cumsum(dtype=np.float64)
-        goal = self.random.random() * sums[-1]
-        block = _drawn(sums, goal)
-        within = weight[block * BLOCK :][:BLOCK].cumsum(dtype=np.float64)
-        return block * BLOCK + _drawn(within, goal - (sums[block - 1] if block else 0.0))
+    def used(self) -> None:
+        """The next random number belongs to a token that was taken."""
+        if self.random is not None:
+            self._number(0)
+            self._numbers.popleft()
+
+    def _number(self, ahead: int) -> float:
+        while len(self._numbers) <= ahead:
+            self._numbers.append(self.random.random())
+        return self._numbers[ahead]
+
+
+def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
+    """An index of `weight` f32 [n], with probability proportional to what stands there, where `number` is even in [0, 1); and
+    whether its neighbours are farther than NEAR_DRAWN."""
+    # Running sums of a whole vocabulary cost more than all else: first a block is drawn, then an index in it.
+    sums = np.add.reduceat(weight, np.arange(0, len(weight), BLOCK)).cumsum(dtype=np.float64)
+    goal = number * sums[-1]
+    block = _drawn(sums, goal)
+    before = sums[block - 1] if block else 0.0
+    within = weight[block * BLOCK :][:BLOCK].cumsum(dtype=np.float64)
+    index = _drawn(within, goal - before)
+    low, high = before + (within[index - 1] if index else 0.0), before + within[index]
+    near = NEAR_DRAWN * sums[-1]
+    # Where probability begins and ends there is no neighbour.
+    sure = (low <= 0 or goal - low >= near) and (high >= sums[-1] or high - goal >= near)
+    return block * BLOCK + index, bool(sure)
+
+
+def lead(logits: np.ndarray) -> float:
+    """How far the largest of `logits` [n] is ahead of the second, as a share of the largest finite magnitude."""
+    best = int(logits.argmax())
+    largest, least = logits[best], logits.min()
+    if np.isinf(least):
+        least = logits[np.isfinite(logits)].min()
+    scale = max(abs(largest), abs(least))
+    others = max(logits[:best].max(initial=-np.inf), logits[best + 1 :].max(initial=-np.inf))
+    return float((largest - others) / scale) if scale else 0.0
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:

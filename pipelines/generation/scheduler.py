@@ -1,10 +1,13 @@
 """Continuous batching: which sequence's prompt is read next, and one decode step for all that are past theirs."""
 
+from __future__ import annotations
+
 import time
 from bisect import insort
 from collections import Counter
 from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import shared, stand
@@ -14,6 +17,10 @@ from castiron.pipelines.generation.scores import score_chunk, width_of
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.program import NO_NUMBERS, SessionError
+
+if TYPE_CHECKING:
+    from castiron.pipelines.generation.draft import Draft
+    from castiron.pipelines.generation.speculate import Speculator
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
@@ -71,12 +78,22 @@ class Scheduler:
     its share, which is that of all clients that are here; having been passed over `PATIENCE` times, and then age; the
     fewest tokens left to read. One that shares its beginning with an older prompt being read waits until it finds it in
     the cache. A sequence that fails ends alone; a decode step that fails ends those that were in it.
+
+    With a `draft` a sequence that is alone decodes several tokens a turn, where proposals are right; not one whose
+    log-probabilities are told.
     """
 
-    def __init__(self, bundle, threads: int | None = None, observer: Observer | None = None, store: PrefixStore | None = None):
+    def __init__(
+        self,
+        bundle,
+        threads: int | None = None,
+        observer: Observer | None = None,
+        store: PrefixStore | None = None,
+        draft: Draft | None = None,
+    ):
         """Over as many slots as the bundle's batch functions have rows, one without them; `threads` defaults to the
         physical cores. `bundle` may also be its path, or a `castiron.vmfb.batch.Batch` that nothing else uses. `store`: where
-        states of the beginnings of its prompts are kept."""
+        states of the beginnings of its prompts are kept. `draft`: a model that proposes tokens, as `open_draft` opens it."""
         self.bundle, self.batch = None, bundle
         if isinstance(bundle, Bundle | Path | str):
             from castiron.vmfb.batch import Batch
@@ -87,6 +104,8 @@ class Scheduler:
         self.manifest = self.batch.slots[0].manifest
         self.observer = observer or Observer()
         self.cache = PrefixCache(self.batch.slots, store, width_of(self.manifest.widths("verify"), INTERLEAVED // SCORING))
+        self.draft = draft
+        self._speculator: Speculator | None = None
         # By priority, and in the order in which they came.
         self.waiting: list[Sequence] = []
         self.reading: dict[int, Sequence] = {}
@@ -228,6 +247,11 @@ class Scheduler:
         """The next token of every sequence that is past its prompt goes in; where it was the last one there is, the
         sequence has its next one."""
         unread = {slot: self._unread(slot, s) if s.constraint else s.tokens[-1:] for slot, s in self.decoding.items()}
+        if self.draft and not (self.reading or self.waiting):
+            ((slot, sequence), *others) = self.decoding.items()
+            if not others and sequence.top_logprobs is None and len(unread[slot]) == 1:
+                self._speculate(slot, sequence, unread[slot], events)
+                return
         try:
             found = self.batch.step({slot: tokens[0] for slot, tokens in unread.items()})
         except Exception as error:
@@ -241,6 +265,33 @@ class Scheduler:
             self.cache.fed(slot, unread[slot][:1])
             if len(unread[slot]) == 1:
                 self._advance(slot, sequence, found[slot], events)
+
+    def _speculate(self, slot: int, sequence: Sequence, unread: list[int], events: Events) -> None:
+        """The tokens that one pass over the last one of a sequence that is alone and proposals brings."""
+        from castiron.pipelines.generation.speculate import Speculator
+
+        session, begun, told = self.batch.slots[slot], self.batch.slots[slot].position, []
+        speculator = self._speculator
+        try:
+            if speculator is None or speculator.text is not sequence:
+                speculator = self._speculator = Speculator(session, sequence, draft=self.draft)
+                speculator.prompt_seconds = sequence.first - sequence.began
+            speculator.feed(unread)
+            while speculator.ready:
+                before = sequence.last
+                told += speculator.advance()
+                self.observer.token(sequence, sequence.last - before)
+        except Exception as error:
+            self._fail([sequence], error, events)
+            return
+        self.observer.stepped()
+        start = begun - len(sequence.prompt)
+        self.cache.fed(slot, sequence.tokens[start : start + session.position - begun])
+        events += [(sequence, event) for event in told]
+        if told and isinstance(told[-1], Finished):
+            self._leave(sequence, told[-1].reason)
+        elif sequence.forced:
+            self._advance(slot, sequence, 0, events)
 
     def _advance(self, slot: int, sequence: Sequence, argmax: int, events: Events) -> None:
         """The next token, and those that it forces."""

@@ -6,7 +6,6 @@ Whoever runs the model drives it: a `Generation` pulls its session, the `Schedul
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.choosing import Chooser
 from castiron.pipelines.generation.positions import check_room
 from castiron.pipelines.generation.repetition import Repetition
 from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, log_probabilities
@@ -142,18 +142,18 @@ class Sequence:
         self._repetition = Repetition() if repetition_stop else None
         # Whether the text ended because it went round in a circle.
         self.repeated = False
-        self._recent = [*history, *prompt][-REPEAT_WINDOW:]
-        self._counts: Counter[int] = Counter()
+        recent = [*history, *prompt][-REPEAT_WINDOW:]
         self.text = text
         self._detokeniser = text and Detokeniser(text)
-        self._thoughts = text.thoughts(self._recent) if text and thoughts else None
+        self._thoughts = text.thoughts(recent) if text and thoughts else None
         self.constraint: Constraint | None = None
         if grammar:
             if text is None:
                 raise PipelineError("a grammar needs a tokenizer, and there is none")
             # Calls may be in a channel of their own.
             marks = text.marks if grammar.calls else text.answer_marks
-            self.constraint = grammar.constraint(*(marks, text.end_of(self._recent)) if thoughts else ())
+            self.constraint = grammar.constraint(*(marks, text.end_of(recent)) if thoughts else ())
+        self.chooser = Chooser(self.sampler, self.constraint, recent)
         if text and text.tool_form and thoughts and text.tool_form.kind == "harmony":
             from castiron.pipelines.generation.tool_calls import Tools
 
@@ -170,16 +170,16 @@ class Sequence:
     @property
     def forced(self) -> bool:
         """Whether the next token is certain, so that `advance` needs nothing of the model."""
-        return bool(self.constraint and self.constraint.forced) and self.top_logprobs is None and self.finish_reason is None
+        return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
 
-    def advance(self, argmax: int = 0, logits: Callable[[], np.ndarray] = _none) -> list[Event]:
+    def advance(self, argmax: int = 0, logits: Callable[[], np.ndarray] = _none, chosen: int | None = None) -> list[Event]:
         """Takes the next token, where the model has found `argmax` and `logits()` gives f32 [vocab]; what there is to
-        tell, a Finished last if this was the end."""
+        tell, a Finished last if this was the end. `chosen` is what `chooser` has picked of these already."""
         self.last = time.monotonic()
         self.first = self.first or self.last
         if not self.limit:
             return self._finish(self.limit_reason)
-        token = self._choose(argmax, logits)
+        token = self._choose(argmax, logits, chosen)
         whole = bool(self.constraint and self.constraint.done)
         if self.stop_tokens and token.id in self.stop_tokens or whole and token.id in self.constraint.eos:
             if self.prompt_logprobs is not None:
@@ -199,21 +199,9 @@ class Sequence:
             return events + self._finish(self.limit_reason)
         return events
 
-    def _choose(self, argmax: int, logits: Callable[[], np.ndarray]) -> Token:
-        sampling, constraint = self.sampler.sampling, self.constraint
-        token = argmax
-        if constraint and constraint.forced:
-            token = constraint.forced[0]
-        elif sampling.needs_logits:
-            found = logits()
-            token = self.sampler.choose(constraint.masked(found) if constraint else found, self._recent, self._counts)
-        elif constraint:
-            token = constraint.best(argmax, logits)
-        if constraint:
-            constraint.accept(token)
-        if sampling.needs_logits:
-            self._recent = [*self._recent[1 - REPEAT_WINDOW :], token]
-            self._counts[token] += 1
+    def _choose(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None) -> Token:
+        token = self.chooser.pick(argmax, logits) if chosen is None else chosen
+        self.chooser.accept(token)
         probabilities = () if self.top_logprobs is None else log_probabilities(logits(), token, self.top_logprobs)
         return Token(token, self._decoded, *probabilities)
 

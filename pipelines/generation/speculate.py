@@ -1,255 +1,324 @@
-"""Speculation that stays exact: continuations found in the context are checked, several tokens in one pass.
+"""Speculation that changes nothing but the speed: proposed tokens are checked, several in one pass over the weights.
 
-What the text has said before it often says again: code that is edited, passages that are quoted. The longest run of
-last tokens that stands earlier in the context proposes what came after it there (prompt lookup: Saxena 2023; checking:
-Leviathan et al., arXiv 2211.17192, in its greedy form). A proposal is kept only as far as it is what the model says.
+Proposals come from the text itself (`ngrams`) and from a smaller model (`draft`). Behind each of them the model's own choice is
+made as ever, by the likeliest token or by the text's next random number; a proposal is kept as long as it is that choice
+(Leviathan et al., arXiv 2211.17192, in its greedy form).
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.constraint import Constraint
+from castiron.pipelines.generation.costs import Costs
+from castiron.pipelines.generation.draft import Draft, Guess
+from castiron.pipelines.generation.ngrams import LONGEST as LONGEST
+from castiron.pipelines.generation.ngrams import SHORTEST as SHORTEST
+from castiron.pipelines.generation.ngrams import Ngrams, Odds
+from castiron.pipelines.generation.positions import stand_after
+from castiron.pipelines.generation.sequence import Event
+from castiron.pipelines.generation.sequence import Sequence as Text
 from castiron.vmfb.states import Snapshot
 
-# Of a match, the fewest tokens that are looked up and the most that are counted.
-SHORTEST, LONGEST = 2, 32
-# Of one pair of tokens, the latest occurrences that are compared.
-OCCURRENCES = 8
-# A verify function sums in another order than decode_step. Where the two best logits are nearer than this share of the
-# largest, its choice is not taken: decode_step decides, as it would without speculation.
-MARGIN = 1e-4
-# Share of the decode time that proposals may lose in all; with what a first try costs it stays below 5 % of a text.
-LOSS = 0.02
+# Share of the time that proposals from the text may lose in all, and those of both sources; with what a first try costs it
+# stays below 5 % of a text.
+LOSS, LOSS_OF_ALL = 0.02, 0.04
+# Of what proposals from the text have saved, and the draft with earlier texts, what the draft may lose besides.
+SPENT_GAINS = 0.25
+# A draft that does not pay is tried again after so many tokens, then after twice as many, up to the last.
+WAIT, LONGEST_WAIT = 8, 256
+# What a draft has to read at once counts for so many passes.
+PASSES = 8
 
 
-class Ngrams:
-    """The tokens so far, and where the longest run of last ones occurred before."""
+@dataclass
+class Told:
+    """Of one source: proposed tokens that were checked, those that were right, and seconds that it cost more than it saved."""
 
-    def __init__(self, tokens: Sequence[int] = ()):
-        self.tokens: list[int] = []
-        self._occurrences: dict[tuple[int, int], deque[int]] = {}
-        # The match: of how many last tokens, and the index behind their earlier occurrence.
-        self.length = self.end = 0
-        for token in tokens:
-            self._append(token)
-        self._find()
-
-    def add(self, token: int) -> None:
-        follows = self.length and self.tokens[self.end] == token
-        before = (self.length + 1, self.end + 1) if follows else (0, 0)
-        self._append(token)
-        self._find()
-        # A long match is followed even where the pair it ends in has been seen too often since.
-        if before[0] > self.length:
-            self.length, self.end = min(before[0], LONGEST), before[1]
-
-    def propose(self, count: int) -> list[int]:
-        """What followed the match, `count` tokens; one nearer than that is a period and repeats. Empty: no match."""
-        if not self.length:
-            return []
-        period = len(self.tokens) - self.end
-        return [self.tokens[self.end + i % period] for i in range(count)]
-
-    def _append(self, token: int) -> None:
-        tokens = self.tokens
-        # The pair that now has a token after it; the last pair itself is what is looked for.
-        if len(tokens) >= SHORTEST:
-            self._occurrences.setdefault((tokens[-2], tokens[-1]), deque(maxlen=OCCURRENCES)).append(len(tokens))
-        tokens.append(token)
-
-    def _find(self) -> None:
-        tokens = self.tokens
-        self.length = self.end = 0
-        for end in reversed(self._occurrences.get(tuple(tokens[-2:]), ())):
-            length = SHORTEST
-            while length < min(LONGEST, end) and tokens[end - 1 - length] == tokens[-1 - length]:
-                length += 1
-            if length > self.length:
-                self.length, self.end = length, end
+    proposed: int = 0
+    accepted: int = 0
+    lost: float = 0.0
 
 
-class Odds:
-    """How probable it is that a match goes on by one token, by the length of the match, learnt from the text itself."""
+@dataclass
+class Pass:
+    """What the model said at once: `says[i]` after `tokens[i]`, the first of which is the text's and the others, from
+    `source`, proposed. `taken`: how many choices were made; `guesses`: what the draft expected of them;
+    `doubtful`: the last choice was left to a step."""
 
-    # Matches of 2-3, 4-7, 8-15, 16-31 and 32 tokens, before anything is known, as if seen in this many cases.
-    START, CASES, FORGET = (0.25, 0.5, 0.75, 0.9, 0.95), 4.0, 0.98
-
-    def __init__(self):
-        self._hits = [share * self.CASES for share in self.START]
-        self._cases = [self.CASES] * len(self.START)
-
-    def learn(self, length: int, hit: bool) -> None:
-        kind = length.bit_length() - 2
-        self._hits[kind] = self._hits[kind] * self.FORGET + hit
-        self._cases[kind] = self._cases[kind] * self.FORGET + 1
-
-    def tokens(self, length: int, width: int) -> float:
-        """Tokens to expect of a pass over `width` of them, the first of which is certain."""
-        expected = probability = 1.0
-        for i in range(width - 1):
-            kind = min(length + i, LONGEST).bit_length() - 2
-            probability *= self._hits[kind] / self._cases[kind]
-            expected += probability
-        return expected
-
-
-class Costs:
-    """Seconds of a pass by its width, as the last ones took; before there is one, a guess from the next narrower."""
-
-    GROWTH = 0.6  # of the guess: rather low, or a width would never be tried
-
-    def __init__(self):
-        self._seen: dict[int, deque[float]] = {}
-
-    @property
-    def known(self) -> bool:
-        """Whether a step has been timed, without which nothing can be guessed."""
-        return 1 in self._seen
-
-    def learn(self, width: int, seconds: float) -> None:
-        self._seen.setdefault(width, deque(maxlen=7)).append(seconds)
-
-    def of(self, width: int) -> float:
-        if width in self._seen:
-            return statistics.median(self._seen[width])
-        narrower = max(known for known in self._seen if known < width)
-        return self.of(narrower) * (width / narrower) ** self.GROWTH
+    tokens: list[int]
+    says: list[int]
+    source: str | None = None
+    before: Snapshot | None = None
+    guesses: list[Guess] = field(default_factory=list)
+    seconds: float = 0.0
+    taken: int = 0
+    doubtful: bool = False
 
 
 class Speculator:
-    """Feeds a session greedily, one token or several a pass; the tokens are those of one at a time.
+    """Feeds a session with a text, one token or several a pass.
 
-    `proposed` and `accepted` count proposed tokens, `passes` the verify calls.
+        while text.finish_reason is None:
+            if not speculator.ready:
+                speculator.feed(tokens that the session has not)
+            events = speculator.advance()
+
+    `told`: by source; `passes` counts calls that checked proposals, `spent` the seconds of all, `drafting` the draft's share;
+    `prompt_seconds`, which the caller sets, is how long the prompt took.
     """
 
     def __init__(
         self,
         session,
-        history: Sequence[int],
+        text: Text,
+        history: Collection[int] = (),
+        draft: Draft | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        constraint: Constraint | None = None,
     ):
-        """`history`: the tokens that stand in the session, which is where `advance` goes on. `constraint`: that of the text,
-        which its sequence moves on. PipelineError for a bundle that was compiled without verify functions."""
-        self.session, self.clock, self.constraint = session, clock, constraint
+        """`history`: the tokens that stand in the session before the text's prompt. PipelineError for a bundle that was
+        compiled without verify functions."""
+        self.session, self.text, self.draft, self.clock = session, text, draft, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
             raise PipelineError("this bundle was compiled without verify functions; compile it with --speculate 4,8")
-        self.ngrams, self.odds, self.costs = Ngrams(history), Odds(), Costs()
-        self.proposed = self.accepted = self.passes = 0
-        # Seconds in all, and those that passes took beyond what steps to the same tokens would have.
-        self._spent = self._lost = 0.0
-        self._step_next = False
+        self.ngrams, self.odds = Ngrams([*history, *map(int, text.prompt)]), Odds()
+        self.costs = draft.costs if draft else Costs()
+        self.told = {"ngram": Told()} | ({"draft": Told()} if draft else {})
+        self.passes, self.spent, self.drafting, self.prompt_seconds = 0, 0.0, 0.0, 0.0
+        self._pass: Pass | None = None
+        # How many of the text's tokens are noted; tokens until the draft is tried again, and what that then waits.
+        self._noted = self._until = 0
+        self._wait, self._trying, self._start = WAIT, False, 0
+        self._saved = draft.saved if draft else 0.0
 
-    def advance(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Feeds `tokens` and returns the 1 to `most` that follow them greedily; the last of them is not fed. One that the
-        constraint does not allow comes by itself, for the sequence to choose another."""
-        for each in tokens:
-            self._note(each)
+    @property
+    def proposed(self) -> int:
+        return sum(told.proposed for told in self.told.values())
+
+    @property
+    def accepted(self) -> int:
+        return sum(told.accepted for told in self.told.values())
+
+    def __str__(self) -> str:
+        by = [f"{told.proposed} by the {'text' if name == 'ngram' else name}" for name, told in self.told.items()]
+        sources = f" ({', '.join(by)}, {self.draft_share:.0%} of the time)" if self.draft else ""
+        return f"{self.accepted} of {self.proposed} proposed tokens were right{sources}"
+
+    def report(self) -> dict:
+        """What there is to tell, for JSON."""
+        sources = {name: {"proposed": told.proposed, "accepted": told.accepted} for name, told in self.told.items()}
+        return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
+
+    @property
+    def draft_share(self) -> float:
+        """Of the seconds since the prompt, those of the draft."""
+        return self.drafting / self.spent if self.spent else 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next token can be chosen."""
+        return self._pass is not None
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Feeds `tokens`, the last of the text, and maybe proposals behind them; the text is then `ready`."""
+        for token in self.text.tokens[self._noted :]:
+            self._note(token)
         if len(tokens) > 1:
-            return [self.session.prefill(tokens)]
-        (token,) = tokens
-        start = self.clock()
-        width = self._width(most)
-        found = self._check(token, width, most) if width > 1 else [self.session.step(token)]
-        seconds = self.clock() - start
-        if width == 1:
-            self.costs.learn(1, seconds)
+            self._pass = Pass(list(tokens), [self.session.prefill(tokens)])
+            return
+        (token,), start = tokens, self.clock()
+        source, count = self._plan()
+        if source == "draft":
+            self._pass = self._ask(token, count)
+        elif source:
+            self._pass = self._check(token, self.ngrams.propose(count), source)
         else:
-            self.costs.learn(width, seconds)
-            self._lost += seconds - len(found) * self.costs.of(1)
-        self._spent += seconds
-        self._step_next = self._step_next and width > 1
-        for each in found[:-1]:
-            self._note(each)
-        return found
+            self._pass = self._step(token)
+        self._pass.seconds = self.clock() - start
+
+    def advance(self) -> list[Event]:
+        """The text's next token, and what it has to tell."""
+        assert self._pass is not None
+        found, at = self._pass, self._pass.taken
+        argmax, logits, chosen = self._choose(found, at)
+        found.taken = at + 1
+        if at < len(found.guesses) and self.draft:
+            self.draft.trust.learn(found.guesses[at], chosen == found.guesses[at].token)
+        right = found.before is not None and at + 1 < len(found.tokens) and chosen == found.tokens[at + 1]
+        if right and found.source:
+            self.told[found.source].accepted += 1
+        events = self.text.advance(argmax, logits, chosen)
+        if not right or self.text.finish_reason is not None or found.doubtful:
+            self._end(found)
+        return events
+
+    def settle(self) -> None:
+        """Leaves the session behind what was asked for: before the text's last token. For who does not go on."""
+        if self._pass:
+            self._end(self._pass)
 
     def _note(self, token: int) -> None:
         if length := self.ngrams.length:
             self.odds.learn(length, self.ngrams.propose(1)[0] == token)
         self.ngrams.add(token)
+        self._noted += 1
+        self._until -= 1
 
-    def _width(self, most: int) -> int:
-        """The width with the most tokens a second to expect; 1 is a step."""
-        length, room = self.ngrams.length, self.session.context - self.session.position
-        if not length or self._step_next or self._lost > LOSS * self._spent or not self.costs.known:
-            return 1
-        rates = {1: 1 / self.costs.of(1)}
-        most = min(most, 1 + self._fitting(max(self.widths)))
-        if most == 1:
-            return 1
-        for width in self.widths:
-            if width <= room:
-                rates[width] = min(self.odds.tokens(length, width), most) / self.costs.of(width)
-        return max(rates, key=rates.get)
+    def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
+        """The most probable token behind `found.tokens[at]`, the logits, and what is chosen of them. What was checked together
+        is looked at twice: where its sums might decide, a step does."""
+        argmax, chooser, session = found.says[at], self.text.chooser, self.session
+        if found.before is None:
+            return argmax, session.logits, chooser.pick(argmax, session.logits)
+        start = self.clock()
+        logits = lambda: session.verified_logits(at)
+        chosen = chooser.pick_surely(argmax, logits)
+        if chosen is None:
+            found.doubtful = True
+            stand_after(session, found.before, found.tokens[:at])
+            argmax, logits = session.step(found.tokens[at]), session.logits
+            chosen = chooser.pick(argmax, logits)
+        found.seconds += self.clock() - start
+        return argmax, logits, chosen
+
+    def _end(self, found: Pass) -> None:
+        """Leaves the session behind the tokens that were right, and counts what the pass brought."""
+        self._pass = None
+        before = found.before
+        if before and self.session.position != before.position + found.taken:
+            start = self.clock()
+            stand_after(self.session, before, found.tokens[: found.taken])
+            found.seconds += self.clock() - start
+        self.spent += found.seconds
+        if found.source:
+            lost = found.seconds - found.taken * self.costs.of(1)
+            self.told[found.source].lost += lost
+            if self.draft and found.source == "draft":
+                self.draft.saved -= lost
+
+    def _step(self, token: int) -> Pass:
+        start = self.clock()
+        found = Pass([token], [self.session.step(token)])
+        self.costs.learn(1, self.clock() - start)
+        return found
+
+    def _check(self, token: int, proposal: list[int], source: str) -> Pass:
+        start, tokens = self.clock(), [token, *proposal]
+        width = self._width(len(proposal))
+        before = self.session.snapshot(width)
+        says = self.session.verify([*tokens, *[0] * (width - len(tokens))])
+        self.costs.learn(width, self.clock() - start)
+        self.passes += 1
+        self.told[source].proposed += len(proposal)
+        return Pass(tokens, says, source, before)
+
+    def _width(self, count: int) -> int:
+        """That checks `count` proposals."""
+        return min(width for width in self.widths if width > count)
+
+    def _plan(self) -> tuple[str | None, int]:
+        """The source with the most tokens a second to expect, and how many proposals it is asked for; None is a step."""
+        room = self.session.context - self.session.position
+        widest = max((width for width in self.widths if width <= room), default=1)
+        left = self.text.limit - len(self.text.tokens)
+        if not self.costs.known or widest == 1 or left == 1:
+            return None, 0
+        step = 1 / self.costs.of(1)
+        rate, source, count = max((step, None, 0), self._from_text(widest, left), key=lambda option: option[0])
+        if self.draft and (wanted := self._from_draft(widest, left, rate)):
+            source, count = "draft", wanted
+        return source, count
+
+    def _from_text(self, widest: int, left: int) -> tuple[float, str, int]:
+        """Tokens a second with proposals from the text, and how many of them."""
+        length, told = self.ngrams.length, self.told["ngram"]
+        if not length or told.lost > LOSS * self.spent:
+            return 0.0, "ngram", 0
+        most = min(left, 1 + self._fitting(widest))
+        options = [(min(self.odds.tokens(length, width), most) / self.costs.of(width), "ngram", width - 1)
+                   for width in self.widths if width <= widest and most > 1]  # fmt: skip
+        return max(options, default=(0.0, "ngram", 0))
+
+    def _from_draft(self, widest: int, left: int, other: float) -> int:
+        """How many proposals the draft is asked for; 0 where `other` tokens a second are more, or a try is not due."""
+        assert self.draft
+        credit = self._credit()
+        most = min(widest, left) - 1
+        few = min(self.widths[0] - 1, most)
+        # What a try loses that brings nothing.
+        least = self._cost(few) - self.costs.of(1)
+        plan = self.draft.plan(self.ngrams.tokens, credit - least) if credit > least else None
+        if plan is None:
+            return 0
+        self._start, reading = plan
+        affordable = [count for count in range(1, most + 1) if self._cost(count) - self.costs.of(1) + reading <= credit]
+        rates = {count: self._rate([], count, reading / PASSES) for count in affordable}
+        best = max(rates, key=rates.__getitem__, default=0)
+        self._trying = not best or rates[best] <= other
+        if not self._trying:
+            self._wait = WAIT
+            return max(affordable)
+        if few in affordable and self._until <= 0 and other <= 1 / self.costs.of(1):
+            self._until, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
+            return few
+        return 0
+
+    def _credit(self) -> float:
+        """Seconds that the draft may lose now."""
+        assert self.draft
+        gains = max(0.0, self._saved) + max(0.0, -self.told["ngram"].lost)
+        lost = self.told["draft"].lost + max(0.0, self.told["ngram"].lost)
+        return LOSS_OF_ALL * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
+
+    def _cost(self, count: int) -> float:
+        """Seconds of a pass over so many proposals of the draft."""
+        assert self.draft
+        return self.costs.of(self._width(count)) + count * self.draft.step_seconds
+
+    def _rate(self, guesses: Sequence[Guess], count: int, more: float = 0.0) -> float:
+        """Tokens a second to expect of `count` proposals that begin with `guesses`; `more` seconds are spent besides."""
+        assert self.draft
+        trust, expected, probability = self.draft.trust, 1.0, 1.0
+        for index in range(count):
+            probability *= trust.of(guesses[index]) if index < len(guesses) else trust.usual
+            expected += probability
+        return expected / (self._cost(count) + more)
+
+    def _ask(self, token: int, most: int) -> Pass:
+        """A pass over what the draft proposes, up to `most`, as long as one more is worth it; a step where nothing is."""
+        assert self.draft
+        draft, start = self.draft, self.clock()
+        trying = self._trying
+
+        def go_on(guesses: list[Guess]) -> bool:
+            done = len(guesses)
+            more = range(done + 1, most + 1)
+            return done < most and (trying or max(self._rate(guesses, n) for n in more) > self._rate(guesses, done))
+
+        guesses = draft.propose(self.ngrams.tokens, self._start, self.text.chooser.trial(), go_on)
+        self.drafting += self.clock() - start
+        alone = 1 / (self.costs.of(1) + len(guesses) * draft.step_seconds)
+        if guesses and (trying or self._rate(guesses, len(guesses)) > alone):
+            found = self._check(token, [guess.token for guess in guesses], "draft")
+        else:
+            found = self._step(token)
+            found.source = "draft"
+        found.guesses = guesses
+        return found
 
     def _fitting(self, width: int) -> int:
-        """How many tokens of a proposal the constraint allows; of one that it cuts there are `width` - 1 at most."""
-        if not self.constraint:
+        """How many tokens of a proposal from the text the constraint allows, of which there are `width` - 1 at most."""
+        if not self.text.constraint:
             return width
-        trial, count = self.constraint.copy(), 0
+        trial, count = self.text.constraint.copy(), 0
         for each in self.ngrams.propose(width - 1):
             if trial.done or not trial.allows(each):
                 break
             trial.accept(each)
             count += 1
         return count
-
-    def _check(self, token: int, width: int, most: int) -> list[int]:
-        session, before = self.session, self.session.snapshot(width)
-        proposal = self.ngrams.propose(width - 1)
-        says = session.verify([token, *proposal])
-        margins = session.margins()
-        most = min(width, most)
-        if self.constraint:
-            most = min(most, self._follow(self.constraint.copy(), proposal, says, margins))
-        good = 0
-        while good < most - 1 and says[good] == proposal[good]:
-            good += 1
-        self.passes += 1
-        self.proposed += width - 1
-        doubtful = next((i for i in range(good + 1) if margins[i] < MARGIN), None)
-        if doubtful == 0:
-            session.restore(before)
-            return [session.step(token)]
-        if doubtful is not None:
-            good, self._step_next = doubtful - 1, True
-        self.accepted += good
-        self._take_back(before, [token, *proposal][: good + 1])
-        return says[: good + 1]
-
-    def _follow(self, constraint: Constraint, proposal: list[int], says: list[int], margins: list[float]) -> int:
-        """Puts the likeliest allowed tokens into `says` and their margins into `margins`, as far as the proposal is right;
-        how many tokens there are before the text is whole."""
-        logits = None
-        for i, wanted in enumerate([*proposal, None]):
-            if constraint.forced:
-                says[i], margins[i] = constraint.forced[0], np.inf
-            elif not constraint.allows(says[i]):
-                logits = self.session.verified_logits() if logits is None else logits
-                allowed = constraint.masked(logits[i])
-                says[i] = int(allowed.argmax())
-                second, first = np.partition(allowed, -2)[-2:]
-                margins[i] = float((first - second) / np.abs(logits[i]).max())
-            if says[i] != wanted:
-                break
-            constraint.accept(wanted)
-            if constraint.done:
-                return i + 1
-        return len(says)
-
-    def _take_back(self, before: Snapshot, tokens: list[int]) -> None:
-        """Leaves the session with `tokens` after `before`, the first of those that were checked."""
-        session, position = self.session, before.position + len(tokens)
-        if session.reachable(position) == position:
-            session.rewind(position)
-        else:
-            session.restore(before)
-            session.prefill(tokens)

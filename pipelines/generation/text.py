@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from castiron.pipelines.generation.tokenizing import encoded, utf8
 from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
 from castiron.pipelines.generation.trial import Trial
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import TEMPLATE, TOKENIZER, VOCABULARY
+from castiron.vmfb.manifest import TEMPLATE, TOKENIZER
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.grammar import Grammar, Grammars
@@ -211,15 +210,9 @@ def load_text(
     manifest = bundle.manifest
 
     def vocabulary() -> Vocabulary:
-        from castiron.pipelines.generation.vocabulary import Vocabulary
+        from castiron.pipelines.generation.vocabulary import read_vocabulary
 
-        if VOCABULARY in manifest.files:
-            with suppress(ValueError):
-                found = Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
-                if len(found.tokens) == manifest.vocab:
-                    return found
-            raise PipelineError(f"{bundle.path / VOCABULARY} is not as castiron writes it; compile the bundle again")
-        return Vocabulary.of(Tokenizer.from_buffer(data), manifest.vocab)
+        return read_vocabulary(bundle)
 
     return Text(
         tokenizer,

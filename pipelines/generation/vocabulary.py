@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.token_bytes import TokenBytes
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.manifest import VOCABULARY
 
 # Beside a token's length: it is special, so that no text holds it.
 SPECIAL = 1 << 31
@@ -44,3 +48,17 @@ class Vocabulary:
         heads = np.array([len(self.tokens), *map(len, self.tokens)], "<u4")
         heads[1 + np.array(self.special, np.int64)] |= SPECIAL
         return heads.tobytes() + b"".join(self.tokens)
+
+
+def read_vocabulary(bundle: Bundle) -> Vocabulary:
+    """Of a bundle with a tokenizer, from which it is counted out where the bundle does not have it by itself."""
+    if VOCABULARY in bundle.manifest.files:
+        with suppress(ValueError):
+            found = Vocabulary.read(bundle.part(VOCABULARY).read_bytes())
+            if len(found.tokens) == bundle.manifest.vocab:
+                return found
+        raise PipelineError(f"{bundle.path / VOCABULARY} is not as castiron writes it; compile the bundle again")
+    from tokenizers import Tokenizer
+
+    assert bundle.tokenizer is not None
+    return Vocabulary.of(Tokenizer.from_buffer(bundle.tokenizer.read_bytes()), bundle.manifest.vocab)

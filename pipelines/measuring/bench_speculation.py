@@ -1,10 +1,11 @@
-"""What --speculate brings: greedy answers with and without it, to prompts that are repeated in the answer and to others."""
+"""What --speculate and --draft bring: greedy answers with and without, to prompts that answers repeat and to others."""
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.draft import Draft
 from castiron.pipelines.generation.generate import Generation
 
 # Edits and quotations, whose answers say again what the prompt says.
@@ -52,7 +53,7 @@ OTHER = {
 
 @dataclass
 class Answer:
-    """One prompt: tokens of its answer, decode rates of each round, and what was proposed in the last."""
+    """One prompt: tokens of its answer, decode rates of each round, and what was told of the last."""
 
     repeats: bool
     prompt_tokens: int
@@ -60,8 +61,7 @@ class Answer:
     equal: bool
     plain: list[float]
     speculating: list[float]
-    proposed: int
-    accepted: int
+    told: dict
 
     @property
     def ratio(self) -> float:
@@ -77,14 +77,17 @@ class Answer:
             "plain_tok_s": round(statistics.median(self.plain), 1),
             "speculating_tok_s": round(statistics.median(self.speculating), 1),
             "ratio": round(self.ratio, 3),
-            "proposed": self.proposed,
-            "accepted": self.accepted,
+            "proposed": sum(source["proposed"] for source in self.told["sources"].values()),
+            "accepted": sum(source["accepted"] for source in self.told["sources"].values()),
+            **self.told,
         }
 
 
-def measure(session, text, tokens: int, rounds: int, progress: Callable[[str, float], None]) -> dict[str, Answer]:
+def measure(
+    session, text, tokens: int, rounds: int, progress: Callable[[str, float], None], draft: Draft | None = None
+) -> dict[str, Answer]:
     """Answers of at most `tokens` tokens, both ways in turn, `rounds` times and once to warm up; PipelineError for a
-    bundle without verify functions or a chat template."""
+    bundle without verify functions or a chat template. The one way is that of --speculate ngram, and of a `draft`."""
     if not session.manifest.widths("verify"):
         raise PipelineError("this bundle cannot check proposed tokens; compile it with --speculate 4,8")
     found = {}
@@ -98,14 +101,17 @@ def measure(session, text, tokens: int, rounds: int, progress: Callable[[str, fl
             progress("speculation", (done + turn / (rounds + 1)) / len(names))
             for speculate in (False, True):
                 session.rewind(0)
-                generation = Generation(session, prompt, max_tokens=limit, stop_tokens=text.eos, speculate=speculate)
+                generation = Generation(
+                    session, prompt, max_tokens=limit, stop_tokens=text.eos, speculate=speculate,
+                    draft=draft if speculate else None,
+                )  # fmt: skip
                 said[speculate] = list(generation)
                 if turn:
                     rates[speculate].append(generation.steps / generation.decode_seconds)
         speculator = generation.speculator
         found[name] = Answer(
             repeats, len(prompt), len(said[False]), said[False] == said[True], rates[False], rates[True],
-            speculator.proposed, speculator.accepted,
+            speculator.report(),
         )  # fmt: skip
     progress("speculation", 1.0)
     return found

@@ -41,9 +41,10 @@ def slots_of(manifest: Manifest) -> int:
     return max(manifest.widths("batch"), default=1)
 
 
-def warn_of_shortage(manifest: Manifest) -> None:
-    """Says on stderr of a bundle that its weights are more than the memory of this machine or container, if they are."""
-    weights, there = manifest.files[WEIGHTS].size, total_bytes()
+def warn_of_shortage(*manifests: Manifest) -> None:
+    """Says on stderr of bundles that are used together that their weights are more than the memory of this machine or
+    container, if they are."""
+    weights, there = sum(manifest.files[WEIGHTS].size for manifest in manifests), total_bytes()
     if weights > there:
         say(
             f"the weights take {megabytes(weights)} and there are {megabytes(there)} of memory: every token will read them "
@@ -51,12 +52,15 @@ def warn_of_shortage(manifest: Manifest) -> None:
         )
 
 
-def say_memory(manifest: Manifest, slots: int) -> None:
+def say_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
     """Says on stderr, before it is taken, what so many sequences at once will need, and whether that is there."""
     need, there = needed(manifest, slots), total_bytes()
-    most = need.weights + need.state * slots
-    say(f"memory: {need}; {megabytes(most)} at most, of {megabytes(there)}")
-    warn_of_shortage(manifest)
+    most, drafts = need.weights + need.state * slots, ""
+    if draft:
+        more = needed(draft)
+        most, drafts = most + more.weights + more.state, f"; draft: {more}"
+    say(f"memory: {need}{drafts}; {megabytes(most)} at most, of {megabytes(there)}")
+    warn_of_shortage(manifest, *[draft] * bool(draft))
 
 
 def total_bytes() -> int:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from castiron.pipelines.embedding import Embedder
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.draft import open_draft
 from castiron.pipelines.generation.engine import Engine
 from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scheduler import Scheduler
@@ -77,6 +78,7 @@ def open_app(
     metrics: Metrics | None = None,
     shared_prefixes: bool = False,
     local: bool = False,
+    draft: Bundle | None = None,
 ) -> Front:
     """The ASGI application that serves a bundle, or the one at a path, with OpenAI's API; `api` has its engine.
 
@@ -85,8 +87,8 @@ def open_app(
     chat template, where a request gives no others. `parse_special`: control words in messages are control tokens. `store`:
     where states of long beginnings are kept. `metrics`: what counts, where several applications count together.
     `shared_prefixes`: whether what prompts with different keys begin with is read once for all. `local`: whether it is for this
-    machine alone. Without `quiet` each request is a line on stderr. Its lifespan starts and stops the thread that runs the
-    model, so that it serves once.
+    machine alone. `draft`: a bundle that proposes tokens where one request runs alone. Without `quiet` each request is a line
+    on stderr. Its lifespan starts and stops the thread that runs the model, so that it serves once.
     PipelineError for a bundle without a tokenizer, and for a variable that its template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
@@ -99,7 +101,8 @@ def open_app(
         api = EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, metrics.model(names[0])), names, limits)
     else:
         text, counting = load_text(bundle, template_args, parse_special), metrics.model(names[0])
-        scheduler = Scheduler(bundle, threads, counting, store)
+        proposing = open_draft(draft, bundle, threads) if draft else None
+        scheduler = Scheduler(bundle, threads, counting, store, proposing)
         counting.watch(scheduler)
         api = Api(Engine(scheduler, queue), text, names, manifest, limits)
     return create_app(api, metrics, Access(api_keys, cors, shared_prefixes, local), quiet=quiet)

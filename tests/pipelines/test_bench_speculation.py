@@ -43,15 +43,20 @@ def test_it_measures_both_kinds_of_text(bundle, short_prompts, tmp_path, capsys)
 
 
 def test_a_token_that_differs_is_told(bundle, short_prompts, monkeypatch, capsys):
-    advance = Speculator.advance
-    monkeypatch.setattr(Speculator, "advance", lambda self, token, most: [advance(self, token, 1)[0] ^ 1])
+    choose = Speculator._choose
+
+    def other(self, found, at):
+        argmax, logits, chosen = choose(self, found, at)
+        return argmax, logits, chosen ^ 1
+
+    monkeypatch.setattr(Speculator, "_choose", other)
     status, out, _ = run(capsys, bundle)
     assert status == 1 and "tokens are DIFFERENT" in out
 
 
 def test_ratios_are_of_medians():
     def answer(repeats, plain, speculating):
-        return Answer(repeats, 1, 9, True, plain, speculating, 0, 0)
+        return Answer(repeats, 1, 9, True, plain, speculating, {"sources": {}})
 
     found = {"a": answer(True, [1.0, 10.0, 11.0], [15.0, 20.0, 90.0]), "b": answer(False, [4.0], [3.0])}
     result = summarise(found)

@@ -195,13 +195,6 @@ def test_a_setting_that_is_none_changes_nothing(make, name, value, says):
     assert settings(chat) == before
 
 
-def test_what_speculation_cannot_do_is_refused_where_it_is_set(make):
-    chat = make(speculate=True)
-    with pytest.raises(PipelineError, match="temperature stays as it is: --speculate needs greedy"):
-        change(chat, "temperature", "1")
-    assert settings(chat, "temperature") == {"temperature": "0"}
-
-
 def test_what_a_temperature_of_nothing_passes_over_is_said(make, capsys):
     chat = make()
     change(chat, "top-k", "5")
@@ -234,16 +227,16 @@ def test_a_usual_length_gives_way_to_the_context(make, usual, reason):
 
 def test_an_interrupt_while_tokens_are_checked_leaves_no_trace(make, monkeypatch):
     """Between the call that has fed proposed tokens and the one that takes them back."""
-    monkeypatch.setattr(Speculator, "_width", lambda self, most: 4 if self.ngrams.length else 1)
+    monkeypatch.setattr(Speculator, "_plan", lambda self: ("ngram", 3) if self.ngrams.length else (None, 0))
     chat = make(max_tokens=8, speculate=True)
     chat.text.eos = ()
     chat.session.manifest = SimpleNamespace(widths=lambda role: (4,), prefill_widths=toy_text.WIDTHS)
     chat.session.verify = lambda tokens: [chat.session.step(token) for token in tokens]
 
-    def interrupted():
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    chat.session.margins = interrupted
+    chat.session.verified_logits = interrupted
     with pytest.raises(KeyboardInterrupt):
         say(chat, "bcbcbcbc")
     kept = list(chat.messages)
@@ -251,8 +244,8 @@ def test_an_interrupt_while_tokens_are_checked_leaves_no_trace(make, monkeypatch
     chat.max_tokens, chat.speculate, chat.text.eos = 2, False, (EOS,)
     fed = chat.session.fed
     assert say(chat, "d") == anew(chat, [*kept, {"role": "user", "content": "d"}])
-    # What was said stays in the cache, its last token too, which the check had fed.
-    assert chat.session.fed - fed == len("uda")
+    # What was said stays in the cache, but for its last token, with which the check began.
+    assert chat.session.fed - fed == 1 + len("uda")
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])

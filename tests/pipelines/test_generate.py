@@ -192,9 +192,9 @@ def test_the_repeat_penalty_sees_the_last_tokens_of_prompt_and_answer():
     seen = []
 
     class Spy(Sampler):
-        def choose(self, logits, history, counts):
+        def pick(self, logits, history, *more):
             seen.append(list(history))
-            return super().choose(logits, history, counts)
+            return super().pick(logits, history, *more)
 
     tokens = list(Generation(CountingSession(), [7, 8], sampler=Spy(Sampling(repeat_penalty=1.5)), max_tokens=3))
     assert seen == [[7, 8], [7, 8, *tokens[:1]], [7, 8, *tokens[:2]]]

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castiron.pipelines.casting.compile import Options, compile_model
-from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
-from castiron.pipelines.generation.sampling import Sampler, Sampling
-from castiron.pipelines.generation.speculate import LONGEST, MARGIN, SHORTEST, Ngrams, Speculator
+from castiron.pipelines.generation.ngrams import LONGEST, SHORTEST, Ngrams
+from castiron.pipelines.generation.sampling import NEAR, lead
+from castiron.pipelines.generation.sequence import Sequence
+from castiron.pipelines.generation.speculate import Speculator
 from castiron.reference import tiny
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.session import Session, SessionError
@@ -66,8 +67,11 @@ class Parrot:
         says = [self.text[i] if i < len(self.text) else 0 for i in places]
         return [say + 1 if i in self.doubtful else say for say, i in zip(says, places)]
 
-    def margins(self):
-        return [MARGIN / 2 if place in self.doubtful else 1.0 for place in self.checked]
+    def verified_logits(self, token):
+        return np.array([1.0, 1 - NEAR / 2 if self.checked[token] in self.doubtful else 0.0])
+
+    def logits(self):
+        raise AssertionError("nobody asked for logits")
 
     def rewind(self, position):
         assert position <= self.position
@@ -92,15 +96,17 @@ class Parrot:
         self.now += self.COSTS[width]
 
 
-def parrot_tokens(session, prompt, n):
-    speculator = Speculator(session, session.text[:prompt], session.clock)
-    tokens = [session.prefill(session.text[:prompt])]
-    while len(tokens) < n:
-        found = speculator.advance(tokens[-1:], n - len(tokens))
-        assert 1 <= len(found) <= n - len(tokens)
-        tokens += found
-        assert session.position == prompt + len(tokens) - 1
-    return tokens
+def parrot_tokens(session, prompt, n, draft=None):
+    text = Sequence(session.text[:prompt], session.context, max_tokens=n, stop_tokens=())
+    speculator = Speculator(session, text, draft=draft, clock=session.clock)
+    text.advance(session.prefill(session.text[:prompt]))
+    while text.finish_reason is None:
+        if not speculator.ready:
+            speculator.feed(text.tokens[-1:])
+        speculator.advance()
+        if not speculator.ready:
+            assert session.position == prompt + len(text.tokens) - 1
+    return text.tokens
 
 
 @settings(max_examples=50)
@@ -184,15 +190,12 @@ def test_who_leaves_off_early_finds_the_session_before_the_last_token(bundle):
         assert session.step(tokens[-1]) == alone.step(tokens[-1])
 
 
-def test_margins_are_those_of_the_logits(bundle):
-    session = Session(bundle, 1)
-    with pytest.raises(SessionError, match="verify first"):
-        session.margins()
-    session.prefill([3, 4, 5])
-    session.verify([6, 7, 8, 9])
-    margins, last = session.margins(), np.sort(session.logits())
-    assert len(margins) == 4
-    assert margins[-1] == pytest.approx((last[-1] - last[-2]) / np.abs(last).max())
+def test_the_lead_is_that_of_the_largest_over_the_second():
+    random = np.random.default_rng(0)
+    for logits in (random.normal(size=50), -random.random(9), np.array([3.0, -np.inf, -4.0])):
+        first, second = np.sort(logits)[:-3:-1]
+        assert lead(logits) == pytest.approx((first - second) / np.abs(logits[np.isfinite(logits)]).max())
+    assert lead(np.array([-np.inf, 1.0])) == np.inf and lead(np.zeros(3)) == 0
 
 
 def test_the_logits_of_verified_tokens_are_those_of_each_by_itself(bundle):
@@ -202,6 +205,7 @@ def test_the_logits_of_verified_tokens_are_those_of_each_by_itself(bundle):
         session.verified_logits()
     session.verify([6, 7, 8, 9])
     found = session.verified_logits()
+    assert (session.verified_logits(2) == found[2]).all()
     alone.prefill([3, 4, 5])
     for row, token in zip(found, [6, 7, 8, 9], strict=True):
         alone.step(token)
@@ -210,9 +214,3 @@ def test_the_logits_of_verified_tokens_are_those_of_each_by_itself(bundle):
     before = found.copy()
     session.verify([9, 8, 7, 6])
     assert (found == before).all()
-
-
-def test_what_is_not_greedy_is_refused(bundle):
-    for sampling in (Sampling(temperature=1.0), Sampling(repeat_penalty=1.1)):
-        with pytest.raises(PipelineError, match="greedy decoding; drop --temperature"):
-            Generation(Session(bundle, 1), [3], sampler=Sampler(sampling), speculate=True)

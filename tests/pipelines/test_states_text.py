@@ -78,11 +78,12 @@ def test_proposed_tokens_are_taken_back(cast, fresh, monkeypatch):
         following = said[done : done + right]
         return [*following, *[(token + 1) % VOCAB for token in said[done + len(following) :][: count - len(following)]]]
 
-    def width(speculator, most):
-        return 4 if most >= 4 and speculator.costs.known else 1
+    def plan(speculator):
+        left = speculator.text.limit - len(speculator.text.tokens)
+        return ("ngram", 3) if left >= 4 and speculator.costs.known else (None, 0)
 
     monkeypatch.setattr("castiron.pipelines.generation.speculate.Ngrams.propose", propose)
-    monkeypatch.setattr(Speculator, "_width", width)
+    monkeypatch.setattr(Speculator, "_plan", plan)
     session = Session(cast, 1)
     generation = Generation(session, prompt, max_tokens=40, speculate=True)
     for token in generation:
