@@ -240,7 +240,8 @@ def _dot(op: Op) -> str | None:
 
 def _reduce(op: Op) -> str | None:
     x, dims = op.operands[0], op.attrs["dims"]
-    if x.dtype.kind != "float" or op.attrs["reducer"] not in ("add", "maximum") or not _distinct(dims, x.type.rank):
+    known = op.attrs["reducer"] in ("add", "maximum") and op.attrs["exact"] in (False, True)
+    if x.dtype.kind != "float" or not known or not _distinct(dims, x.type.rank):
         return "only sums and maxima of floats, over dimensions of the operand"
     left = TensorType(tuple(n for i, n in enumerate(x.shape) if i not in dims), x.dtype)
     ok = op.results[0].type == left and op.operands[1].type == TensorType((), x.dtype)
