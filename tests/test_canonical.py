@@ -74,34 +74,39 @@ def same(found: np.ndarray, wanted: np.ndarray) -> bool:
     return np.asarray(found).tobytes() == wanted.tobytes()
 
 
-def check_every_way(path: Path, tokens: list[int]) -> np.ndarray:
-    """The logits of one token after another, which all other ways give too."""
-    bundle, n = open_bundle(path), len(tokens)
-    wanted = decoded(Session(bundle, 1), tokens)
+def check_prompts(path: Path, tokens: list[int]) -> np.ndarray:
+    """The logits of one token after another, which the chunks of a prompt give too."""
+    wanted, n = decoded(Session(path, 1), tokens), len(tokens)
     for cuts in ([n], [n // 3, n], [1, 9, 17, n]):
-        session, start = Session(bundle, 2), 0
+        session, start = Session(path, 2), 0
         for end in cuts:
             session.prefill(tokens[start:end])
             assert same(session.logits(), wanted[end - 1]), f"prefill to {end} of {cuts}"
             start = end
-    session = Session(bundle, 2)
+    return wanted
+
+
+def check_every_way(path: Path, tokens: list[int]) -> np.ndarray:
+    """The logits of one token after another, which all other ways give too."""
+    wanted, n = check_prompts(path, tokens), len(tokens)
+    session = Session(path, 2)
     for start in range(0, n - 3, 4):
         session.verify(tokens[start : start + 4])
         assert same(session.verified_logits(), wanted[start : start + 4]), f"verify from {start}"
-    back = session.reachable(n // 2)
-    session.rewind(back)
-    assert same(decoded(session.fork(), tokens[back : back + 3]), wanted[back : back + 3]), "rewind and fork"
-    batch, first = Batch(bundle, 2), {}
-    for slot, session in enumerate(batch.slots):
-        first[slot] = 5 * slot
-        session.prefill(tokens[: first[slot]]) if slot else None
+    session.rewind(n // 2)
+    assert same(decoded(session.fork(), tokens[n // 2 : n // 2 + 3]), wanted[n // 2 : n // 2 + 3]), "rewind and fork"
+    batch = Batch(path, 2)
+    stands = {slot: 5 * slot for slot in range(batch.size)}
+    for slot, at in stands.items():
+        if at:
+            batch.slots[slot].prefill(tokens[:at])
     for step in range(9):
         # The second sequence pauses in between.
-        here = {slot: at for slot, at in first.items() if slot != 1 or step % 3}
+        here = {slot: at for slot, at in stands.items() if slot != 1 or step % 3}
         batch.step({slot: tokens[at] for slot, at in here.items()})
         for slot, at in here.items():
             assert same(batch.slots[slot].logits(), wanted[at]), f"slot {slot} at {at}"
-            first[slot] += 1
+            stands[slot] += 1
     return wanted
 
 
@@ -125,7 +130,8 @@ def test_every_way_and_every_cpu_gives_the_same_bits(way, tmp_path):
 def test_every_kind_of_layer_keeps_its_bits(family, tmp_path):
     """Soft caps and windows; scans and norms of groups; the delta rule and experts; rotary embedding before a norm."""
     made = tiny_model(family, tmp_path / "checkpoint")
-    check_every_way(cast(made, tmp_path / "bundle", context=31), np.random.default_rng(2).integers(3, 200, 28).tolist())
+    path = cast(made, tmp_path / "bundle", context=31, batch=(), speculate=())
+    check_prompts(path, np.random.default_rng(2).integers(3, 200, 28).tolist())
 
 
 def test_a_family_whose_sums_have_no_canonical_order_is_refused(tmp_path):
