@@ -80,8 +80,10 @@ def offline() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["directory", "packed"])
 def test_four_packages_are_enough_offline_read_only_for_another_user(python, copies, form):
-    # As root files are never read-only, so root becomes nobody.
-    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if not os.geteuid() else []
+    # As root files are never read-only, so root becomes nobody, who may search folders: the interpreter, which castiron starts
+    # again for what it does not trust, may be in root's own.
+    caps = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *caps] if not os.geteuid() else []
     arguments = ["run", str(copies[form]), "-p", "bcd", "-n", "6", "--ignore-eos", "--json"]
     command = [*offline(), *user, str(python), "-m", "castiron", *arguments]
     environment = {"PATH": os.environ["PATH"], "HOME": str(copies["home"]), "PYTHONPATH": str(copies["home"] / "code")}
