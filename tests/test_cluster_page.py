@@ -195,7 +195,7 @@ def states(handle) -> list[tuple[int, int]]:
 def samples(client: openai.OpenAI, name: str) -> dict[str, int]:
     """A metric of every replica."""
     page = client.get("http" + str(client.base_url).removeprefix("http").removesuffix("/v1/") + "/metrics", cast_to=str)
-    return {replica: int(value) for replica, value in re.findall(rf'^{name}{{replica="(\w+)"}} (\d+)$', page, re.MULTILINE)}
+    return {replica: int(value) for replica, value in re.findall(rf'^{name}{{replica="(\w+)"[^}}]*}} (\d+)$', page, re.MULTILINE)}
 
 
 def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):
@@ -206,7 +206,7 @@ def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):
     # The first of each kind was new to its replica, and all after it found more than half of their prompts there.
     found = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
     assert all(tokens < 100 for tokens in found[:3]) and all(tokens > 400 for tokens in found[3:]), found
-    assert sum(samples(client, "castiron_prefix_cache_hits_total").values()) >= 6
+    assert sum(samples(client, "vllm:prefix_cache_hits_total").values()) > 6 * 400
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="another").models.list()
 

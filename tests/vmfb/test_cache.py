@@ -105,7 +105,7 @@ def test_held_counts_files_and_bytes_by_kind():
     assert list(found) == list(KINDS)
     assert {kind: (row.files, row.bytes) for kind, row in found.items()} == {
         "models": (1, 100), "compile": (2, 12), "unpacked": (0, 0), "verified": (0, 0), "tuned": (1, 3), "shapes": (0, 0),
-        "bundles": (0, 0), "chat": (0, 0), "calibrated": (0, 0),
+        "bundles": (0, 0), "fetched": (0, 0), "chat": (0, 0), "calibrated": (0, 0),
     }  # fmt: skip
     assert found["compile"].newest == pytest.approx(time.time() - DAY, abs=60) and found["verified"].newest is None
 
