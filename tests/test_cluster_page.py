@@ -195,7 +195,9 @@ def states(handle) -> list[tuple[int, int]]:
 def samples(client: openai.OpenAI, name: str) -> dict[str, int]:
     """A metric of every replica."""
     page = client.get("http" + str(client.base_url).removeprefix("http").removesuffix("/v1/") + "/metrics", cast_to=str)
-    return {replica: int(value) for replica, value in re.findall(rf'^{name}{{replica="(\w+)"[^}}]*}} (\d+)$', page, re.MULTILINE)}
+    return {
+        replica: int(value) for replica, value in re.findall(rf'^{name}{{replica="(\w+)"[^}}]*}} (\d+)$', page, re.MULTILINE)
+    }
 
 
 def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):

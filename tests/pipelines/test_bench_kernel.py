@@ -131,7 +131,10 @@ def test_bounds():
         (["--kernel", "gemm", "--shape", "4"], "--shape takes OUTxIN"),
         (["--kernel", "gemm", "--shape", "4x100", "--codec", "q4_k"], "it takes a multiple of 256"),
         (["--kernel", "gemv", "--shape", "4x256", "--codec", "q4_k", "--numerics", "fast"], "rounds x for 1 tokens"),
-        (["--kernel", "gemm", "--shape", "4x256", "--numerics", "bytes"], "numerics 'bytes' are unknown: use exact, canonical, fast"),
+        (
+            ["--kernel", "gemm", "--shape", "4x256", "--numerics", "bytes"],
+            "numerics 'bytes' are unknown: use exact, canonical, fast",
+        ),
         (["--kernel", "argmax", "--shape", "64", "--numerics", "fast"], "argmax is no product"),
         (["--kernel", "gemm", "--shape", "4x256", "--tokens", "2"], "does not take 2 tokens"),
         (["--kernel", "gemm", "--shape", "4x256", "--against", "hf"], "leave --against out"),

@@ -61,7 +61,7 @@ def test_json_is_one_object_with_the_tokens(bundle, bare_bundle, capsys):
     assert with_text["tokens"] == bare["tokens"] and len(bare["tokens"]) == 6
     assert bare["text"] is None and with_text["text"] == toy_text.tokenizer().decode(bare["tokens"])
     assert set(bare) == {"tokens", "text", "thoughts", "prompt_tokens", "cached_tokens", "finish_reason", "prefill_tok_s",
-                         "decode_tok_s", "ttft_ms", "load_s", "peak_rss_mb"}  # fmt: skip
+                         "decode_tok_s", "ttft_ms", "load_s", "peak_rss_mb", "speculation"}  # fmt: skip
     assert bare["prompt_tokens"] == 3 and bare["finish_reason"] == "length" and bare["decode_tok_s"] > 0
 
 
