@@ -6,6 +6,7 @@ does not is castiron's. No metric stands there twice.
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ _lock = threading.Lock()
 Kind = TypeVar("Kind", bound="Metric")
 
 
-class Metric:
+class Metric(ABC):
     """Numbers of one name, a series of them for each set of label values."""
 
     kind = ""
@@ -41,9 +42,9 @@ class Metric:
     def text(self) -> list[str]:
         return [f"# HELP {self.name} {self.help}", f"# TYPE {self.name} {self.kind}", *self.lines()]
 
+    @abstractmethod
     def lines(self) -> list[str]:
         """One for each number."""
-        raise NotImplementedError
 
 
 class Counter(Metric):
