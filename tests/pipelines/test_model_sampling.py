@@ -78,8 +78,8 @@ def test_a_chat_takes_the_models_own_and_shows_it(bundle, monkeypatch, capsys):
     own = model_sampling(OWN)
     assert found[:3] == [own, replace(own, temperature=0), replace(own, top_k=3, seed=1)]
     assert "temperature 0.7, top-k 20, top-p 0.8, repeat-penalty 1.05" in shown and "greedy, repeat-penalty 1.05" in shown
-    # Proposals need greedy decoding, and who asks for them has it.
-    assert found[3] == Sampling()
+    # Proposals change no choice, drawn ones either.
+    assert found[3] == own
 
 
 def test_run_is_greedy_whatever_the_model_says_and_its_help_says_so(bundle, tmp_path, capsys):
