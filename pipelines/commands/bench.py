@@ -48,7 +48,8 @@ bytes, flops, gb_s, gflop_s, bound (memory, compute or cache), limit_share (null
 runs, machine, settings. With --baseline, for both: baseline with file, figures (of, figure, before, now, ratio: above 1 is
 better now, verdict) and notes (how machine and settings differ). The exit status is 0 whatever became slower.
 With --speculation: repeating_ratio and other_ratio (decode rate with --speculate over that without, medians over
-prompts), tokens_equal, answers; with --draft of both.
+prompts), tokens_equal, answers; with --draft these are of both, and draft_ratio (decode rate with --draft over that with
+--speculate alone, median) and least_draft_ratio.
 """
 NAMES = ("llama.cpp", "hf")
 

@@ -121,7 +121,7 @@ class Draft:
         context = self.session.context
         whole = length if length < context else context // 2
         extends = 2 * held <= whole <= affordable // 4
-        if self._agreed >= behind and held < context and not extends:
+        if self._agreed >= behind and 0 < held < context and not extends:
             return (self._start, behind * self._reading) if behind <= affordable else None
         count = whole if whole <= max(WINDOW, affordable // 4) else WINDOW
         return (length - count, count * self._reading) if count <= affordable else None

@@ -53,7 +53,8 @@ OTHER = {
 
 @dataclass
 class Answer:
-    """One prompt: tokens of its answer, decode rates of each round, and what was told of the last."""
+    """One prompt: tokens of its answer, decode rates of each round, and what was told of the last. `undrafted`: rates with
+    proposals from the text alone, where `speculating` are those with a draft too."""
 
     repeats: bool
     prompt_tokens: int
@@ -62,13 +63,20 @@ class Answer:
     plain: list[float]
     speculating: list[float]
     told: dict
+    undrafted: list[float]
 
     @property
     def ratio(self) -> float:
         """Of the medians; above 1 is faster with speculation."""
         return statistics.median(self.speculating) / statistics.median(self.plain)
 
+    @property
+    def draft_ratio(self) -> float | None:
+        """Of the medians; above 1 is faster with a draft than with proposals from the text alone. None without a draft."""
+        return statistics.median(self.speculating) / statistics.median(self.undrafted) if self.undrafted else None
+
     def as_json(self) -> dict:
+        drafted = {"draft_ratio": round(self.draft_ratio, 3)} if self.draft_ratio else {}
         return {
             "repeats": self.repeats,
             "prompt_tokens": self.prompt_tokens,
@@ -77,6 +85,7 @@ class Answer:
             "plain_tok_s": round(statistics.median(self.plain), 1),
             "speculating_tok_s": round(statistics.median(self.speculating), 1),
             "ratio": round(self.ratio, 3),
+            **drafted,
             "proposed": sum(source["proposed"] for source in self.told["sources"].values()),
             "accepted": sum(source["accepted"] for source in self.told["sources"].values()),
             **self.told,
@@ -86,8 +95,8 @@ class Answer:
 def measure(
     session, text, tokens: int, rounds: int, progress: Callable[[str, float], None], draft: Draft | None = None
 ) -> dict[str, Answer]:
-    """Answers of at most `tokens` tokens, both ways in turn, `rounds` times and once to warm up; PipelineError for a
-    bundle without verify functions or a chat template. The one way is that of --speculate ngram, and of a `draft`."""
+    """Answers of at most `tokens` tokens, all ways in turn, `rounds` times and once to warm up; PipelineError for a bundle
+    without verify functions or a chat template. The ways: plain, --speculate ngram, and with a `draft` that and --draft."""
     if not session.manifest.widths("verify"):
         raise PipelineError("this bundle cannot check proposed tokens; compile it with --speculate 4,8")
     found = {}
@@ -95,23 +104,20 @@ def measure(
     for done, (name, words, repeats) in enumerate(names):
         prompt = text.encode_chat([{"role": "user", "content": words}])
         limit = min(tokens, session.context - len(prompt) + 1)
-        rates: dict[bool, list[float]] = {False: [], True: []}
-        said: dict[bool, list[int]] = {}
+        ways = [{}, {"speculate": True}, *([{"speculate": True, "draft": draft}] if draft else [])]
+        rates: list[list[float]] = [[] for _ in ways]
+        said: list[list[int]] = [[] for _ in ways]
         for turn in range(rounds + 1):
             progress("speculation", (done + turn / (rounds + 1)) / len(names))
-            for speculate in (False, True):
+            for way, options in enumerate(ways):
                 session.rewind(0)
-                generation = Generation(
-                    session, prompt, max_tokens=limit, stop_tokens=text.eos, speculate=speculate,
-                    draft=draft if speculate else None,
-                )  # fmt: skip
-                said[speculate] = list(generation)
+                generation = Generation(session, prompt, max_tokens=limit, stop_tokens=text.eos, **options)
+                said[way] = list(generation)
                 if turn:
-                    rates[speculate].append(generation.steps / generation.decode_seconds)
-        speculator = generation.speculator
+                    rates[way].append(generation.steps / generation.decode_seconds)
         found[name] = Answer(
-            repeats, len(prompt), len(said[False]), said[False] == said[True], rates[False], rates[True],
-            speculator.report(),
+            repeats, len(prompt), len(said[0]), all(tokens == said[0] for tokens in said), rates[0], rates[-1],
+            generation.speculator.report(), rates[1] if draft else [],
         )  # fmt: skip
     progress("speculation", 1.0)
     return found
@@ -120,9 +126,12 @@ def measure(
 def summarise(found: dict[str, Answer]) -> dict:
     """The medians of the ratios of both kinds, whether all tokens were equal, and every answer."""
     ratios = {kind: [a.ratio for a in found.values() if a.repeats == kind] for kind in (True, False)}
+    each = [answer.draft_ratio for answer in found.values() if answer.draft_ratio]
+    drafted = {"draft_ratio": round(statistics.median(each), 3), "least_draft_ratio": round(min(each), 3)} if each else {}
     return {
         "repeating_ratio": round(statistics.median(ratios[True]), 3),
         "other_ratio": round(statistics.median(ratios[False]), 3),
+        **drafted,
         "tokens_equal": all(answer.equal for answer in found.values()),
         "answers": {name: answer.as_json() for name, answer in found.items()},
     }
@@ -130,12 +139,14 @@ def summarise(found: dict[str, Answer]) -> dict:
 
 def table(result: dict) -> str:
     """The result for a person."""
-    lines = [f"{'':<12}{'tokens':>8}{'tok/s':>9}{'speculating':>13}{'ratio':>8}{'right':>10}"]
+    drafted = "draft_ratio" in result
+    last = f"{'of draft':>10}" if drafted else ""
+    lines = [f"{'':<12}{'tokens':>8}{'tok/s':>9}{'speculating':>13}{'ratio':>8}{'right':>10}{last}"]
     for name, answer in result["answers"].items():
         right = f"{answer['accepted']}/{answer['proposed']}"
         lines.append(
             f"{name:<12}{answer['tokens']:>8}{answer['plain_tok_s']:>9.1f}{answer['speculating_tok_s']:>13.1f}"
-            f"{answer['ratio']:>7.2f}x{right:>10}"
+            f"{answer['ratio']:>7.2f}x{right:>10}" + (f"{answer['draft_ratio']:>9.2f}x" if drafted else "")
         )
     equal = "the same" if result["tokens_equal"] else "DIFFERENT"
     ratios = f"text that repeats {result['repeating_ratio']:.2f}x, elsewhere {result['other_ratio']:.2f}x"

@@ -55,12 +55,15 @@ def test_a_token_that_differs_is_told(bundle, short_prompts, monkeypatch, capsys
 
 
 def test_ratios_are_of_medians():
-    def answer(repeats, plain, speculating):
-        return Answer(repeats, 1, 9, True, plain, speculating, {"sources": {}})
+    def answer(repeats, plain, speculating, *undrafted):
+        return Answer(repeats, 1, 9, True, plain, speculating, {"sources": {}}, list(undrafted))
 
     found = {"a": answer(True, [1.0, 10.0, 11.0], [15.0, 20.0, 90.0]), "b": answer(False, [4.0], [3.0])}
     result = summarise(found)
-    assert result["repeating_ratio"] == 2.0 and result["other_ratio"] == 0.75
+    assert result["repeating_ratio"] == 2.0 and result["other_ratio"] == 0.75 and "draft_ratio" not in result
+    result = summarise({"a": answer(True, [10.0], [20.0], 5.0, 16.0, 90.0), "b": answer(False, [4.0], [3.0], 4.0)})
+    assert (result["draft_ratio"], result["least_draft_ratio"]) == (1.0, 0.75)
+    assert result["answers"]["a"]["ratio"] == 2.0 and result["answers"]["a"]["draft_ratio"] == 1.25
 
 
 def test_without_verify_functions_the_way_out_is_named(tmp_path_factory, capsys):

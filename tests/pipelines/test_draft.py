@@ -243,6 +243,17 @@ def test_a_draft_costs_at_most_five_per_cent_and_pays_where_it_is_right():
     assert ratio(1.0, cheap, 0.1, 0.03, 300, context=200) > 1.4
 
 
+def test_a_short_text_is_drafted_for_after_the_end_of_a_long_one():
+    """Where the draft began in the long one lies behind the short one's end."""
+    proposing = Draft(Table(np.eye(16, dtype=np.float32)), 16)
+    chooser = SimpleNamespace(done=False, forced=False, pick=lambda argmax, logits: argmax)
+    for length, seconds in ((200, drafting.WINDOW * proposing._reading * 1.5), (20, 1e9), (200, 1e9)):
+        text = [index % 16 for index in range(length)]
+        start, _ = proposing.plan(text, seconds)
+        assert 0 <= start < length
+        assert [guess.token for guess in proposing.propose(text, start, chooser, lambda _: False)] == text[-1:]
+
+
 def test_a_conversation_keeps_the_draft_in_step(target, small, eager):
     text, read = load_text(target), []
 
