@@ -14,6 +14,8 @@ import castiron
 from castiron.pipelines.commands.options import check_threads, choose_on_hub
 from castiron.pipelines.harmless import harmless
 from castiron.pipelines.installing import remedy
+from castiron.vmfb.cut_short import say_when_cut_short
+from castiron.vmfb.disk import naming, reason
 
 # Name, line of help. The module commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
 # is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
@@ -89,13 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = [*argv[1:2], "--help"]
     as_json = "--json" in argv
     try:
+        say_when_cut_short()
         args, unknown = build_parser(argv).parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         check_threads(args)
         choose_on_hub(args)
         status = args.main(args)
-        sys.stdout.flush()
+        with naming("stdout"):
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         _complain("interrupted", "Interrupted", as_json)
@@ -148,7 +152,7 @@ def explain(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename is not None else ""
-        return f"{place}{error.strerror}"
+        return f"{place}{reason(error)}"
     if isinstance(error, MemoryError):
         return "out of memory; close other programs or take a smaller model or --context"
     if isinstance(error, ModuleNotFoundError) and (command := remedy(error.name)):

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import iree.runtime as rt
 import numpy as np
 
+from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import device, give_way
@@ -55,6 +56,10 @@ class SessionError(Exception):
     """A request that a session refuses before doing any of it; one sentence."""
 
 
+class FileChanged(SessionError):
+    """A file of a bundle was written into while a program used it, which can run no more."""
+
+
 class Loaded:
     """A module and its weights on a device of so many threads.
 
@@ -82,6 +87,9 @@ class Loaded:
             ],
         )
 
+    def check_files(self) -> None:
+        """FileChanged if a file that is used where it lies is not what it was; before each call."""
+
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
         """A buffer of zeros that Python and the module share; no page of it exists until it is written."""
         return Buffer(self, tuple(shape), dtype)
@@ -103,17 +111,32 @@ class Program(Loaded):
         # Of the thread that runs it; what it calls may take it again.
         owned = threading.RLock()
         self.take, self.leave = owned.acquire, owned.release
+        parts = {name: bundle.part(name).kept_open() for name in (WEIGHTS, MODEL)}
+        # What they are, and when somebody last wrote into them.
+        self._files = {name: (part, bundle.manifest.files[name].sha256) for name, part in parts.items()}
+        self._written = {name: _written(part) for name, part in parts.items()}
         try:
-            read_irpa(weights := bundle.part(WEIGHTS).map())
+            read_irpa(weights := parts[WEIGHTS].map())
             # Mapped here, since VmModule.mmap asks for permission to write. Hyperthreads share the vector units that a kernel
             # keeps full.
-            super().__init__(weights, _checked(bundle.part(MODEL).map()), threads or physical_cores(), self._check)
+            super().__init__(weights, _checked(parts[MODEL].map()), threads or physical_cores(), self._check)
         except WeightsError as error:
             raise BundleError(
                 f"{bundle.path / WEIGHTS} is not as castiron writes it: {error}; compile the bundle again"
             ) from None
         except REFUSALS as error:
             raise BundleError(f"the IREE runtime refuses {bundle.path} ({_reason(error)}); compile the bundle again") from None
+
+    def check_files(self) -> None:
+        for name, (part, sha256) in self._files.items():
+            if (now := _written(part)) != (before := self._written[name]):
+                # Touched alone, or written again as it was.
+                if now[0] != before[0] or part.sha256() != sha256:
+                    raise FileChanged(
+                        f"{part} was written into while it was in use: put it back as it was, or compile the bundle again, and "
+                        "start again"
+                    )
+                self._written[name] = now
 
     def _check(self, module: rt.VmModule) -> None:
         """BundleError unless the module's functions are those of the manifest: what they are called with is made by that."""
@@ -124,6 +147,12 @@ class Program(Loaded):
             said = module.lookup_function(entry.name).reflection.get("iree.abi.declaration", "")
             if _types(said, "input") != entry.inputs or _types(said, "output") != entry.outputs:
                 raise BundleError(f"{place} has another {entry.name} than the manifest says; compile the bundle again")
+
+
+def _written(part: Part) -> tuple[int, int]:
+    """A file's size, and the time of the last change of its bytes."""
+    status = part.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _checked(module: memoryview) -> memoryview:
@@ -216,13 +245,14 @@ class Call:
         self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(len(entry.outputs))
         for operand in operands:
             self._arguments.push_ref(operand.view)
-        self._name = entry.name
+        self._name, self._check_files = entry.name, program.check_files
         self._vocab, self._workers = program.vocab, program.threads > 1
         self.seconds = 0.0
         _calls.add(self)
 
     def invoke(self) -> None:
         """Returns when the results are there; the states among the operands have changed in place."""
+        self._check_files()
         if self._workers:
             give_way()
         try:
