@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -15,7 +16,7 @@ from castiron.pipelines.commands.options import check_threads, choose_on_hub
 from castiron.pipelines.harmless import harmless
 from castiron.pipelines.installing import remedy
 from castiron.vmfb.cut_short import say_when_cut_short
-from castiron.vmfb.disk import naming, reason
+from castiron.vmfb.disk import reason
 
 # Name, line of help. The module commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
 # is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
@@ -98,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_threads(args)
         choose_on_hub(args)
         status = args.main(args)
-        with naming("stdout"):
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         _complain("interrupted", "Interrupted", as_json)
@@ -151,8 +151,11 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, user_errors()):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename is not None else ""
-        return f"{place}{reason(error)}"
+        place = error.filename
+        if place is None and error.errno == errno.ENOSPC:
+            # Whatever else castiron writes is named.
+            place = "stdout"
+        return f"{place}: {reason(error)}" if place is not None else reason(error)
     if isinstance(error, MemoryError):
         return "out of memory; close other programs or take a smaller model or --context"
     if isinstance(error, ModuleNotFoundError) and (command := remedy(error.name)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.vmfb.aside import folder_aside, write_atomically
-from castiron.vmfb.cache import cache_folder, cache_root
+from castiron.vmfb.cache import cache_folder, cache_root, unwritable
 from castiron.vmfb.children import own_group
-from castiron.vmfb.disk import naming
+from castiron.vmfb.disk import naming, reason
 from castiron.vmfb.targets import Target
 
 # The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
@@ -150,13 +151,20 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> tuple[
         status, output = _run(command, work)
         seconds = time.perf_counter() - start
         log = f"$ iree-compile {' '.join(command[1:])}\n{output}exit status {status} after {seconds:.2f} s\n"
+        if full := _no_room(status, output):
+            raise OSError(full, os.strerror(full), str(store))
         if status or not product.is_file():
             raise _failure(status, output, log, source, store / "failed" / key[:16])
         made = product.read_bytes()
         record = {"seconds": seconds, "log": log, "bytes": len(text), "sha256": hashlib.sha256(made).hexdigest()}
-        os.replace(product, store / f"{key}.vmfb")
-        # Written last: a kept result without its facts counts as absent.
-        write_atomically(store / f"{key}.json", json.dumps(record).encode())
+        kept = store / f"{key}.vmfb"
+        try:
+            os.replace(product, kept)
+            # Written last: a kept result without its facts counts as absent.
+            write_atomically(store / f"{key}.json", json.dumps(record).encode())
+        except OSError as error:
+            kept.unlink(missing_ok=True)
+            unwritable(store, reason(error))
     _prune(store)
     return record, made
 
@@ -196,6 +204,13 @@ def _interrupt_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if came and callable(handler):
         handler(*came[0])
+
+
+def _no_room(status: int, output: str) -> int | None:
+    """The number of the error, where the compiler could not write what it made."""
+    if status == -signal.SIGXFSZ:
+        return errno.EFBIG
+    return errno.ENOSPC if status and os.strerror(errno.ENOSPC) in output else None
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:

@@ -57,14 +57,14 @@ class SessionError(Exception):
 
 
 class FileChanged(SessionError):
-    """A file of a bundle was written into while a program used it, which can run no more."""
+    """The weights were written into while a program used them, which can run no more."""
 
 
 class Loaded:
     """A module and its weights on a device of so many threads.
 
-    weights, module: bytes of the two files, mapped; they are used where they lie. `check` sees the module before any of its
-    code runs. RuntimeError or ValueError where the runtime refuses them.
+    weights, module: bytes of the two files, of which those of the weights are mapped and used where they lie. `check` sees the
+    module before any of its code runs. RuntimeError or ValueError where the runtime refuses them.
     """
 
     vocab = 0
@@ -72,10 +72,11 @@ class Loaded:
     def __init__(self, weights: Any, module: Any, threads: int, check: Callable[[rt.VmModule], None] = lambda module: None):
         self.threads, self.device = threads, device(threads)
         # Kept, since the runtime takes memory as it is.
-        self._mapped = weights, module
+        self._mapped = weights
         instance, parameters = rt.VmInstance(), rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
-        self.module = rt.VmModule.wrap_buffer(instance, module)
+        # Small; and the runtime reads it again when it lets go of it, which mapped it might not be there for.
+        self.module = rt.VmModule.copy_buffer(instance, module)
         check(self.module)
         # Loads every weight global: here a missing or short parameter shows.
         self.context = rt.VmContext(
@@ -88,7 +89,7 @@ class Loaded:
         )
 
     def check_files(self) -> None:
-        """FileChanged if a file that is used where it lies is not what it was; before each call."""
+        """FileChanged if the weights are not what they were; before each call."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
         """A buffer of zeros that Python and the module share; no page of it exists until it is written."""
@@ -111,15 +112,14 @@ class Program(Loaded):
         # Of the thread that runs it; what it calls may take it again.
         owned = threading.RLock()
         self.take, self.leave = owned.acquire, owned.release
-        parts = {name: bundle.part(name).kept_open() for name in (WEIGHTS, MODEL)}
-        # What they are, and when somebody last wrote into them.
-        self._files = {name: (part, bundle.manifest.files[name].sha256) for name, part in parts.items()}
-        self._written = {name: _written(part) for name, part in parts.items()}
+        self._weights, self._sha256 = bundle.part(WEIGHTS).kept_open(), self.manifest.files[WEIGHTS].sha256
+        # When somebody last wrote into them.
+        self._written = _written(self._weights)
         try:
-            read_irpa(weights := parts[WEIGHTS].map())
-            # Mapped here, since VmModule.mmap asks for permission to write. Hyperthreads share the vector units that a kernel
-            # keeps full.
-            super().__init__(weights, _checked(parts[MODEL].map()), threads or physical_cores(), self._check)
+            read_irpa(weights := self._weights.map())
+            # Hyperthreads share the vector units that a kernel keeps full.
+            module = _checked(bundle.part(MODEL).read_bytes())
+            super().__init__(weights, module, threads or physical_cores(), self._check)
         except WeightsError as error:
             raise BundleError(
                 f"{bundle.path / WEIGHTS} is not as castiron writes it: {error}; compile the bundle again"
@@ -128,15 +128,15 @@ class Program(Loaded):
             raise BundleError(f"the IREE runtime refuses {bundle.path} ({_reason(error)}); compile the bundle again") from None
 
     def check_files(self) -> None:
-        for name, (part, sha256) in self._files.items():
-            if (now := _written(part)) != (before := self._written[name]):
-                # Touched alone, or written again as it was.
-                if now[0] != before[0] or part.sha256() != sha256:
-                    raise FileChanged(
-                        f"{part} was written into while it was in use: put it back as it was, or compile the bundle again, and "
-                        "start again"
-                    )
-                self._written[name] = now
+        if (now := _written(self._weights)) == self._written:
+            return
+        # Not only touched, or written again as it was.
+        if now[0] != self._written[0] or self._weights.sha256() != self._sha256:
+            raise FileChanged(
+                f"{self._weights} was written into while it was in use: put it back as it was or compile the bundle again, and "
+                "start again"
+            )
+        self._written = now
 
     def _check(self, module: rt.VmModule) -> None:
         """BundleError unless the module's functions are those of the manifest: what they are called with is made by that."""
@@ -155,7 +155,7 @@ def _written(part: Part) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _checked(module: memoryview) -> memoryview:
+def _checked(module: bytes) -> bytes:
     """The module itself, if its parts are as IREE wrote them; ValueError otherwise."""
     try:
         with zipfile.ZipFile(io.BytesIO(module)) as archive:

@@ -125,7 +125,7 @@ def measured(run: Run, chunks: Sequence[list[int]], progress: Callable[[str, flo
         compile_mlir(text, target, vmfb)
         entries = [(p.name, lambda p=p: run.pack(p), (p.type.shape, p.type.dtype.numpy)) for p in module.params.values()]
         write_irpa(weights, entries, lambda done, total: progress("pack for calibration", done / total))
-        loaded = Loaded(Part.of(weights).map(), Part.of(vmfb).map(), threads)
+        loaded = Loaded(Part.of(weights).map(), vmfb.read_bytes(), threads)
         sums = _run(loaded, function, names, chunks, progress)
     found = {}
     for groups, totals in zip(names, sums, strict=True):
