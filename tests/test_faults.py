@@ -12,10 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.space import need_room
 from castiron.vmfb import aside, cut_short
 from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
 from castiron.vmfb.compiler import compile_mlir
@@ -201,6 +204,17 @@ def test_weights_that_are_cut_short_while_they_are_read_end_in_a_sentence(thread
         assert (ended.returncode, ended.stderr, ended.stdout) == (1, cut_short.SENTENCE, b"")
     else:
         assert ended.returncode and b"Bus error" in ended.stderr
+
+
+def test_what_was_left_makes_room(tmp_path, monkeypatch):
+    """It may be as large as what is to be written."""
+    left = tmp_path / ".model.gguf.castiron-0123abcd"
+    left.write_bytes(bytes(1000))
+    free = lambda place: SimpleNamespace(free=0 if left.exists() else 1000)
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    need_room(tmp_path / "other.gguf", 1000, "this")
+    with pytest.raises(PipelineError, match="make room there"):
+        need_room(tmp_path / "other.gguf", 1001, "this")
 
 
 def test_a_clock_that_goes_back_changes_nothing(compiled, tmp_path):

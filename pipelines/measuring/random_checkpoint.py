@@ -23,7 +23,7 @@ from castiron.pipelines.measuring.known_shapes import SHAPES, Configured, Shape
 from castiron.pipelines.measuring.random_rows import random_tile
 from castiron.pipelines.progress import say
 from castiron.pipelines.sizes import megabytes
-from castiron.vmfb.aside import replacing
+from castiron.vmfb.aside import replacing, sweep
 from castiron.vmfb.cache import cache_folder, cache_place
 from castiron.vmfb.disk import reason
 
@@ -89,6 +89,8 @@ def _write(
         return kept
     target = cache_folder(KIND) / file
     target.parent.mkdir(exist_ok=True)
+    # It may be as large as what is to be written.
+    sweep(target.parent)
     _check_room(what, len(head) + sum(sizes), target)
     try:
         with replacing(target) as out:
