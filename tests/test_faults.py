@@ -17,12 +17,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from castiron.pipelines.casting.repack import repack
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.space import need_room
-from castiron.vmfb import aside, cut_short
+from castiron.vmfb import aside, bundle, cut_short
 from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
 from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.manifest import WEIGHTS, BundleError
+from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
 from castiron.vmfb.program import FileChanged
 from castiron.vmfb.session import Session
 from castiron.vmfb.targets import TARGETS
@@ -104,30 +105,22 @@ def test_an_opened_bundle_stays_the_one_that_was_opened(exchanges, compiled, tmp
     assert sorted(os.listdir(tmp_path)) == ["cache", "one", "place", "x.castiron"]
 
 
-SWAPPING = """
-import sys, time
-from pathlib import Path
-from castiron.vmfb.aside import folder_aside, swap
-import shutil
-one, two, place = map(Path, sys.argv[1:])
-print("began", flush=True)
-for turn in range(400):
-    with folder_aside(place) as new:
-        for file in (one, two)[turn % 2].iterdir():
-            shutil.copy(file, new)
-        swap(new, place)
-"""
-
-
-def test_who_opens_a_bundle_while_it_is_replaced_finds_the_old_or_the_new(compiled, tmp_path):
+def test_who_opens_a_bundle_while_it_is_replaced_finds_the_old_or_the_new(compiled, tmp_path, monkeypatch):
     one, two, place = toy_at(tmp_path / "one", compiled), toy_at(tmp_path / "two", compiled, scale=2.0), tmp_path / "place"
-    shutil.copytree(two, place)
-    known, found = {logits(one): "one", logits(two): "two"}, []
-    with subprocess.Popen([sys.executable, "-c", SWAPPING, one, two, place], stdout=subprocess.PIPE, cwd=ROOT) as process:
-        assert process.stdout.readline() == b"began\n"
-        while process.poll() is None:
-            found.append(known[logits(place)])
-    assert process.returncode == 0 and len(found) > 20 and set(found) == {"one", "two"}
+    shutil.copytree(one, place)
+    expected, part_in, renamed, rename = logits(two), bundle._part_in, [], os.rename
+
+    def replaced_before(folder: int, name: Path):
+        """The folder is open, and none of its files yet."""
+        monkeypatch.setattr(bundle, "_part_in", part_in)
+        repack(open_bundle(two), two / MODEL, place)
+        return part_in(folder, name)
+
+    # Either name has a folder at any time, where the system exchanges names at all.
+    monkeypatch.setattr(os, "rename", lambda *names: renamed.append(names) or rename(*names))
+    monkeypatch.setattr(bundle, "_part_in", replaced_before)
+    assert logits(place) == expected
+    assert aside._exchange(one, two) == (not renamed)
 
 
 def test_a_full_disk_is_a_sentence_that_names_the_place_and_leaves_nothing(compiled, tmp_path):

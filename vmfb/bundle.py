@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from castiron.vmfb.archive import MANIFEST, Part, other_bytes, parts_of, unpacked, write_archive
@@ -36,7 +36,7 @@ class Bundle:
 
     path: Path
     manifest: Manifest
-    parts: Mapping[str, Part] | None = None
+    parts: Mapping[str, Part] | None = field(default=None, compare=False, repr=False)
     packed: bool = False
 
     def part(self, name: str) -> Part:

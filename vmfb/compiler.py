@@ -171,6 +171,8 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> tuple[
 
 def _run(command: list[str], directory: Path) -> tuple[int, str]:
     """Exit status and output; whatever ends the wait, an interrupt above all, ends the compiler too."""
+    # What it writes for its linker goes with the directory too.
+    environment = {**os.environ, "TMPDIR": str(directory.absolute())}
     with open(directory / "output", "w+b") as output, own_group() as group:
         process = None
         try:
@@ -178,7 +180,7 @@ def _run(command: list[str], directory: Path) -> tuple[int, str]:
             with _interrupt_later():
                 process = subprocess.Popen(
                     command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    process_group=group,
+                    process_group=group, env=environment,
                 )  # fmt: skip
             status = process.wait()
         except BaseException:
