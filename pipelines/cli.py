@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -14,6 +15,8 @@ import castiron
 from castiron.pipelines.commands.options import check_threads, choose_on_hub
 from castiron.pipelines.harmless import harmless
 from castiron.pipelines.installing import remedy
+from castiron.vmfb.cut_short import say_when_cut_short
+from castiron.vmfb.disk import reason
 
 # Name, line of help. The module commands.NAME has `add_arguments(parser)` and `main(args) -> exit status`, and
 # is imported only when it is asked for: `castiron run` pays for neither the compiler nor torch.
@@ -89,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = [*argv[1:2], "--help"]
     as_json = "--json" in argv
     try:
+        say_when_cut_short()
         args, unknown = build_parser(argv).parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -147,8 +151,11 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, user_errors()):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename is not None else ""
-        return f"{place}{error.strerror}"
+        place = error.filename
+        if place is None and error.errno == errno.ENOSPC:
+            # Whatever else castiron writes is named.
+            place = "stdout"
+        return f"{place}: {reason(error)}" if place is not None else reason(error)
     if isinstance(error, MemoryError):
         return "out of memory; close other programs or take a smaller model or --context"
     if isinstance(error, ModuleNotFoundError) and (command := remedy(error.name)):

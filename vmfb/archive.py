@@ -12,12 +12,15 @@ import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_folder, clear, replacing
+from castiron.vmfb.aside import replacing
+from castiron.vmfb.cache import cache_folder, clear
+from castiron.vmfb.disk import naming, reason
 from castiron.vmfb.manifest import FILES, BundleError, File
+from castiron.vmfb.open_file import OpenFile
 from castiron.vmfb.signature import SIGNATURE
 
 MANIFEST = "manifest.json"
@@ -34,11 +37,13 @@ KEPT_DAYS = 7.0
 
 @dataclass(frozen=True)
 class Part:
-    """`size` bytes of a file from `offset` on: a file of a bundle, or its place in an archive."""
+    """`size` bytes of a file from `offset` on: a file of a bundle, or its place in an archive. They are read from the file that
+    was `opened`, if one was, and else from that which lies at the path by then."""
 
     path: Path
     offset: int
     size: int
+    opened: OpenFile | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -48,26 +53,55 @@ class Part:
         """All of a file."""
         return cls(path, 0, path.stat().st_size)
 
+    @classmethod
+    def open(cls, file: OpenFile) -> Part:
+        """All of a file that is open."""
+        return cls(file.path, 0, file.stat().st_size, file)
+
+    def kept_open(self) -> Part:
+        """The same, of a file that stays open."""
+        return self if self.opened else replace(self, opened=OpenFile(self.path))
+
+    def stat(self) -> os.stat_result:
+        """Of the file, which of an archive's part is all of it."""
+        return self.opened.stat() if self.opened else self.path.stat()
+
     def read_bytes(self) -> bytes:
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            return file.read(self.size)
+        return b"".join(self._pieces())
 
     def map(self) -> memoryview:
         """The bytes where they lie, read-only; pages of the file, not a copy."""
-        with open(self.path, "rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[self.offset : self.offset + self.size]
+        with self._open() as file:
+            mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        return memoryview(mapped)[self.offset : self.offset + self.size]
 
     def sha256(self, write: Callable[[bytes], object] = lambda piece: None) -> str:
         """In hex; `write` gets every piece of the bytes on the way, which are fewer than `size` if the file ends before."""
-        digest, left = hashlib.sha256(), self.size
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            while left and (piece := file.read(min(left, _CHUNK))):
-                left -= len(piece)
-                digest.update(piece)
-                write(piece)
+        digest = hashlib.sha256()
+        for piece in self._pieces():
+            digest.update(piece)
+            write(piece)
         return digest.hexdigest()
+
+    def _pieces(self) -> Iterator[bytes]:
+        at, end = self.offset, self.offset + self.size
+        with self._open() as file:
+            while at < end:
+                with naming(self.path):
+                    piece = os.pread(file, min(end - at, _CHUNK), at)
+                if not piece:
+                    return
+                yield piece
+                at += len(piece)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[int]:
+        file = self.opened or OpenFile(self.path)
+        try:
+            yield file.number
+        finally:
+            if file is not self.opened:
+                file.close()
 
 
 def other_bytes(place: Part | Path) -> BundleError:
@@ -79,17 +113,17 @@ def parts_of(path: Path) -> dict[str, Part]:
     """Where the files of a bundle lie in the archive at `path`; BundleError if it is not an archive that `pack` wrote."""
     wrong = f"{path} is not a packed bundle"
     remedy = "make one with castiron compile and castiron pack"
+    opened, found = OpenFile(path), dict[str, Part]()
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries, end = archive.infolist(), os.path.getsize(path)
-        found: dict[str, Part] = {}
-        with open(path, "rb") as file:
+        with open(os.dup(opened.number), "rb") as file:
+            with zipfile.ZipFile(file) as archive:
+                entries, end = archive.infolist(), opened.stat().st_size
             for entry in entries:
                 if entry.filename not in (MANIFEST, SIGNATURE, *FILES) or entry.filename in found:
                     raise BundleError(f"{wrong} (it holds {entry.filename!r}); {remedy}")
                 file.seek(entry.header_offset)
                 magic, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
-                part = Part(path, entry.header_offset + _LOCAL.size + name + extra, entry.file_size)
+                part = Part(path, entry.header_offset + _LOCAL.size + name + extra, entry.file_size, opened)
                 stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
                 if magic != b"PK\3\4" or not stored or part.offset % ALIGNMENT or part.offset + part.size > end:
                     raise BundleError(f"{wrong} ({entry.filename} is not stored on a page of its own); {remedy}")
@@ -109,7 +143,7 @@ def unpacked(part: Part, name: str, file: File) -> Path:
     """
     place = cache_folder("unpacked") / file.sha256[:16] / name
     with contextlib.suppress(OSError):
-        if place.stat().st_size == file.size:
+        if Part.of(place).sha256() == file.sha256:
             os.utime(place)
             return place
     clear(("unpacked",), KEPT_DAYS)
@@ -118,7 +152,7 @@ def unpacked(part: Part, name: str, file: File) -> Path:
             if part.sha256(copy.write) != file.sha256:
                 raise other_bytes(part)
     except OSError as error:
-        raise BundleError(f"{part} cannot be unpacked into {place.parent}: {error.strerror}; unzip it, and give that") from None
+        raise BundleError(f"{part} cannot be unpacked into {place.parent}: {reason(error)}, or give it unzipped") from None
     return place
 
 
@@ -151,7 +185,7 @@ def write_archive(
                 if done < end or hashes.get(name, digest) != digest:
                     raise other_bytes(part)
     except OSError as error:
-        raise BundleError(f"{out} cannot be written: {error.strerror}") from None
+        raise BundleError(f"{out} cannot be written: {reason(error)}") from None
 
 
 def _entry(name: str, at: int, size: int) -> zipfile.ZipInfo:

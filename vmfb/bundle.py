@@ -7,43 +7,50 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from castiron.vmfb.archive import MANIFEST, Part, other_bytes, parts_of, unpacked, write_archive
+from castiron.vmfb.aside import folder_aside, restore, scratch, swap
 from castiron.vmfb.cache import cache_root, keep
 from castiron.vmfb.cpu import host_arch, host_cpu, tiles_given
+from castiron.vmfb.disk import naming, reason
 from castiron.vmfb.manifest import FILES, TEMPLATE, TOKENIZER, BundleError, File, Manifest, check, dump, parse
+from castiron.vmfb.open_file import OpenFile
 from castiron.vmfb.record import RecordError
-from castiron.vmfb.signature import SIGNATURE, check_signature, sign
+from castiron.vmfb.signature import SIGNATURE, SIGNATURE_BYTES, check_signature, sign
 from castiron.vmfb.targets import TILES, missing_features
+
+# A bundle that is replaced while it is opened is opened again; nobody replaces it this often.
+TRIES = 9
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its directory, or its archive with where its parts lie, and its manifest, found to be in order."""
+    """An opened bundle: its directory or, if it is `packed`, its archive, and its manifest, found to be in order.
+
+    parts: its files as they were opened, which stay open, so that all are of one bundle even if another takes its place.
+    """
 
     path: Path
     manifest: Manifest
-    packed: Mapping[str, Part] | None = None
+    parts: Mapping[str, Part] | None = field(default=None, compare=False, repr=False)
+    packed: bool = False
 
     def part(self, name: str) -> Part:
         """Where the file `name` of the manifest's lies; KeyError if this bundle has none."""
-        return self.packed[name] if self.packed else Part(self.path / name, 0, self.manifest.files[name].size)
+        return self.parts[name] if self.parts else Part(self.path / name, 0, self.manifest.files[name].size)
 
     def file(self, name: str) -> Path:
         """The same as a path, for tools that take one; out of an archive it is copied into the cache, once."""
-        return unpacked(self.packed[name], name, self.manifest.files[name]) if self.packed else self.path / name
+        return unpacked(self.part(name), name, self.manifest.files[name]) if self.packed else self.path / name
 
     @property
-    def tokenizer(self) -> Path | Part | None:
-        """The tokenizer.json, with `read_bytes`; None in a bundle that takes token ids only."""
-        if TOKENIZER not in self.manifest.files:
-            return None
-        return self.part(TOKENIZER) if self.packed else self.part(TOKENIZER).path
+    def tokenizer(self) -> Part | None:
+        """The tokenizer.json; None in a bundle that takes token ids only."""
+        return self.part(TOKENIZER) if TOKENIZER in self.manifest.files else None
 
     @property
     def chat_template(self) -> str | None:
@@ -70,20 +77,37 @@ def open_bundle(
     """
     if isinstance(place, Bundle):
         return place
-    path, packed = Path(place), None
-    if path.is_file():
-        packed = parts_of(path)
-        data = packed[MANIFEST].read_bytes()
-        manifest = parse(data, f"{path}: {MANIFEST}")
-    else:
-        data = _manifest_data(path)
-        manifest = parse(data, str(path / MANIFEST))
+    path = Path(place)
+    for _ in range(TRIES):
+        before = _identity(path)
+        try:
+            return _opened(path, full_check, run, verify_key)
+        except BundleError:
+            if _identity(path) == before:
+                raise
+    raise BundleError(f"{path} is replaced again and again while it is opened: wait for those who do that")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which directory or file is at a path; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _opened(path: Path, full_check: bool, run: bool, verify_key: Path | str | None) -> Bundle:
+    packed = path.is_file()
+    parts = parts_of(path) if packed else _parts_in(path)
+    data = parts[MANIFEST].read_bytes()
+    manifest = parse(data, f"{path}: {MANIFEST}" if packed else str(path / MANIFEST))
     if verify_key is not None:
-        check_signature(path, data, _signature(path, packed), verify_key)
+        check_signature(path, data, _signature(parts), verify_key)
     if run:
         _check_machine(path, manifest)
-    _check_files(path, manifest, data, packed, full_check)
-    return Bundle(path, manifest, packed)
+    _check_files(path, manifest, data, parts, full_check)
+    return Bundle(path, manifest, parts, packed)
 
 
 def pack_bundle(
@@ -94,41 +118,55 @@ def pack_bundle(
     place, out = bundle.path, Path(out)
     if out.exists() and place.exists() and out.samefile(place):
         raise BundleError(f"{out} is the bundle itself; give another file")
-    head = bundle.packed[MANIFEST] if bundle.packed else Part.of(place / MANIFEST)
+    found = bundle.parts or _parts_in(place)
     files = bundle.manifest.files
-    signature = _signature(place, bundle.packed) if key is None else sign(head.read_bytes(), key)
-    with tempfile.TemporaryDirectory() as folder:
-        parts = {MANIFEST: head}
+    signature = _signature(found) if key is None else sign(found[MANIFEST].read_bytes(), key)
+    with scratch("sign") as folder:
+        parts = {MANIFEST: found[MANIFEST]}
         if signature:
-            (signed := Path(folder) / SIGNATURE).write_bytes(signature)
+            (signed := folder / SIGNATURE).write_bytes(signature)
             parts[SIGNATURE] = Part.of(signed)
         parts |= {name: bundle.part(name) for name in files}
         write_archive(parts, {n: f.sha256 for n, f in files.items()}, out, progress)
 
 
-def _signature(path: Path, packed: Mapping[str, Part] | None) -> bytes | None:
+def _signature(parts: Mapping[str, Part]) -> bytes | None:
     """That of a bundle's manifest; None if nobody signed it."""
-    try:
-        return (packed[SIGNATURE] if packed else Part(_regular(path / SIGNATURE), 0, 64)).read_bytes()
-    except (OSError, KeyError):
+    if SIGNATURE not in parts:
         return None
+    # A longer one is none, however long it is.
+    return replace(parts[SIGNATURE], size=min(parts[SIGNATURE].size, SIGNATURE_BYTES + 1)).read_bytes()
 
 
-def _manifest_data(path: Path) -> bytes:
+def _parts_in(path: Path) -> dict[str, Part]:
+    """The files of the bundle in a directory, opened, as far as they are there and can be."""
+    parts, problem = dict[str, Part](), "has no manifest.json"
     try:
-        return _regular(path / MANIFEST).read_bytes()
-    except OSError as error:
-        what = "has no manifest.json" if path.is_dir() else "is not a directory"
-        if path.is_dir() and not isinstance(error, FileNotFoundError):
-            what = f"has a manifest.json that cannot be read ({error.strerror})"
-        raise BundleError(f"{path} {what}: it is not a bundle; make one with castiron compile") from None
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        raise BundleError(f"{path} is not a directory: it is not a bundle; make one with castiron compile") from None
+    try:
+        for name in (MANIFEST, SIGNATURE, *FILES):
+            try:
+                parts[name] = _part_in(folder, path / name)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if name == MANIFEST:
+                    problem = f"has a manifest.json that cannot be read ({error.strerror})"
+    finally:
+        os.close(folder)
+    if MANIFEST not in parts:
+        raise BundleError(f"{path} {problem}: it is not a bundle; make one with castiron compile")
+    return parts
 
 
-def _regular(path: Path) -> Path:
-    """A path where an ordinary file lies, which ends; OSError for another."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
-    return path
+def _part_in(folder: int, place: Path) -> Part:
+    file = OpenFile(place, folder)
+    # Another may have no end.
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(place))
+    return Part.open(file)
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
@@ -162,23 +200,20 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_files(path: Path, manifest: Manifest, data: bytes, packed: Mapping[str, Part] | None, full_check: bool) -> None:
+def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str, Part], full_check: bool) -> None:
     for name, required in FILES.items():
         if required and name not in manifest.files:
             raise BundleError(f"{path / MANIFEST} does not list {name}; compile the bundle again")
-    parts, marks = {}, {}
+    marks = {}
     for name, file in manifest.files.items():
-        try:
-            # Of a directory the sizes are what the files have, not what the manifest says.
-            parts[name] = packed[name] if packed else Part.of(_regular(path / name))
-            stat = parts[name].path.stat()
-        except (OSError, KeyError):
-            raise BundleError(f"{path / name} is missing or cannot be read; compile the bundle again") from None
+        if name not in parts:
+            raise BundleError(f"{path / name} is missing or cannot be read; compile the bundle again")
         if parts[name].size != file.size:
             raise BundleError(
                 f"{path / name} has {parts[name].size} bytes where the manifest says {file.size}; compile the bundle again"
             )
-        marks[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, parts[name].offset]
+        status = parts[name].stat()
+        marks[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, parts[name].offset]
     stamp = cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(path.resolve())).hexdigest()}.json"
     if not full_check:
         with contextlib.suppress(OSError, ValueError):
@@ -207,22 +242,29 @@ class BundleWriter:
     on entering.
     """
 
+    directory: Path
+
     def __init__(self, directory: Path | str):
         self.target = Path(directory).resolve()
-        self.directory = self.target.with_name(f".{self.target.name}.partial-{os.getpid()}")
+        self._aside = contextlib.ExitStack()
 
     def __enter__(self) -> BundleWriter:
-        self._check_replaceable()
         try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            self.directory.mkdir()
+            restore(self.target)
+            self._check_replaceable()
+            self.directory = self._aside.enter_context(folder_aside(self.target))
         except OSError as error:
-            raise BundleError(f"{self.target} cannot be written: {error.strerror} ({error.filename})") from None
+            raise self._unwritable(error) from None
         return self
 
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        self._aside.close()
+        # Of the folder aside nobody knows.
+        if isinstance(error, OSError) and str(error.filename).startswith(str(self.directory)):
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> BundleError:
+        return BundleError(f"{self.target} cannot be written: {reason(error)}")
 
     def path(self, name: str) -> Path:
         """Where to write the file `name`, one of `manifest.FILES`."""
@@ -232,7 +274,8 @@ class BundleWriter:
 
     def write(self, name: str, data: bytes | str) -> None:
         """Writes the file `name`; text as UTF-8."""
-        self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
+        with naming(self.path(name)):
+            self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
 
     def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
         """The bundle as `commit` would make it, to be run where it is written."""
@@ -253,9 +296,10 @@ class BundleWriter:
             check(manifest)
         except RecordError as error:
             raise BundleError(f"the manifest for {self.target} does not hold together: {error}") from None
-        (self.directory / MANIFEST).write_bytes(dump(manifest))
-        self._check_replaceable()
-        self._swap()
+        with naming(self.directory):
+            (self.directory / MANIFEST).write_bytes(dump(manifest))
+            self._check_replaceable()
+            swap(self.directory, self.target)
         return Bundle(self.target, manifest)
 
     def _check_replaceable(self) -> None:
@@ -271,36 +315,3 @@ class BundleWriter:
         # A directory of another kind is never deleted, even if it happens to have a manifest.json.
         if not isinstance(value, dict) or "schema" not in value or entries - set(FILES) - {MANIFEST, SIGNATURE}:
             raise BundleError(f"{self.target} holds other things than a bundle; choose another place or empty it")
-
-    def _swap(self) -> None:
-        """The old bundle steps aside until the new one stands, and comes back if that fails."""
-        aside = self.target.with_name(f".{self.target.name}.replaced-{os.getpid()}")
-        had = self.target.exists()
-        if had:
-            os.rename(self.target, aside)
-        try:
-            os.rename(self.directory, self.target)
-        except BaseException:
-            if had:
-                os.rename(aside, self.target)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        """Puts right what a writer that was killed outright left beside this place."""
-        for path in self.target.parent.glob(f".{self.target.name}.*-*"):
-            kind, _, pid = path.name[len(self.target.name) + 2 :].rpartition("-")
-            if kind not in ("partial", "replaced") or not pid.isdigit() or _alive(int(pid)):
-                continue
-            if kind == "replaced" and not self.target.exists():
-                os.rename(path, self.target)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True

@@ -12,12 +12,12 @@ import functools
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+
+from castiron.vmfb.aside import ABANDONED_SECONDS, sweep, write_atomically
 
 # What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
 KINDS = {
@@ -35,8 +35,6 @@ KINDS = {
 # Nobody can make these again, so they go when they are named only.
 PRECIOUS = ("chat",)
 _FILES = {"tuned": "tuned.json"}
-# Hidden entries belong to a process at work, unless they are older: then it was killed.
-ABANDONED_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
@@ -124,27 +122,6 @@ def _temporary() -> Path:
     return folder
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `path` whole or not at all, so that a concurrent reader never sees half a file."""
-    with replacing(path) as file:
-        file.write(data)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when it is whole, and leaves nothing if it does not come to that."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
 def held() -> tuple[Held, ...]:
     """What there is of each kind, in the order of `KINDS`."""
     return tuple(_held(kind, [stat for _, stat in _files(kind)]) for kind in KINDS)
@@ -158,13 +135,16 @@ def _held(kind: str, stats: Sequence[os.stat_result]) -> Held:
 def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Held, ...]:
     """Removes what was neither written nor used for so many days, and says what that was; other entries of the root stay.
 
-    What a process is writing now is left alone. OSError if something cannot be removed.
+    What a process is writing now is left alone, and what killed ones left goes. OSError if something cannot be removed.
     """
     now, removed = time.time(), []
     for kind in kinds:
-        gone = []
+        gone, place = [], cache_place(kind)
+        for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
+            sweep(folder)
         for path, stat in list(_files(kind)):
             least = older_than_days * 86400
+            # What belongs to a process at work, which may be a lock only.
             if _is_hidden(path):
                 least = max(least, ABANDONED_SECONDS)
             if now - stat.st_mtime >= least:

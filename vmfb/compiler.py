@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -12,14 +13,16 @@ import shutil
 import signal
 import statistics
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_folder, cache_root, write_atomically
+from castiron.vmfb.aside import folder_aside, write_atomically
+from castiron.vmfb.cache import cache_folder, cache_root, unwritable
+from castiron.vmfb.children import own_group
+from castiron.vmfb.disk import naming, reason
 from castiron.vmfb.targets import Target
 
 # The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
@@ -81,26 +84,22 @@ def compile_mlir(
     """Compiles `text` for `target` into the file `out`; the log stands beside it as `compile.log`.
 
     Equal text, flags, compiler and target are compiled once: results are kept under `cache_dir` (default
-    `cache_root()/compile`), and a hit copies them. An interrupted compilation leaves nothing behind. CompileError
-    names the first errors and a log that outlives `out`'s directory.
+    `cache_root()/compile`), and a hit copies them while their sha256 holds. An interrupted compilation leaves nothing behind,
+    and one that was killed what the next one removes. CompileError names the first errors and a log that outlives `out`'s
+    directory.
     """
     flags = compile_flags(target, extra_flags)
     store = Path(cache_dir) if cache_dir else cache_root() / "compile"
     out = Path(out)
     log = out.parent / "compile.log"
     key = _key(text, flags, target)
-    kept, facts = store / f"{key}.vmfb", store / f"{key}.json"
 
-    known = _recall(facts) if kept.is_file() else None
-    if known is None:
-        store = store if cache_dir else cache_folder("compile")
-        kept = store / f"{key}.vmfb"
-    record = known or _compile(text, flags, store, key)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, kept.read_bytes())
+    known = _known(store, key)
+    record, product = known or _compile(text, flags, store if cache_dir else cache_folder("compile"), key)
+    write_atomically(out, product)
     write_atomically(log, record["log"].encode())
     with contextlib.suppress(OSError):
-        os.utime(kept)
+        os.utime(store / f"{key}.vmfb")
     return CompileResult(record["seconds"], known is not None, flags, log)
 
 
@@ -122,6 +121,15 @@ def _key(text: str, flags: Sequence[str], target: Target) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
+def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
+    """The facts and the bytes of a result that is kept and is what was written."""
+    record = _recall(store / f"{key}.json")
+    with contextlib.suppress(OSError):
+        if record and hashlib.sha256(product := (store / f"{key}.vmfb").read_bytes()).hexdigest() == record.get("sha256"):
+            return record, product
+    return None
+
+
 def _recall(facts: Path) -> dict | None:
     try:
         record = json.loads(facts.read_bytes())
@@ -131,41 +139,49 @@ def _recall(facts: Path) -> dict | None:
     return record if usable else None
 
 
-def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> dict:
-    """Runs the compiler in a directory of its own inside the store and moves what it made into place."""
-    store.mkdir(parents=True, exist_ok=True)
+def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> tuple[dict, bytes]:
+    """Runs the compiler in a directory of its own inside the store and moves what it made into place; its facts and bytes."""
     compiler = compiler_path()
-    work = Path(tempfile.mkdtemp(dir=store, prefix=".work-"))
-    try:
+    with folder_aside(store / "work") as work:
         source, product = work / "module.mlir", work / "module.vmfb"
-        source.write_text(text, encoding="utf-8")
+        with naming(source):
+            source.write_text(text, encoding="utf-8")
         command = [str(compiler), source.name, *flags, "-o", product.name]
         start = time.perf_counter()
         status, output = _run(command, work)
         seconds = time.perf_counter() - start
         log = f"$ iree-compile {' '.join(command[1:])}\n{output}exit status {status} after {seconds:.2f} s\n"
+        if full := _no_room(status, output):
+            raise OSError(full, os.strerror(full), str(store))
         if status or not product.is_file():
             raise _failure(status, output, log, source, store / "failed" / key[:16])
-        os.replace(product, store / f"{key}.vmfb")
-        record = {"seconds": seconds, "log": log, "bytes": len(text)}
-        # Written last: a kept result without its facts counts as absent.
-        write_atomically(store / f"{key}.json", json.dumps(record).encode())
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        made = product.read_bytes()
+        record = {"seconds": seconds, "log": log, "bytes": len(text), "sha256": hashlib.sha256(made).hexdigest()}
+        kept = store / f"{key}.vmfb"
+        try:
+            os.replace(product, kept)
+            # Written last: a kept result without its facts counts as absent.
+            write_atomically(store / f"{key}.json", json.dumps(record).encode())
+        except OSError as error:
+            kept.unlink(missing_ok=True)
+            unwritable(store, reason(error))
     _prune(store)
-    return record
+    return record, made
 
 
 def _run(command: list[str], directory: Path) -> tuple[int, str]:
     """Exit status and output; whatever ends the wait, an interrupt above all, ends the compiler too."""
-    with open(directory / "output", "w+b") as output:
+    # What it writes for its linker goes with the directory too.
+    environment = {**os.environ, "TMPDIR": str(directory.absolute())}
+    with open(directory / "output", "w+b") as output, own_group() as group:
         process = None
         try:
             # An interrupt while Popen works would leave a compiler that nobody knows.
             with _interrupt_later():
                 process = subprocess.Popen(
-                    command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-                )
+                    command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    process_group=group, env=environment,
+                )  # fmt: skip
             status = process.wait()
         except BaseException:
             if process:
@@ -190,6 +206,13 @@ def _interrupt_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if came and callable(handler):
         handler(*came[0])
+
+
+def _no_room(status: int, output: str) -> int | None:
+    """The number of the error, where the compiler could not write what it made."""
+    if status == -signal.SIGXFSZ:
+        return errno.EFBIG
+    return errno.ENOSPC if status and os.strerror(errno.ENOSPC) in output else None
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
 
+from castiron.vmfb.aside import scratch
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import task_flags
@@ -75,7 +75,7 @@ def dispatches(
 ) -> tuple[Dispatch, ...]:
     """Those of `profile`, for a vmfb and parameters that need not be in one bundle."""
     command = _command(model, weights, function, position, threads, repeats)
-    with tempfile.TemporaryDirectory() as directory:
+    with scratch("profile") as directory:
         trace = f"{directory}/trace.ireeprof"
         profiling = ("--device_profiling_mode=host-execution", f"--device_profiling_output={trace}")
         _tool("iree-benchmark-module", *command, *profiling)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import iree.runtime as rt
 import numpy as np
 
+from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import device, give_way
@@ -55,11 +56,15 @@ class SessionError(Exception):
     """A request that a session refuses before doing any of it; one sentence."""
 
 
+class FileChanged(SessionError):
+    """The weights were written into while a program used them, which can run no more."""
+
+
 class Loaded:
     """A module and its weights on a device of so many threads.
 
-    weights, module: bytes of the two files, mapped; they are used where they lie. `check` sees the module before any of its
-    code runs. RuntimeError or ValueError where the runtime refuses them.
+    weights, module: bytes of the two files, of which those of the weights are mapped and used where they lie. `check` sees the
+    module before any of its code runs. RuntimeError or ValueError where the runtime refuses them.
     """
 
     vocab = 0
@@ -67,10 +72,11 @@ class Loaded:
     def __init__(self, weights: Any, module: Any, threads: int, check: Callable[[rt.VmModule], None] = lambda module: None):
         self.threads, self.device = threads, device(threads)
         # Kept, since the runtime takes memory as it is.
-        self._mapped = weights, module
+        self._mapped = weights
         instance, parameters = rt.VmInstance(), rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
-        self.module = rt.VmModule.wrap_buffer(instance, module)
+        # Small; and the runtime reads it again when it lets go of it, which mapped it might not be there for.
+        self.module = rt.VmModule.copy_buffer(instance, module)
         check(self.module)
         # Loads every weight global: here a missing or short parameter shows.
         self.context = rt.VmContext(
@@ -81,6 +87,9 @@ class Loaded:
                 self.module,
             ],
         )
+
+    def check_files(self) -> None:
+        """FileChanged if the weights are not what they were; before each call."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
         """A buffer of zeros that Python and the module share; no page of it exists until it is written."""
@@ -103,17 +112,31 @@ class Program(Loaded):
         # Of the thread that runs it; what it calls may take it again.
         owned = threading.RLock()
         self.take, self.leave = owned.acquire, owned.release
+        self._weights, self._sha256 = bundle.part(WEIGHTS).kept_open(), self.manifest.files[WEIGHTS].sha256
+        # When somebody last wrote into them.
+        self._written = _written(self._weights)
         try:
-            read_irpa(weights := bundle.part(WEIGHTS).map())
-            # Mapped here, since VmModule.mmap asks for permission to write. Hyperthreads share the vector units that a kernel
-            # keeps full.
-            super().__init__(weights, _checked(bundle.part(MODEL).map()), threads or physical_cores(), self._check)
+            read_irpa(weights := self._weights.map())
+            # Hyperthreads share the vector units that a kernel keeps full.
+            module = _checked(bundle.part(MODEL).read_bytes())
+            super().__init__(weights, module, threads or physical_cores(), self._check)
         except WeightsError as error:
             raise BundleError(
                 f"{bundle.path / WEIGHTS} is not as castiron writes it: {error}; compile the bundle again"
             ) from None
         except REFUSALS as error:
             raise BundleError(f"the IREE runtime refuses {bundle.path} ({_reason(error)}); compile the bundle again") from None
+
+    def check_files(self) -> None:
+        if (now := _written(self._weights)) == self._written:
+            return
+        # Not only touched, or written again as it was.
+        if now[0] != self._written[0] or self._weights.sha256() != self._sha256:
+            raise FileChanged(
+                f"{self._weights} was written into while it was in use: put it back as it was or compile the bundle again, and "
+                "start again"
+            )
+        self._written = now
 
     def _check(self, module: rt.VmModule) -> None:
         """BundleError unless the module's functions are those of the manifest: what they are called with is made by that."""
@@ -126,7 +149,13 @@ class Program(Loaded):
                 raise BundleError(f"{place} has another {entry.name} than the manifest says; compile the bundle again")
 
 
-def _checked(module: memoryview) -> memoryview:
+def _written(part: Part) -> tuple[int, int]:
+    """A file's size, and the time of the last change of its bytes."""
+    status = part.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _checked(module: bytes) -> bytes:
     """The module itself, if its parts are as IREE wrote them; ValueError otherwise."""
     try:
         with zipfile.ZipFile(io.BytesIO(module)) as archive:
@@ -216,13 +245,14 @@ class Call:
         self._arguments, self._results = rt.VmVariantList(len(operands)), rt.VmVariantList(len(entry.outputs))
         for operand in operands:
             self._arguments.push_ref(operand.view)
-        self._name = entry.name
+        self._name, self._check_files = entry.name, program.check_files
         self._vocab, self._workers = program.vocab, program.threads > 1
         self.seconds = 0.0
         _calls.add(self)
 
     def invoke(self) -> None:
         """Returns when the results are there; the states among the operands have changed in place."""
+        self._check_files()
         if self._workers:
             give_way()
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from castiron.vmfb.manifest import BundleError
 
-SIGNATURE = "manifest.sig"
+SIGNATURE, SIGNATURE_BYTES = "manifest.sig", 64
 
 
 def sign(data: bytes, key: Path | str) -> bytes:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from castiron.vmfb.archive import Part
-from castiron.vmfb.cache import replacing
+from castiron.vmfb.aside import replacing
 from castiron.vmfb.manifest import MODEL, WEIGHTS, Manifest
 
 Buffer: TypeAlias = bytes | memoryview

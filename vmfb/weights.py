@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.vmfb.disk import naming
+
 ALIGNMENT = 64
 # A whole page, so that the data of a mapped file starts on one.
 DATA_START = 4096
@@ -52,7 +54,7 @@ def write_irpa(
     path = Path(path)
     try:
         # Hashing takes as long as writing, and neither needs the interpreter.
-        with open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
+        with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
 
             def put(data) -> None:
                 hashed = pool.submit(digest.update, data)

@@ -21,6 +21,8 @@ import numpy as np
 
 from castiron.pipelines.batch.requests import Outcome
 from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.aside import replacing
+from castiron.vmfb.disk import naming
 
 ENDING = ".journal"
 # The first line.
@@ -111,7 +113,8 @@ class Journal:
         """Writes the line of a row that is done; returns where. It outlives this process at once, and the machine soon."""
         line = dumps({"key": key, "failed": outcome.failed, "kept": kept, "added": outcome.added}) + b"\n"
         place = self.end
-        written = self.file.write(line)
+        with naming(self.path):
+            written = self.file.write(line)
         if written != len(line):
             # A full disk takes part of it; the next run cuts that off.
             raise OSError(28, os.strerror(28), str(self.path))
@@ -136,15 +139,13 @@ class Journal:
         wanted = np.unique(places)
         if len(wanted) == self.lines:
             return
-        fresh = self.path.with_name(f".{self.path.name}.new")
-        with open(self.path, "rb") as old, open(fresh, "wb") as new:
+        with open(self.path, "rb") as old, replacing(self.path) as new:
             new.write(TITLE)
             for place in wanted:
                 old.seek(place)
                 new.write(old.readline())
             new.flush()
             os.fsync(new.fileno())
-        os.replace(fresh, self.path)
 
     def close(self) -> None:
         os.fsync(self.file.fileno())

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,7 +76,7 @@ def unpack(kept: str, schema: pa.Schema) -> pa.RecordBatch:
     return pa.ipc.read_record_batch(pa.py_buffer(base64.b64decode(kept)), schema)
 
 
-def write(path: Path, results: Callable[[], Iterable[Result]], schema: pa.Schema | None) -> None:
+def write(file: BinaryIO, results: Callable[[], Iterable[Result]], schema: pa.Schema | None) -> None:
     """A table of what rows kept and what was added to them, which is read twice: for the types of all columns, and to be
     written. `schema`: that of the rows where they come from a table; a column that is added replaces one of its name.
     Columns whose values have no one type are JSON."""
@@ -93,7 +93,7 @@ def write(path: Path, results: Callable[[], Iterable[Result]], schema: pa.Schema
                 texts.add(field.name)
                 found[field.name] = pa.string()
     whole = pa.schema([(name, pa.string() if pa.types.is_null(type_) else type_) for name, type_ in found.items()])
-    with pq.ParquetWriter(path, whole) as writer:
+    with pq.ParquetWriter(file, whole) as writer:
         for group in groups(results(), GROUP):
             table = _table(group, schema, texts)
             for name in found.keys() - set(table.schema.names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import sys
@@ -11,24 +12,25 @@ from typing import Any
 
 from castiron.pipelines.batch.journal import Entry, dumps
 from castiron.pipelines.batch.rows import TABLE, ZIPPED, kind_of
+from castiron.vmfb.aside import replacing
 
 
 def write_output(output: Path, entries: Callable[[], Iterable[Entry]], schema: Any = None) -> None:
     """Writes a file in the kind that its name says, which is there when it is whole; `schema` is that of a table which the
     rows came from. `entries` may be asked for twice."""
-    fresh, kind = output.with_name(f".{output.name}.new"), kind_of(output.name)
-    if kind is TABLE:
-        from castiron.pipelines.batch.parquet import write
+    kind = kind_of(output.name)
+    with replacing(output) as file:
+        if kind is TABLE:
+            from castiron.pipelines.batch.parquet import write
 
-        write(fresh, lambda: ((entry.kept, entry.added) for entry in entries()), schema)
-    else:
-        # No time and no name, so that equal results are equal bytes.
-        with open(fresh, "wb") as file, gzip.GzipFile("", "wb", 6, file, 0) if kind is ZIPPED else file as lines:
-            for entry in entries():
-                lines.write(line_of(entry.kept, entry.added, schema))
-    with open(fresh, "rb") as file:
+            write(file, lambda: ((entry.kept, entry.added) for entry in entries()), schema)
+        else:
+            # No time and no name, so that equal results are equal bytes.
+            with gzip.GzipFile("", "wb", 6, file, 0) if kind is ZIPPED else contextlib.nullcontext(file) as lines:
+                for entry in entries():
+                    lines.write(line_of(entry.kept, entry.added, schema))
+        file.flush()
         os.fsync(file.fileno())
-    os.replace(fresh, output)
 
 
 def line_of(kept: Mapping[str, Any] | str, added: Mapping[str, Any], schema: Any = None) -> bytes:

@@ -7,10 +7,11 @@ matrix). What an expert passes on to its second product is counted where it was 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
-import tempfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from castiron.pipelines.generation.trial import tokenizer_of
 from castiron.pipelines.progress import say
 from castiron.pipelines.space import need_room
 from castiron.vmfb.archive import Part
+from castiron.vmfb.aside import scratch
 from castiron.vmfb.cache import cache_folder, cache_place, keep
 from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.cpu import physical_cores
@@ -76,7 +78,8 @@ def importance_of(
     told = [identity, text_sha256(text), WIDTH, CHUNK, MOST_CHUNKS, "experts"]
     key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     kept = cache_place(KIND) / f"{key}.npz"
-    if kept.is_file():
+    # A file that is spoilt counts for nothing.
+    with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile):
         with np.load(kept) as found:
             return dict(found)
     chunks = chunks_of(checkpoint, text)
@@ -115,14 +118,14 @@ def measured(run: Run, chunks: Sequence[list[int]], progress: Callable[[str, flo
     function = module.functions[function.name]
     names += watched_experts(module, function, {name for groups in names for group in groups for name in group})
     text = print_module(module)
-    with tempfile.TemporaryDirectory(prefix="castiron-calibrate-") as place:
-        vmfb, weights = Path(place) / "model.vmfb", Path(place) / "weights.irpa"
+    with scratch("calibrate") as place:
+        vmfb, weights = place / "model.vmfb", place / "weights.irpa"
         need_room(weights, sum(param.type.nbytes for param in module.params.values()), "calibrating")
         progress("compile for calibration", 0.0)
         compile_mlir(text, target, vmfb)
         entries = [(p.name, lambda p=p: run.pack(p), (p.type.shape, p.type.dtype.numpy)) for p in module.params.values()]
         write_irpa(weights, entries, lambda done, total: progress("pack for calibration", done / total))
-        loaded = Loaded(Part.of(weights).map(), Part.of(vmfb).map(), threads)
+        loaded = Loaded(Part.of(weights).map(), vmfb.read_bytes(), threads)
         sums = _run(loaded, function, names, chunks, progress)
     found = {}
     for groups, totals in zip(names, sums, strict=True):

@@ -46,6 +46,7 @@ from castiron.pipelines.tuning import store
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_mlir, compiler_version, expected_seconds
 from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.disk import naming
 from castiron.vmfb.manifest import TOKENIZER, VOCABULARY, Accuracy, BundleError, Manifest, Tokens, Versions
 from castiron.vmfb.states import State
 from castiron.vmfb.targets import Target, missing_features, resolve
@@ -282,7 +283,8 @@ def compile_model(
         with stage("calibrate"):
             importance = importance_of(checkpoint, options, told)
     if keep is not None:
-        write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
+        with naming(keep):
+            write_kept(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
         return _report(before, True, {})
     with BundleWriter(out) as writer:

@@ -23,7 +23,8 @@ from castiron.pipelines.checkpoints.tokenizer_as_gguf import tokenizer_metadata,
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.places import model_name
 from castiron.pipelines.space import need_room
-from castiron.vmfb.cache import replacing
+from castiron.vmfb.aside import replacing
+from castiron.vmfb.disk import reason
 
 # llama.cpp's llama_ftype, by which it names a file.
 _FILE_TYPE = {
@@ -73,7 +74,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
         with replacing(out) as file:
             gguf_writer.write_gguf(file, entries, tensors, lambda done: progress("quantise", done))
     except OSError as error:
-        raise PipelineError(f"{out} cannot be written: {error.strerror or error}") from None
+        raise PipelineError(f"{out} cannot be written: {reason(error)}") from None
     codecs = dict(sorted(Counter(tensor.codec for tensor in tensors).items()))
     return Report(out, out.stat().st_size, codecs, round(time.perf_counter() - start, 3))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle, BundleWriter
+from castiron.vmfb.disk import naming
 from castiron.vmfb.manifest import LOG, MODEL, TEXT, BundleError, EntryPoint
 from castiron.vmfb.program import Program
 from castiron.vmfb.targets import missing_features
@@ -86,9 +88,8 @@ def signature(declaration: str) -> dict[str, tuple[str, ...]]:
 def _take(bundle: Bundle, name: str, place: Path) -> None:
     """The file `name` of a bundle at `place`: linked where that is possible, or copied."""
     if not bundle.packed:
-        try:
+        with contextlib.suppress(OSError):
             os.link(bundle.path / name, place)
-        except OSError:
-            shutil.copyfile(bundle.path / name, place)
-    else:
-        place.write_bytes(bundle.packed[name].map())
+            return
+    with naming(place), open(place, "wb") as file:
+        bundle.part(name).sha256(file.write)

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.vmfb.archive import Part as File
+from castiron.vmfb.aside import folder_aside
 from castiron.vmfb.cache import cache_folder, cache_place, keep
+from castiron.vmfb.children import own_group
+from castiron.vmfb.disk import reason
 
 _CHUNK = 1 << 20
 
@@ -83,9 +86,9 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
     folder = cache_folder("models")
     target = folder / model.file
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-            arrived = Path(scratch) / model.file
-            _join(model, Path(scratch), arrived, tell)
+        with folder_aside(target) as scratch:
+            arrived = scratch / model.file
+            _join(model, scratch, arrived, tell)
             digest = File.of(arrived).sha256()
             if digest != model.sha256:
                 raise CheckpointError(
@@ -93,7 +96,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
                 )
             os.replace(arrived, target)
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be stored in {folder}: {error.strerror or error}") from None
+        raise CheckpointError(f"{name} cannot be stored in {folder}: {reason(error)}") from None
     keep(_stamp(target), _state(target, model).encode())
     tell("fetch", 1.0)
     return target
@@ -135,8 +138,10 @@ def _download(model: CatalogueModel, part: Part, folder: Path, look: Callable[[]
 
 def _run(command: list[str], environment: dict[str, str], look: Callable[[], None]) -> tuple[int, str]:
     """Exit status and stderr; `look` is called while it runs."""
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors) as process:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors, own_group() as group:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, process_group=group
+        ) as process:
             try:
                 while process.poll() is None:
                     look()
@@ -164,7 +169,7 @@ def _stamp(target: Path) -> Path:
 
 def _state(target: Path, model: CatalogueModel) -> str:
     status = target.stat()
-    return f"{model.sha256} {status.st_size} {status.st_mtime_ns}"
+    return f"{model.sha256} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def _verified(target: Path, model: CatalogueModel) -> bool:

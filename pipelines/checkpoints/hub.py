@@ -22,6 +22,8 @@ from castiron.pipelines.installing import remedy
 from castiron.pipelines.progress import say
 from castiron.pipelines.sizes import megabytes
 from castiron.pipelines.space import need_room
+from castiron.vmfb.aside import write_atomically
+from castiron.vmfb.disk import reason
 
 # What is read of a directory besides its weights.
 _BESIDE = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -135,8 +137,7 @@ def _fetched(name: HubName, commit: str, sizes: dict[str, int], progress: Progre
             ref = folder_of(name.repository) / "refs" / name.revision
             # A cache that is whole may be one that can only be read.
             if not ref.is_file() or ref.read_text() != commit:
-                ref.parent.mkdir(parents=True, exist_ok=True)
-                ref.write_text(commit)
+                write_atomically(ref, commit.encode())
     return snapshot if file is None else snapshot / file
 
 
@@ -296,7 +297,7 @@ def _storing(name: HubName) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{name} cannot be stored in {cache_folder()}, which HF_HUB_CACHE names: {error.strerror or error}"
+            f"{name} cannot be stored in {cache_folder()}, which HF_HUB_CACHE names: {reason(error)}"
         ) from None
 
 

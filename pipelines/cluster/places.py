@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.archive import MANIFEST
+from castiron.vmfb.aside import scratch
 from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
 from castiron.vmfb.cache import cache_folder
 from castiron.vmfb.manifest import FILES, BundleError, dump, parse
@@ -46,10 +46,10 @@ def store(bundle: Bundle | Path | str) -> Stored:
 
     bundle = open_bundle(bundle)
     key = hashlib.sha256(dump(bundle.manifest)).hexdigest()
-    with tempfile.TemporaryDirectory(prefix="castiron-") as folder:
+    with scratch("packed") as folder:
         packed = bundle.path
         if not bundle.packed:
-            packed = Path(folder) / "packed"
+            packed = folder / "packed"
             pack_bundle(bundle, packed)
         # Mapped, so that it is in memory once: in the store.
         return Stored(bundle.manifest.name, key, ray.put(np.memmap(packed, np.uint8, "r")))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from castiron.pipelines.commands.generating import add_bundle_argument, trust_of
 from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.disk import naming
 
 EXAMPLES = """\
 examples:
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         else:
             print(json.dumps(row | {"embedding": numbers(vector)}), flush=True)
     if args.output:
-        with open(args.output, "wb") as file:
+        with naming(args.output), open(args.output, "wb") as file:
             np.save(file, np.stack([vector for _, vector in rows]))
     if args.json:
         dimensions = args.dimensions or embedder.bundle.manifest.hidden

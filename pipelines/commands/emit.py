@@ -18,6 +18,7 @@ from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
 from castiron.pipelines.commands.options import add_compile_arguments, add_model, compile_options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import Progress
+from castiron.vmfb.disk import naming
 
 KERNELS = "\n".join(f"  {name:<18} {kind.shape:<24} {kind.tokens_words}" for name, kind in KINDS.items())
 EXAMPLES = f"""\
@@ -58,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
     module = _kernel(args) if args.kernel else _model(args)
     text = print_module(module, args.weights_as)
     if args.output:
-        Path(args.output).write_text(text, encoding="utf-8")
+        with naming(args.output):
+            Path(args.output).write_text(text, encoding="utf-8")
     if args.json:
         facts = {
             "text": None if args.output else text,

@@ -6,6 +6,8 @@ import statistics
 import time
 from pathlib import Path
 
+from castiron.vmfb.disk import naming
+
 EXAMPLES = """\
 examples:
   castiron explain build/smollm2-135m-instruct
@@ -75,7 +77,8 @@ def main(args: argparse.Namespace) -> int:
     result["rest_ms"] = rest_ms(result)
     result["peak_share"] = peak_share(result)
     if args.html:
-        Path(args.html).write_text(page(result, bundle.manifest.name, list(work)), encoding="utf-8")
+        with naming(args.html):
+            Path(args.html).write_text(page(result, bundle.manifest.name, list(work)), encoding="utf-8")
     print(json.dumps(result) if args.json else "\n".join(table(result)))
     return 0
 

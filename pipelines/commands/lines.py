@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from castiron.pipelines.progress import say
-from castiron.vmfb.cache import write_atomically
+from castiron.vmfb.aside import write_atomically
 
 PROMPT, MORE = "> ", ". "
 BLOCK = '"""'

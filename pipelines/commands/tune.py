@@ -9,10 +9,8 @@ threads, are left as they are. What is found is written at the end: an interrupt
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 from castiron.pipelines.commands.options import add_compile_arguments, add_model, compile_options
 from castiron.pipelines.progress import Progress, say
@@ -46,11 +44,12 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.tuning import store
     from castiron.pipelines.tuning.search import Bench, search
+    from castiron.vmfb.aside import scratch
 
     options, start = compile_options(args), time.monotonic()
     if options.target != "host" or options.lowering != "kernels":
         raise PipelineError("tuning measures this machine's kernels; drop --target and --lowering")
-    with tempfile.TemporaryDirectory(prefix="castiron-tune-") as directory, Progress() as progress:
+    with scratch("tune") as directory, Progress() as progress:
         # Compiling takes half a minute, and a wrong name is seen before it.
         checkpoint = open_source(args.model, options, progress)
         if checkpoint.encoding:
@@ -58,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         names = list(build_model(checkpoint, options).functions)
         if unknown := sorted(set(args.functions) - set(names)):
             raise PipelineError(f"the model has no function {unknown[0]!r}; --functions takes {', '.join(names)}")
-        bench = Bench(args.model, options, args.functions, Path(directory), progress)
+        bench = Bench(args.model, options, args.functions, directory, progress)
         key = store.key_of(bench.target, bench.threads)
         known = {} if args.again else store.findings_of(key)
         trials = {name: trial for name, trial in bench.products().items() if name not in known}

@@ -18,7 +18,8 @@ from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.thoughts import Thought
 from castiron.pipelines.progress import say
-from castiron.vmfb.cache import write_atomically
+from castiron.vmfb.aside import write_atomically
+from castiron.vmfb.disk import reason
 from castiron.vmfb.state_file import StateError, identity, read_head, read_rows, write_state
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class Chat:
             else:
                 state.unlink(missing_ok=True)
         except OSError as error:
-            raise PipelineError(f"{path} cannot be written: {error.strerror}") from None
+            raise PipelineError(f"{path} cannot be written: {reason(error)}") from None
 
     def load(self, path: str | Path) -> None:
         """Takes the messages of a file that `save` wrote, and the state beside it; PipelineError for another file, the

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.scheduler import Events, Scheduler
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
+from castiron.vmfb.program import FileChanged
 
 Tell = Callable[[Sequence, Event], None]
 
@@ -32,7 +33,8 @@ class Engine:
     """Runs a `Scheduler` in a thread of its own.
 
     Sequences come from an event loop, and their events are delivered there. Of one client at most `queue` sequences wait
-    beyond the slots that there are, and of all clients `QUEUES` times as many, so that none can take the room of all.
+    beyond the slots that there are, and of all clients `QUEUES` times as many, so that none can take the room of all. `lost`
+    says why none can be run any more.
     """
 
     def __init__(self, scheduler: Scheduler, queue: int):
@@ -43,13 +45,14 @@ class Engine:
         self._cancelled: list[Sequence] = []
         self._wake = threading.Condition()
         self._draining = self._ended = False
+        self.lost: FileChanged | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="model")
 
     @property
     def healthy(self) -> bool:
         """Whether requests are taken and the thread lives."""
-        return self._thread.is_alive() and not self._draining
+        return self._thread.is_alive() and not self._draining and not self.lost
 
     @property
     def unfinished(self) -> int:
@@ -125,7 +128,10 @@ class Engine:
                 # The scheduler deals with what a sequence can cause; whatever this is, the others to come are served.
                 events = self.scheduler.give_up(error)
             for failure in {event.error for _, event in events if isinstance(event, Failed)}:
-                traceback.print_exception(failure)
+                if isinstance(failure.__cause__, FileChanged):
+                    self.lost = failure.__cause__
+                else:
+                    traceback.print_exception(failure)
             # Once the loop is closed nobody listens any more.
             with contextlib.suppress(RuntimeError):
                 if events:

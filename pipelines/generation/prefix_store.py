@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import shared
 from castiron.pipelines.progress import say
 from castiron.pipelines.sizes import megabytes
-from castiron.vmfb.cache import ABANDONED_SECONDS
+from castiron.vmfb.aside import sweep
+from castiron.vmfb.disk import reason
 from castiron.vmfb.manifest import Manifest
 from castiron.vmfb.state_file import StateError, StateFile, file_bytes, identity, read_head, read_rows, write_state
 
@@ -57,7 +57,7 @@ class PrefixStore:
             # What was asked is in there: for no one else to read.
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise PipelineError(f"--prefix-cache {directory} cannot be made: {error.strerror}") from None
+            raise PipelineError(f"--prefix-cache {directory} cannot be made: {reason(error)}") from None
         self._known: dict[str, StateFile] = {}
         self._refused: set[str] = set()
         self._writer = ThreadPoolExecutor(1, "states")
@@ -208,14 +208,12 @@ class PrefixStore:
     def _make_room(self) -> None:
         """Removes what was unused longest until the rest is no more than `most` bytes, and what killed processes left."""
         found = []
-        for path in self.directory.glob(f"*/*{SUFFIX}*"):
+        for folder in self.directory.glob("*/"):
+            sweep(folder)
+        for path in self.directory.glob(f"*/[!.]*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
-                if path.name.startswith("."):
-                    if time.time() - stat.st_mtime > ABANDONED_SECONDS:
-                        path.unlink()
-                elif path.suffix == SUFFIX:
-                    found.append((stat.st_mtime_ns, stat.st_size, path))
+                found.append((stat.st_mtime_ns, stat.st_size, path))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self.most:

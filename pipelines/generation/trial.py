@@ -14,6 +14,7 @@ from typing import Any
 from castiron.pipelines.errors import CheckpointError
 from castiron.pipelines.generation import tokenizer_trial
 from castiron.vmfb.cache import cache_root, keep
+from castiron.vmfb.disk import naming
 
 # Any number of tokens.
 ANY = 2**31
@@ -33,7 +34,7 @@ class Trial:
         if self.data and not self.stamp.exists():
             # -P: the modules beside it are castiron's and not the library's.
             command = [sys.executable, "-P", str(Path(tokenizer_trial.__file__))]
-            with tempfile.TemporaryFile() as file:
+            with naming(tempfile.gettempdir()), tempfile.TemporaryFile() as file:
                 file.write(self.data)
                 file.seek(0)
                 self.process = subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,14 +41,15 @@ class Timed:
         """`values` by the kernel's tensor operands. CompileError where the compiler refuses it."""
         import iree.runtime as rt
 
+        from castiron.vmfb.aside import scratch
         from castiron.vmfb.compiler import compile_mlir
         from castiron.vmfb.device import device
         from castiron.vmfb.program import Buffer
         from castiron.vmfb.targets import resolve
 
         self.device = device(threads)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.vmfb"
+        with scratch("kernel") as folder:
+            path = folder / "kernel.vmfb"
             compile_mlir(print_module(module_of(kernel)), resolve("host"), path)
             instance = rt.VmInstance()
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())

@@ -1,11 +1,9 @@
 """What this machine can do at most, read and compute (f32, bytes, bf16), measured through IREE as kernels would do it."""
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from functools import reduce
-from pathlib import Path
 
 import numpy as np
 
@@ -165,6 +163,7 @@ class Machine:
     def __init__(self, threads: int):
         import iree.runtime as rt
 
+        from castiron.vmfb.aside import scratch
         from castiron.vmfb.compiler import compile_mlir
         from castiron.vmfb.device import device
         from castiron.vmfb.program import Buffer
@@ -174,8 +173,8 @@ class Machine:
         self.threads = threads
         self.device = device(threads)
         self.isa = ISAS[target.isa]
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "probe.vmfb"
+        with scratch("probe") as folder:
+            path = folder / "probe.vmfb"
             compile_mlir(probe_text(self.isa), target, path)
             instance = rt.VmInstance()
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())

@@ -4,7 +4,6 @@ that castiron reads from HF directories alone such directories."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from math import prod
@@ -24,7 +23,9 @@ from castiron.pipelines.measuring.known_shapes import SHAPES, Configured, Shape
 from castiron.pipelines.measuring.random_rows import random_tile
 from castiron.pipelines.progress import say
 from castiron.pipelines.sizes import megabytes
-from castiron.vmfb.cache import cache_folder, cache_place, replacing
+from castiron.vmfb.aside import replacing, sweep
+from castiron.vmfb.cache import cache_folder, cache_place
+from castiron.vmfb.disk import reason
 
 KIND = "shapes"
 DEFAULT_CODEC = "q4_k"
@@ -88,14 +89,15 @@ def _write(
         return kept
     target = cache_folder(KIND) / file
     target.parent.mkdir(exist_ok=True)
-    _remove_abandoned(target)
+    # It may be as large as what is to be written.
+    sweep(target.parent)
     _check_room(what, len(head) + sum(sizes), target)
     try:
         with replacing(target) as out:
             out.write(head)
             _write_tensors(out, tensors, sizes, values, lambda done: progress(f"making {file}", done))
     except OSError as error:
-        raise PipelineError(f"{target} cannot be written: {error.strerror or error}") from None
+        raise PipelineError(f"{target} cannot be written: {reason(error)}") from None
     return target
 
 
@@ -116,24 +118,6 @@ def _check_room(what: str, size: int, target: Path) -> None:
             f"{told}, and {megabytes(free)} are free: castiron cache clear makes room, CASTIRON_CACHE names another folder"
         )
     say(f"{told}; {megabytes(free)} are free")
-
-
-def _remove_abandoned(target: Path) -> None:
-    """What processes that were killed have left of `target`, by the number in the name that `replacing` gives."""
-    for path in target.parent.glob(f".{target.name}.*"):
-        process = path.name.removeprefix(f".{target.name}.").partition(".")[0]
-        if process.isdigit() and not _is_alive(int(process)):
-            path.unlink(missing_ok=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _head(shape: Shape, codec: str) -> tuple[bytes, list[int]]:

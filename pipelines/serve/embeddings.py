@@ -18,6 +18,7 @@ from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.metrics import ModelMetrics
 from castiron.pipelines.serve.schemas import Document, EmbeddingsRequest, RerankRequest
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
+from castiron.vmfb.program import FileChanged
 
 
 class EmbeddingsEngine:
@@ -31,10 +32,11 @@ class EmbeddingsEngine:
         self._thread = ThreadPoolExecutor(1, "model")
         self._under_way = 0
         self._draining = self._aborted = False
+        self.lost: FileChanged | None = None
 
     @property
     def healthy(self) -> bool:
-        return not self._draining
+        return not self._draining and not self.lost
 
     @property
     def unfinished(self) -> int:
@@ -71,7 +73,11 @@ class EmbeddingsEngine:
         if self._aborted:
             raise Stopping
         self.metrics.embedded(len(text.ids))
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
+        except FileChanged as error:
+            self.lost = error
+            raise
 
 
 class EmbeddingsJob:

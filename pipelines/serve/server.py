@@ -37,7 +37,8 @@ def url(listening: socket.socket) -> str:
 
 def serve(app, engine: Runs, listening: socket.socket, grace: float) -> None:
     """Serves until SIGTERM or SIGINT. Then /health and new requests get 503, those under way have `grace` seconds, and
-    what is left is told that the server stops. A second signal ends those at once."""
+    what is left is told that the server stops. A second signal ends those at once. So it ends, with what `engine.lost` says
+    raised, where nothing can be run any more."""
     config = uvicorn.Config(
         app, log_config=None, log_level="error", access_log=False, server_header=False, lifespan="on",
         # Whatever else is installed: uvloop and httptools, which others bring along, change neither speed nor behaviour.
@@ -49,9 +50,12 @@ def serve(app, engine: Runs, listening: socket.socket, grace: float) -> None:
     try:
         _Server(config, engine, grace).run(sockets=[listening])
     finally:
+        lost = engine.lost
         engine.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
+    if lost:
+        raise lost
 
 
 class _Server(uvicorn.Server):
@@ -78,6 +82,8 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self.accepting.done():
             self.accepting.result()
+        if self.engine.lost and not self.draining:
+            self._end()
         return await super().on_tick(counter) or self.draining and not self.engine.unfinished
 
     async def shutdown(self, sockets=None) -> None:

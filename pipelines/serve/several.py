@@ -233,6 +233,10 @@ class Several:
     def unfinished(self) -> int:
         return sum(engine.unfinished for engine in self._engines)
 
+    @property
+    def lost(self) -> Exception | None:
+        return next((engine.lost for engine in self._engines if engine.lost), None)
+
     def drain(self) -> None:
         self.draining = True
         for engine in self._engines:

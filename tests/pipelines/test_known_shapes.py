@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter, namedtuple
 
 import gguf
@@ -19,6 +17,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring import bench, random_checkpoint
 from castiron.pipelines.measuring.known_shapes import SHAPES, Configured, Shape, use_more_bits
 from castiron.pipelines.measuring.random_rows import random_tile, tiled_rows
+from castiron.vmfb.aside import replacing
 from tests.pipelines.test_bench import ENGINE_KEYS, FixedMachine
 from tests.pipelines.toy_text import read_json
 
@@ -135,13 +134,12 @@ def test_an_interrupted_one_leaves_nothing(tiny):
 
 
 def test_what_a_killed_process_left_is_removed_and_that_of_a_living_one_is_not(tiny):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
     tiny.mkdir(parents=True)
-    for process in (gone.pid, os.getppid()):
-        (tiny / f".tiny.q4_k.gguf.{process}.7").touch()
-    make()
-    assert sorted(path.name for path in tiny.iterdir()) == [f".tiny.q4_k.gguf.{os.getppid()}.7", "tiny.q4_k.gguf"]
+    (tiny / ".tiny.q4_k.gguf.castiron-0123abcd").touch()
+    with replacing(tiny / "other"):
+        (alive,) = (path for path in tiny.iterdir() if path.name.startswith(".other"))
+        make()
+        assert sorted(tiny.iterdir()) == [alive, tiny / "tiny.q4_k.gguf"]
 
 
 def test_the_room_that_it_takes_is_said_and_looked_for_before(tiny, monkeypatch, capsys):

@@ -212,8 +212,7 @@ def test_the_least_used_goes(llama, tmp_path):
         for state in path.parent.iterdir():
             os.utime(state, (day, day + (state == path)))
     # A killed process' leavings, and what is another's.
-    (path.parent / ".x.state.1.2").write_bytes(bytes(size))
-    os.utime(path.parent / ".x.state.1.2", (0, 0))
+    (path.parent / ".x.state.castiron-0123abcd").write_bytes(bytes(size))
     (tmp_path / "states" / "mine").write_text("mine")
     read(Session(program), stored(llama, tmp_path, most=most), prompts[2])
     assert len(list(path.parent.iterdir())) == 2 and path.exists() and (tmp_path / "states" / "mine").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from castiron.vmfb import cache
+from castiron.vmfb.aside import folder_aside
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.cache import KINDS, cache_folder, cache_place, cache_root, clear, held, keep
 from castiron.vmfb.compiler import compile_mlir
@@ -122,7 +123,9 @@ def test_clearing_takes_what_was_asked_for_and_leaves_all_else():
 
 
 def test_what_a_process_is_writing_is_left_alone():
-    work = put(cache_root() / "compile" / ".work-1" / "module.mlir")
-    abandoned = put(cache_root() / "compile" / ".work-2" / "module.mlir", age_days=2)
-    clear()
-    assert work.exists() and not abandoned.parent.exists()
+    left = put(cache_root() / "compile" / ".work.castiron-0123abcd" / "module.mlir")
+    lock = put(cache_root() / "fetched" / ".key.lock")
+    with folder_aside(cache_root() / "bundles" / "model") as work:
+        half = put(work / "model.vmfb")
+        clear()
+        assert half.exists() and lock.exists() and not left.parent.exists()

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from castiron.vmfb import compiler
+from castiron.vmfb.aside import sweep
 from castiron.vmfb.compiler import CompileError, compile_mlir
 from castiron.vmfb.targets import TARGETS
 
@@ -50,10 +52,19 @@ def test_text_flags_target_and_compiler_each_make_another_result(tmp_path, monke
 
 
 def test_a_damaged_cache_entry_is_compiled_again(tmp_path):
-    compile_mlir(ADD, HOST, tmp_path / "m", cache_dir=tmp_path / "c")
-    (facts,) = (tmp_path / "c").glob("*.json")
-    facts.write_text("{")
-    assert not compile_mlir(ADD, HOST, tmp_path / "m", cache_dir=tmp_path / "c").cached
+    def cached() -> bool:
+        return compile_mlir(ADD, HOST, tmp_path / "m", cache_dir=tmp_path / "c").cached
+
+    assert (cached(), cached()) == (False, True)
+    whole = (tmp_path / "m").read_bytes()
+    (facts,), (kept,) = (tmp_path / "c").glob("*.json"), (tmp_path / "c").glob("*.vmfb")
+    middle = len(whole) // 2
+    for path, damage in (
+        (facts, b"{"), (kept, whole[:-1]), (kept, whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]),
+    ):  # fmt: skip
+        path.write_bytes(damage)
+        assert not cached() and (tmp_path / "m").read_bytes() == whole == kept.read_bytes()
+    assert cached()
 
 
 def test_an_error_shows_its_line_and_the_log_but_no_module(tmp_path):
@@ -100,8 +111,9 @@ func.func @f() -> tensor<4xf32> {
     assert "memref.alloca" not in caught.value.log.read_text()
 
 
-def test_an_interrupt_ends_the_compiler_and_leaves_nothing(tmp_path):
-    """In a process of its own, as from a terminal: ^C while iree-compile runs."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupt_or_a_kill_ends_the_compiler_and_leaves_nothing(how, tmp_path):
+    """In a process of its own, as from a terminal, while iree-compile runs."""
     code = f"""
 from pathlib import Path
 from tests.vmfb import toy
@@ -114,14 +126,30 @@ compile_mlir(toy.module_text(512, tuple(range(2, 40))), TARGETS["host"], place /
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=environment)
     children = f"/proc/{process.pid}/task/{process.pid}/children"
     deadline = time.monotonic() + 20
-    while not (pids := open(children).read().split()) and time.monotonic() < deadline:
+    # The compiler, and what watches over it.
+    while len(pids := open(children).read().split()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert pids, "the compiler never started"
-    process.send_signal(signal.SIGINT)
+    assert len(pids) == 2, "the compiler never started"
+    process.send_signal(how)
     _, errors = process.communicate(timeout=20)
-    assert b"KeyboardInterrupt" in errors
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert files(tmp_path) == set() and not list((tmp_path / "c").glob(".work-*"))
+    # Of a killed process the children are ended by what watches, a moment later.
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+    if how == signal.SIGINT:
+        assert b"KeyboardInterrupt" in errors
+    else:
+        assert [name[:15] for name in os.listdir(tmp_path / "c")] == [".work.castiron-"]
+        sweep(tmp_path / "c")
+    assert files(tmp_path) == set() and os.listdir(tmp_path / "c") == []
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and not over; who adopted it may not have asked for its end yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_without_the_compiler_package_a_sentence_says_what_to_install(tmp_path, monkeypatch):
