@@ -27,7 +27,7 @@ from castiron.pipelines.progress import say
 from castiron.pipelines.serve import dialects
 from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, in_time, noted, plain, refusal, while_connected
 from castiron.pipelines.serve.api import Api, Job
-from castiron.pipelines.serve.clients import ASKER, Access, Bodies, api_key
+from castiron.pipelines.serve.clients import ASKER, Access, Shares, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
@@ -215,7 +215,7 @@ class Front:
         self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
         self.responses = ResponseStore()
         self.access, most = access, api.limits.body_bytes
-        self.bodies = Bodies(BODIES * most, BODIES_EACH * most)
+        self.bodies = Shares("bodies", BODIES * most, BODIES_EACH * most)
         # Browsers ask for leave without the key, and want to read a refusal too.
         self.answer: ASGIApp = self._with_key
         if access.origins:
