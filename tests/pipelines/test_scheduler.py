@@ -7,16 +7,14 @@ import weakref
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from castiron.pipelines.generation.placing import MOVED
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.scheduler import INTERLEAVED, PATIENCE, ModelFailed, Scheduler
 from castiron.pipelines.generation.sequence import Delta, Failed, Sequence
 from castiron.pipelines.generation.text import Text
-from castiron.vmfb.batch import fitting, window
 from castiron.vmfb.session import SessionError
 from tests.pipelines.served import tokenizer
 
@@ -37,6 +35,13 @@ def alone(prompt: list[int], count: int) -> list[int]:
         if token == EOS:
             break
         found.append(token)
+    return found
+
+
+def alone_past_eos(prompt: list[int], count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        found.append(int(logits_after(prompt + found).argmax()))
     return found
 
 
@@ -286,55 +291,6 @@ def test_a_short_prompt_overtakes_a_long_one_but_not_for_ever():
         overtook += bool(short.events)
         assert overtook <= 3 * PATIENCE, "a stream of short prompts starves a long one"
     assert overtook >= PATIENCE, "short prompts wait for a long one"
-
-
-@settings(max_examples=12)
-@given(st.permutations(range(8)), st.integers(2, 7))
-def test_those_that_stay_share_the_smallest_function(order, stay):
-    """Whoever leaves: from then on as many rows are computed as the smallest function has that has room for them, soon."""
-    batch = FakeBatch(8, 2, 4)
-    scheduler = Scheduler(batch)
-    requests = [Request([3 + i, 4], 60, stop_tokens=[]) for i in range(8)]
-    for request in requests:
-        scheduler.submit(request.sequence)
-    run(scheduler, 9)
-    for leaves in order[stay:]:
-        scheduler.cancel(requests[leaves].sequence)
-    run(scheduler, 3)
-    batch.work.clear()
-    run(scheduler, 20)
-    assert {window(batch.sizes, work[1:])[0] for work in batch.work} == {fitting(batch.sizes, stay)}
-    # Only what is needed moves, once.
-    moved = batch.moved
-    assert moved <= 3 * 2 * 20
-    run(scheduler, 20)
-    assert batch.moved == moved
-    last = Request([3 + order[stay], 4, 5], 30, stop_tokens=[]) if stay < 7 else None
-    if last:
-        scheduler.submit(last.sequence)
-    run(scheduler)
-    for request in [requests[i] for i in order[:stay]] + [last] * bool(last):
-        assert request.sequence.tokens == alone_past_eos(request.prompt, request.max_tokens)
-
-
-def alone_past_eos(prompt: list[int], count: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < count:
-        found.append(int(logits_after(prompt + found).argmax()))
-    return found
-
-
-def test_who_has_few_tokens_to_come_stays_where_it_is():
-    batch = FakeBatch(8, 2, 4)
-    scheduler = Scheduler(batch)
-    requests = [Request([3 + i], MOVED + 4, stop_tokens=[]) for i in range(8)]
-    for request in requests:
-        scheduler.submit(request.sequence)
-    run(scheduler, 8 + 5)
-    for request in requests[1:7]:
-        scheduler.cancel(request.sequence)
-    run(scheduler)
-    assert batch.moved == 0 and batch.work[-1][0] == "step"
 
 
 def test_equal_seeds_are_equal_in_any_company():
