@@ -107,6 +107,11 @@ def check_every_way(path: Path, tokens: list[int]) -> np.ndarray:
         for slot, at in here.items():
             assert same(batch.slots[slot].logits(), wanted[at]), f"slot {slot} at {at}"
             stands[slot] += 1
+    batch.slots[0].swap(batch.slots[2])
+    for here in ({0: stands[2], 1: stands[1]}, {1: stands[1] + 1, 2: stands[0]}):
+        batch.step({slot: tokens[at] for slot, at in here.items()})
+        for slot, at in here.items():
+            assert same(batch.slots[slot].logits(), wanted[at]), f"slot {slot} at {at} of two"
     return wanted
 
 

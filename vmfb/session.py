@@ -266,6 +266,21 @@ class Session:
         self._position = position
         self._whole = self._whole_before(position, other._whole)
 
+    @alone
+    def swap(self, other: Session) -> None:
+        """Trades places with a session of the same program: each stands where the other stood and goes on as that would."""
+        if other.program is not self.program:
+            raise SessionError("sessions of two programs cannot trade places")
+        for session in (self, other):
+            # Of calls that are over their own states.
+            session._last = None if session._last is None else session.logits()
+        for mine, theirs in zip(self._states, other._states, strict=True):
+            mine.swap(theirs, self._position, other._position)
+        for name in ("_position", "_whole", "_kept", "_snapshots", "_last"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
+
     def rows(self, position: int) -> list[np.ndarray]:
         """What each state holds of the first `position` tokens, of which the session has taken in no more: views."""
         return [state.rows(position) for state in self._states]

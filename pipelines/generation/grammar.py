@@ -16,6 +16,9 @@ from castiron.pipelines.generation.vocabulary import Vocabulary
 
 # Without it a model may write white space without end.
 JSON_OPTIONS = {"whitespace_flexible": False}
+# Of what holds one text to a grammar: states of its lexer, which take 1 to 2 kB each, at most; bytes that it takes in the end,
+# and for each byte of llguidance's own form of the grammar.
+STATES, BASE_BYTES, BYTES_EACH = 25_000, 1_000_000, 2
 # Of a schema, what no value has to hold.
 COMMENTS = ("description", "title", "examples", "default", "$comment", "$schema", "$id")
 # How llguidance words what it lacks, and what is said of it.
@@ -41,10 +44,11 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A text's grammar over one vocabulary, ready to be held against tokens; `calls`: the text is calls of functions."""
+    """A text's grammar over one vocabulary, ready to be held against tokens; `calls`: the text is calls of functions; `nbytes`:
+    what each text that is held to it takes of memory, about."""
 
-    def __init__(self, grammars: Grammars, matcher):
-        self._grammars, self._matcher, self.calls = grammars, matcher, False
+    def __init__(self, grammars: Grammars, matcher, nbytes: int):
+        self._grammars, self._matcher, self.calls, self.nbytes = grammars, matcher, False, nbytes
 
     def constraint(self, marks: Marks = (), prompt: str = "") -> Constraint:
         """Of one text, which comes behind what the model thinks, as the `marks` say and the end of the `prompt`."""
@@ -142,10 +146,11 @@ class Grammars:
             raise GrammarError(kind, _sentence(kind, str(error))) from None
 
     def _compiled(self, kind: str, definition: str) -> Grammar:
-        matcher = self._library.LLMatcher(self._index, definition, log_level=0)
+        limits = self._library.LLParserLimits(max_lexer_states=STATES)
+        matcher = self._library.LLMatcher(self._index, definition, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(kind, _sentence(kind, matcher.get_error()))
-        return Grammar(self, matcher)
+        return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition))
 
 
 def _sentence(kind: str, message: str) -> str:

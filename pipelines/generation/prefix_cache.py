@@ -10,6 +10,7 @@ import numpy as np
 from castiron.pipelines.generation.positions import shared, stand
 
 if TYPE_CHECKING:
+    from castiron.pipelines.generation.pausing import Paused
     from castiron.pipelines.generation.prefix_store import PrefixStore
     from castiron.pipelines.generation.sampling import Score
 
@@ -107,6 +108,22 @@ class PrefixCache:
         """The slot's session has just appended `tokens`."""
         end = self.sessions[slot].position
         self.tokens[slot, end - len(tokens) : end] = tokens
+
+    def give(self, paused: Paused, tokens: Sequence[int], free: Collection[int], owner: str) -> int:
+        """A slot of `free` for a sequence that goes on, of whose `tokens` it then holds as many as before."""
+        slot = self._given_away(free)
+        paused.resume(self.sessions[slot])
+        self.tokens[slot, : paused.position] = tokens[: paused.position]
+        self.scores[slot], self.owners[slot] = [], owner
+        self.touch(slot)
+        return slot
+
+    def swap(self, slot: int, other: int) -> None:
+        """Two slots trade all that they hold, and their sessions places."""
+        self.sessions[slot].swap(self.sessions[other])
+        self.tokens[[slot, other]] = self.tokens[[other, slot]]
+        for held in (self.scores, self.used, self.owners):
+            held[slot], held[other] = held[other], held[slot]
 
     def touch(self, slot: int) -> None:
         """The slot is in use now: of those free it will be the last to be given away."""

@@ -32,6 +32,8 @@ CHUNKS = 2
 SUFFIX = ".state"
 # States that are read ahead.
 FETCHED = 4
+# A folder may change once more within so many nanoseconds and still show the time of the change before.
+GRAIN = 2_000_000_000
 
 
 class PrefixStore:
@@ -60,6 +62,8 @@ class PrefixStore:
             raise PipelineError(f"--prefix-cache {directory} cannot be made: {reason(error)}") from None
         self._known: dict[str, StateFile] = {}
         self._refused: set[str] = set()
+        # The time of the folder when it was listed, where a later change would show.
+        self._listed: int | None = None
         self._writer = ThreadPoolExecutor(1, "states")
         self._writing: Future | None = None
         self._fetched: dict[str, Future[list[np.ndarray]]] = {}
@@ -166,6 +170,17 @@ class PrefixStore:
 
     def _states(self) -> Sequence[StateFile]:
         """Those of this bundle that are there now: other processes write and remove some."""
+        try:
+            changed = os.stat(self.folder).st_mtime_ns
+        except OSError:
+            changed = 0
+        if changed != self._listed:
+            self._listed = changed if time.time_ns() - changed > GRAIN else None
+            self._list()
+        return list(self._known.values())
+
+    def _list(self) -> None:
+        """Notes which states are in the folder."""
         names = set()
         with contextlib.suppress(OSError):
             names = {e.name for e in os.scandir(self.folder) if e.name.endswith(SUFFIX) and not e.name.startswith(".")}
@@ -180,7 +195,6 @@ class PrefixStore:
                 self._known[name] = state
             except (StateError, OSError) as error:
                 self._refuse(path, error)
-        return list(self._known.values())
 
     def _refuse(self, path: Path, error: StateError | OSError) -> None:
         """Of what cannot be used: said once, and made room of the name for one that can."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import insort, insort_left
 from collections import Counter
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.pausing import Paused, yielding
+from castiron.pipelines.generation.placing import MOVED, move
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
@@ -50,6 +52,9 @@ class Observer:
     def stepped(self) -> None:
         """One decode step has run, for all sequences that were past their prompts."""
 
+    def paused(self, sequence: Sequence) -> None:
+        """It has given its slot to one that goes first."""
+
     def token(self, sequence: Sequence, since: float | None) -> None:
         """Its latest token has come: `since` seconds after the one before, None for the first."""
 
@@ -77,7 +82,8 @@ class Scheduler:
     What is read next, and so who is given a free slot, is decided by: a lower `priority`; a client with fewer slots than
     its share, which is that of all clients that are here; having been passed over `PATIENCE` times, and then age; the
     fewest tokens left to read. One that shares its beginning with an older prompt being read waits until it finds it in
-    the cache. A sequence that fails ends alone; a decode step that fails ends those that were in it.
+    the cache. A sequence that fails ends alone; a decode step that fails ends those that were in it. Where no slot is free, one
+    of a higher `priority` number waits on with its states aside, at most as many of them as there are slots.
 
     With a `draft` a sequence that is alone decodes several tokens a turn, where proposals are right; not one whose
     log-probabilities are told.
@@ -131,10 +137,12 @@ class Scheduler:
     def turn(self) -> Events:
         """One chunk of what is to be read and one decode step, and what the sequences have to tell."""
         events: Events = []
+        self._preempt()
         forced = {slot: s for slot, s in self.decoding.items() if s.constraint and len(self._unread(slot, s)) > 1}
         if self.waiting or self.reading or forced:
             self._read(forced, events)
         if self.decoding:
+            self._gather()
             self._decode(events)
         return events
 
@@ -155,8 +163,8 @@ class Scheduler:
             return
         try:
             if slot is None:
-                slot = self._begin(sequence)
-                if self.decoding and sequence.cached:
+                resumed, slot = sequence.paused, self._begin(sequence)
+                if resumed or self.decoding and sequence.cached:
                     # It was copied, or came from disk, which may take as long as a chunk.
                     return
             session = self.batch.slots[slot]
@@ -213,15 +221,21 @@ class Scheduler:
             seen[sequence.client] += 1
             if seen[sequence.client] > free:
                 continue
-            asked = sequence.prompt, sequence.owner, sequence.prompt_logprobs
-            known = self.cache.longest(*asked)
-            older = [s for s in self.reading.values() if s.owner == sequence.owner and s.arrived <= sequence.arrived]
-            if self.decoding and self.cache.fetching(*asked):
-                continue
-            if not any(self._gives_more(other, sequence, known) for other in older):
-                beyond = max(0, held[sequence.client] - share + 1)
-                found.setdefault((sequence.priority, beyond), []).append((len(sequence.prompt) - known, None, sequence))
+            beyond = max(0, held[sequence.client] - share + 1)
+            if left := self._left(sequence):
+                found.setdefault((sequence.priority, beyond), []).append((left, None, sequence))
         return found[min(found)] if found else []
+
+    def _left(self, sequence: Sequence) -> int:
+        """How many tokens of a sequence that waits are to be read; 0 if it waits for what is being read or fetched."""
+        if sequence.paused:
+            return max(1, len(sequence.prompt) - sequence.paused.position)
+        asked = sequence.prompt, sequence.owner, sequence.prompt_logprobs
+        known = self.cache.longest(*asked)
+        if self.decoding and self.cache.fetching(*asked):
+            return 0
+        older = (s for s in self.reading.values() if s.owner == sequence.owner and s.arrived <= sequence.arrived)
+        return 0 if any(self._gives_more(other, sequence, known) for other in older) else len(sequence.prompt) - known
 
     def _gives_more(self, other: Sequence, sequence: Sequence, known: int) -> bool:
         """Whether more of the sequence's prompt than is known will be in the cache once that of the `other` is read."""
@@ -230,10 +244,36 @@ class Scheduler:
             return shared(sequence.prompt, other.prompt) > known
         return given is not None and given >= wanted and self.cache.whole(shared(sequence.prompt, other.prompt)) > known
 
+    def _preempt(self) -> None:
+        """Frees a slot for a sequence that goes before one that runs."""
+        running = {**self.reading, **self.decoding}
+        if not self.waiting or len(running) < self.slots:
+            return
+        if (slot := yielding(running.items(), self.waiting[0].priority)) is None:
+            return
+        # Who would have the slot if it were free; some wait for what is being read or fetched.
+        ready = self._candidates(1)
+        aside = sum(s.paused is not None for s in self.waiting)
+        if ready and ready[0][2].priority < running[slot].priority and aside < self.slots:
+            sequence = running[slot]
+            sequence.paused = Paused.of(self.batch.slots[slot], slot in self.reading)
+            self._remove(sequence)
+            self.cache.touch(slot)
+            self._speculator = None
+            # Before those of its priority that have not begun.
+            insort_left(self.waiting, sequence, key=lambda s: s.priority)
+            self.observer.paused(sequence)
+
     def _begin(self, sequence: Sequence) -> int:
         """Gives the sequence a slot; returns it."""
         taken = {**self.reading, **self.decoding}
         free = [slot for slot in range(self.batch.size) if slot not in taken]
+        if paused := sequence.paused:
+            slot = self.cache.give(paused, [*sequence.prompt, *sequence.tokens], free, sequence.owner)
+            self.waiting.remove(sequence)
+            (self.reading if paused.reading else self.decoding)[slot] = sequence
+            sequence.paused = None
+            return slot
         slot, sequence.cached = self.cache.take(sequence.prompt, free, sequence.owner, sequence.prompt_logprobs)
         if sequence.prompt_logprobs is not None:
             sequence.scores = self.cache.scores[slot]
@@ -242,6 +282,18 @@ class Scheduler:
         sequence.began = time.monotonic()
         self.observer.began(sequence)
         return slot
+
+    def _gather(self) -> None:
+        """Moves one sequence to where a smaller batch function will take in all that decode; what rests there has its slot."""
+        position = lambda slots: {slot: self.batch.slots[slot].position for slot in slots}
+        resting = set(range(self.slots)).difference(self.reading, self.decoding)
+        if found := move(self.batch.sizes, position(self.decoding), position(resting)):
+            slot, to = found
+            sequence = self.decoding[slot]
+            if sequence.limit - len(sequence.tokens) >= MOVED:
+                self.cache.swap(slot, to)
+                self.decoding[to] = self.decoding.pop(slot)
+                self._speculator = None
 
     def _decode(self, events: Events) -> None:
         """The next token of every sequence that is past its prompt goes in; where it was the last one there is, the
@@ -312,8 +364,11 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence, reason: str) -> None:
         """What the caches hold stays for the prompts to come."""
-        if (slot := self._remove(sequence)) is not None:
+        slot = self._remove(sequence)
+        if slot is not None:
             self.cache.touch(slot)
+        if slot is not None or sequence.paused:
+            sequence.paused = None
             self.observer.ended(sequence, reason)
 
     def _fail(self, sequences: list[Sequence], error: BaseException, events: Events) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ from castiron.pipelines.generation.thoughts import Thought
 if TYPE_CHECKING:
     from castiron.pipelines.generation.constraint import Constraint
     from castiron.pipelines.generation.grammar import Grammar
+    from castiron.pipelines.generation.pausing import Paused
     from castiron.pipelines.generation.sampling import Score
     from castiron.pipelines.generation.tool_calls import CallPart, Tools
 
@@ -58,6 +60,13 @@ class Delta:
     tokens: tuple[Token, ...] = ()
     thought: str = ""
     calls: tuple[CallPart, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Collection[Delta]) -> Delta:
+        """Several that follow each other as one."""
+        tokens = tuple(chain.from_iterable(part.tokens for part in parts))
+        calls = tuple(chain.from_iterable(part.calls for part in parts))
+        return cls("".join(part.text for part in parts), tokens, "".join(part.thought for part in parts), calls)
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,9 @@ class Sequence:
         self.cached = 0
         # Whose share of the slots it takes, who else finds its prompt in a cache, and of those that wait the lower goes first.
         self.client, self.owner, self.priority = "", "", 0
-        # How often the scheduler read another sequence's prompt first.
+        # How often the scheduler read another sequence's prompt first; where it stood when it gave its slot to another.
         self.passed_over = 0
+        self.paused: Paused | None = None
         self._repetition = Repetition() if repetition_stop else None
         # Whether the text ended because it went round in a circle.
         self.repeated = False

@@ -16,8 +16,9 @@ from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finishe
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.generation.tool_calls import Tools
+from castiron.pipelines.serve import kept
 from castiron.pipelines.serve.blocks import Blocks
-from castiron.pipelines.serve.clients import ASKER
+from castiron.pipelines.serve.clients import ASKER, Share
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Echo, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
@@ -34,7 +35,8 @@ TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
 class Job:
     """A request under way: its sequences, one for each choice of the answer, and how it is answered.
 
-    `prompts[i]` says which of the request's prompts sequence i goes on from; `ended` are the sequences that have finished.
+    `prompts[i]` says which of the request's prompts sequence i goes on from; `ended` are the sequences that have finished;
+    `share` is what they keep beside their states.
     """
 
     sequences: list[Sequence]
@@ -42,6 +44,7 @@ class Job:
     reply: Reply
     events: asyncio.Queue[tuple[Sequence, Event]]
     ended: list[Sequence]
+    share: Share
 
     @property
     def summary(self) -> str:
@@ -68,6 +71,7 @@ class Api(TextApi):
         if limits.temperature is not None:
             self.sampling = replace(self.sampling, temperature=limits.temperature)
         self.token_bytes = TokenBytes(text.tokenizer)
+        self.kept = kept.shares(limits.kept_bytes)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -214,20 +218,26 @@ class Api(TextApi):
             message = "priority needs a server that runs with --scheduling-policy priority"
             raise ApiError(400, message, "priority", "unsupported_parameter")
         asker, bias = ASKER.get(), self._bias(body.logit_bias or {})
-        job = Job([], [], reply, asyncio.Queue(), [])
-        for index, prompt in enumerate(prompts):
-            free = self._check_room(prompt, limit, param)
-            for choice in range(body.n or 1):
-                sequence = Sequence(
-                    prompt, self.context, max_tokens=at_most(usual, free) if limit is None else limit, text=self.text,
-                    sampler=Sampler(self.sampling_of(body, choice, bias)), stop_strings=stops, top_logprobs=top,
-                    stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
-                    thoughts=thoughts, grammar=grammar, tools=tools, prompt_logprobs=prompt_logprobs,
-                )  # fmt: skip
-                sequence.client, sequence.owner, sequence.priority = asker.client, asker.owner, body.priority or 0
-                job.prompts.append(index)
-                job.sequences.append(sequence)
-        self.engine.submit(job.sequences, lambda sequence, event: job.events.put_nowait((sequence, event)))
+        job = Job([], [], reply, asyncio.Queue(), [], self.kept.of(asker.client))
+        try:
+            for index, prompt in enumerate(prompts):
+                free = self._check_room(prompt, limit, param)
+                most = at_most(usual, free) if limit is None else limit
+                for choice in range(body.n or 1):
+                    kept.take(job.share, free if most is None else most, top, len(prompt), prompt_logprobs, grammar)
+                    sequence = Sequence(
+                        prompt, self.context, max_tokens=most, text=self.text,
+                        sampler=Sampler(self.sampling_of(body, choice, bias)), stop_strings=stops, top_logprobs=top,
+                        stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
+                        thoughts=thoughts, grammar=grammar, tools=tools, prompt_logprobs=prompt_logprobs,
+                    )  # fmt: skip
+                    sequence.client, sequence.owner, sequence.priority = asker.client, asker.owner, body.priority or 0
+                    job.prompts.append(index)
+                    job.sequences.append(sequence)
+            self.engine.submit(job.sequences, lambda sequence, event: job.events.put_nowait((sequence, event)))
+        except BaseException:
+            job.share.give_back()
+            raise
         return job
 
     def _check_room(self, prompt: list[int], limit: int | None, param: str) -> int:
@@ -273,16 +283,14 @@ class Api(TextApi):
             async for _ in self.chunks(job):
                 pass
             return job.reply.answer
-        said, ends = [Delta("")] * len(job.sequences), [Finished("")] * len(job.sequences)
+        said: list[list[Delta]] = [[] for _ in job.sequences]
+        ends = [Finished("")] * len(job.sequences)
         async for index, event in self._events(job):
             if isinstance(event, Delta):
-                one = said[index]
-                said[index] = Delta(
-                    one.text + event.text, one.tokens + event.tokens, one.thought + event.thought, one.calls + event.calls
-                )
+                said[index].append(event)
             else:
                 ends[index] = event
-        choices = [job.reply.choice(index, *parts) for index, parts in enumerate(zip(said, ends))]
+        choices = [job.reply.choice(index, Delta.joined(parts), end) for index, (parts, end) in enumerate(zip(said, ends))]
         return job.reply.whole(choices, self._usage(job))
 
     async def chunks(self, job: Job) -> AsyncIterator[dict]:
@@ -315,3 +323,4 @@ class Api(TextApi):
     def close(self, job: Job) -> None:
         """Stops what has not finished; for the end of a request, however it ended."""
         self.engine.cancel([sequence for sequence in job.sequences if sequence not in job.ended])
+        job.share.give_back()

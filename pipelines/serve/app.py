@@ -1,12 +1,11 @@
-"""The HTTP side: routes, who may ask, how much and how long, and answers to requests that go wrong."""
+"""The HTTP side: routes, who may ask, and how much."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -26,8 +25,9 @@ from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve import dialects
+from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, in_time, noted, plain, refusal, while_connected
 from castiron.pipelines.serve.api import Api, Job
-from castiron.pipelines.serve.clients import ASKER, Access, Bodies, api_key
+from castiron.pipelines.serve.clients import ASKER, Access, Shares, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
@@ -47,8 +47,6 @@ from castiron.pipelines.serve.schemas import (
 from castiron.pipelines.serve.text_api import Limits, TextApi
 from castiron.vmfb.bundle import Bundle, open_bundle
 
-# For the log alone: the client is no longer there to read it. nginx's number.
-LEFT = 499
 # A body of a few megabytes takes no longer on any network.
 BODY_SECONDS = 30.0
 # Largest bodies for which there is room at once, and those of one client.
@@ -56,10 +54,6 @@ BODIES, BODIES_EACH = 16, 4
 OPEN_PATHS = ("/", "/health", *PATHS)
 # Sequences that may wait.
 QUEUE = 64
-
-
-class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
 
 
 def open_app(
@@ -118,7 +112,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         return body
 
     async def answer(request: Request, body: Asking, job: Job) -> Response:
-        return await _answer(request, api, body, job)
+        return await answered(request, api, body, job)
 
     async def chat(request: Request) -> Response:
         body = await take(request, ChatRequest)
@@ -131,12 +125,12 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
     async def embeddings(request: Request) -> Response:
         body = await take(request, EmbeddingsRequest)
         request.state.job = job = await api.embeddings(body)
-        return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
+        return JSONResponse(await while_connected(request.receive, in_time(api, job.answer())))
 
     async def rerank(request: Request) -> Response:
         body = await take(request, RerankRequest)
         request.state.job = job = await api.rerank(body)
-        return JSONResponse(await _while_connected(request.receive, _in_time(api, job.answer())))
+        return JSONResponse(await while_connected(request.receive, in_time(api, job.answer())))
 
     async def tokenize(request: Request) -> Response:
         body = await take(request, TokenizeRequest)
@@ -200,13 +194,13 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         *page_routes(),
     ]
     handlers = {
-        ApiError: _noted,
-        PipelineError: lambda request, error: _noted(request, api_error(error)),
-        HTTPException: lambda request, error: _refusal(_plain(error), request.url.path, error.headers),
+        ApiError: noted,
+        PipelineError: lambda request, error: noted(request, api_error(error)),
+        HTTPException: lambda request, error: refusal(plain(error), request.url.path, error.headers),
         ClientLeft: lambda *_: Response(status_code=LEFT),
         ClientDisconnect: lambda *_: Response(status_code=LEFT),
         # Starlette raises it again for the log once this is sent.
-        Exception: lambda request, _: _refusal(
+        Exception: lambda request, _: refusal(
             ApiError(500, "the server failed on this request; other requests are not affected"), request.url.path
         ),
     }
@@ -221,7 +215,7 @@ class Front:
         self.app, self.api, self.metrics, self.paths, self.quiet = app, api, metrics, paths, quiet
         self.responses = ResponseStore()
         self.access, most = access, api.limits.body_bytes
-        self.bodies = Bodies(BODIES * most, BODIES_EACH * most)
+        self.bodies = Shares("bodies", BODIES * most, BODIES_EACH * most)
         # Browsers ask for leave without the key, and want to read a refusal too.
         self.answer: ASGIApp = self._with_key
         if access.origins:
@@ -261,10 +255,10 @@ class Front:
         asker = self.access.asker(scope)
         if self.access.keys and asker.key is None and scope["path"] not in OPEN_PATHS:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            await _refusal(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
+            await refusal(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
         elif not self.access.named_here(scope):
             message = "this server is for its own machine: ask it as localhost, or start it with an --api-key or with --cors"
-            await _refusal(ApiError(403, message, code="unknown_host"), scope["path"])(scope, receive, send)
+            await refusal(ApiError(403, message, code="unknown_host"), scope["path"])(scope, receive, send)
         else:
             ASKER.set(asker)
             await self.app(scope, receive, send)
@@ -293,115 +287,3 @@ async def _body(request: Request, limit: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body of this request did not arrive within {BODY_SECONDS:.0f} s") from None
     return bytes(data)
-
-
-async def _answer(request: Request, api: Api, body: Asking, job: Job) -> Response:
-    """The response to a request whose sequences are queued."""
-    request.state.job = job
-    if body.stream:
-        return EventStream(api, job)
-    try:
-        answer = await _while_connected(request.receive, _in_time(api, api.whole(job)))
-    finally:
-        api.close(job)
-    return JSONResponse(answer)
-
-
-class EventStream(Response):
-    """What a reply tells as server-sent events, named by their type where they have one. The first one decides about the
-    status, so that a request that fails before it has said anything is an ordinary error."""
-
-    def __init__(self, api: Api, job: Job):
-        self.api, self.job = api, job
-        self.status_code, self.background = 200, None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _while_connected(receive, self._stream(send))
-        except ClientLeft:
-            scope["state"]["status"] = LEFT
-        except ApiError as error:
-            await _refusal(error, scope["path"])(scope, receive, send)
-        finally:
-            self.api.close(self.job)
-
-    async def _stream(self, send: Send) -> None:
-        started = False
-
-        async def event(data: str, kind: str | None = None) -> None:
-            nonlocal started
-            if not started:
-                started = True
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                # For nginx, which would collect the events otherwise.
-                headers.append((b"x-accel-buffering", b"no"))
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            text = f"event: {kind}\ndata: {data}\n\n" if kind else f"data: {data}\n\n"
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-
-        async def all_chunks() -> None:
-            async for chunk in self.api.chunks(self.job):
-                await event(_json(chunk), chunk.get("type"))
-
-        try:
-            await _in_time(self.api, all_chunks())
-        except ApiError as error:
-            if not started:
-                raise
-            for chunk in self.job.reply.fail(error):
-                await event(_json(chunk), chunk.get("type"))
-        if self.job.reply.last:
-            await event(self.job.reply.last)
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _in_time(api: TextApi, work: Coroutine):
-    """The result of `work`; ApiError if it takes longer than a request may."""
-    try:
-        async with asyncio.timeout(api.limits.seconds):
-            return await work
-    except TimeoutError:
-        message = f"the request took longer than the {api.limits.seconds:g} s that this server allows"
-        raise ApiError(504, message, code="timeout") from None
-
-
-async def _while_connected(receive: Receive, work: Coroutine):
-    """The result of `work`, which is cancelled, with ClientLeft, when the client leaves."""
-
-    async def left() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
-        raise ClientLeft
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _noted(request: Request, error: ApiError) -> Response:
-    """A refusal that is counted by its code."""
-    request.state.code = error.code
-    return _refusal(error, request.url.path)
-
-
-def _refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    """In the shape of the API that has the path."""
-    anthropic = path.startswith("/v1/messages")
-    body, status = (error.anthropic_body, error.anthropic_status) if anthropic else (error.body, error.status)
-    return JSONResponse(body, status, {**error.headers, **(headers or {})})
-
-
-def _plain(error: HTTPException) -> ApiError:
-    """An unknown path or a method that it does not have."""
-    words = {404: "there is no such path on this server", 405: "this path does not take that method"}
-    return ApiError(error.status_code, words.get(error.status_code, error.detail))
-
-
-def _json(value: dict) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -98,38 +98,38 @@ def _network(address: str) -> str:
     return address
 
 
-class Bodies:
-    """Bytes of the bodies of all requests under way, from their first byte to the end of their answers."""
+class Shares:
+    """Bytes that requests under way hold, from their first to the end of their answers."""
 
-    def __init__(self, most: int, each: int):
-        """At most `most` together, and `each` of one client."""
-        self.most, self.each, self.total = most, each, 0
+    def __init__(self, what: str, most: int, each: int):
+        """Of `what`, for people: at most `most` together, and `each` of one client."""
+        self.what, self.most, self.each, self.total = what, most, each, 0
         self.held: Counter[str] = Counter()
 
-    def of(self, client: str) -> Body:
-        return Body(self, client)
+    def of(self, client: str) -> Share:
+        return Share(self, client)
 
 
-class Body:
-    """One request's share of `Bodies`."""
+class Share:
+    """What one request holds of `Shares`."""
 
-    def __init__(self, bodies: Bodies, client: str):
-        self.bodies, self.client, self.count = bodies, client, 0
+    def __init__(self, shares: Shares, client: str):
+        self.shares, self.client, self.count = shares, client, 0
 
     def take(self, count: int) -> None:
         """TooMuch if there is no room."""
-        bodies, held = self.bodies, self.bodies.held[self.client]
-        for whose, there, most in (("this client's", held, bodies.each), ("all", bodies.total, bodies.most)):
+        shares, held = self.shares, self.shares.held[self.client]
+        for whose, there, most in (("this client's", held, shares.each), ("all", shares.total, shares.most)):
             if there + count > most:
-                raise TooMuch(f"{whose} requests under way may have bodies of {most} bytes together; try again later")
-        bodies.total += count
-        bodies.held[self.client] += count
+                raise TooMuch(f"{whose} requests under way may have {shares.what} of {most} bytes together; try again later")
+        shares.total += count
+        shares.held[self.client] += count
         self.count += count
 
     def give_back(self) -> None:
         """For the end of the request."""
-        bodies = self.bodies
-        bodies.total -= self.count
-        bodies.held[self.client] -= self.count
-        if not bodies.held[self.client]:
-            del bodies.held[self.client]
+        shares, count, self.count = self.shares, self.count, 0
+        shares.total -= count
+        shares.held[self.client] -= count
+        if not shares.held[self.client]:
+            del shares.held[self.client]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,24 +14,26 @@ import numpy as np
 
 from castiron.pipelines.embedding import Embedder, Given, Tokens, ranked
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.engine import QueueFull, Stopping
+from castiron.pipelines.generation.engine import QUEUES, QueueFull, Stopping
+from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.metrics import ModelMetrics
 from castiron.pipelines.serve.schemas import Document, EmbeddingsRequest, RerankRequest
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 from castiron.vmfb.program import FileChanged
+from castiron.pipelines.serve.turns import Turns
 
 
 class EmbeddingsEngine:
-    """One thread that runs the model, a text at a time: those of requests at once take turns. At most `queue` requests
-    wait."""
+    """One thread that runs the model, a text at a time; for the next one it is another client's turn, if others wait. Of one
+    client at most `queue` requests wait, and of all `QUEUES` times as many."""
 
     slots = 1
 
     def __init__(self, embedder: Embedder, queue: int, metrics: ModelMetrics):
         self.embedder, self.queue, self.metrics = embedder, queue, metrics
         self._thread = ThreadPoolExecutor(1, "model")
-        self._under_way = 0
+        self._turns, self._under_way = Turns(), Counter[str]()
         self._draining = self._aborted = False
         self.lost: FileChanged | None = None
 
@@ -40,7 +43,7 @@ class EmbeddingsEngine:
 
     @property
     def unfinished(self) -> int:
-        return self._under_way
+        return self._under_way.total()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """There is nothing to start: the thread comes with the first text."""
@@ -61,23 +64,28 @@ class EmbeddingsEngine:
         """The vector of each text; QueueFull or Stopping."""
         if self._draining:
             raise Stopping
-        if self._under_way > self.queue:
-            raise QueueFull(f"the server is busy: {self._under_way} requests for embeddings are under way; try again later")
-        self._under_way += 1
+        client = ASKER.get().client
+        mine, all_ = self._under_way[client], self._under_way.total()
+        if mine > self.queue or all_ > QUEUES * self.queue:
+            raise QueueFull(f"the server is busy: {all_} requests for embeddings are under way; try again later")
+        self._under_way[client] += 1
         try:
-            return [await self._vector(text, dimensions) for text in texts]
+            return [await self._vector(client, text, dimensions) for text in texts]
         finally:
-            self._under_way -= 1
+            self._under_way[client] -= 1
+            if not self._under_way[client]:
+                del self._under_way[client]
 
-    async def _vector(self, text: Tokens, dimensions: int | None) -> np.ndarray:
-        if self._aborted:
-            raise Stopping
-        self.metrics.embedded(len(text.ids))
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
-        except FileChanged as error:
-            self.lost = error
-            raise
+    async def _vector(self, client: str, text: Tokens, dimensions: int | None) -> np.ndarray:
+        async with self._turns.of(client):
+            if self._aborted:
+                raise Stopping
+            self.metrics.embedded(len(text.ids))
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
+            except FileChanged as error:
+                self.lost = error
+                raise
 
 
 class EmbeddingsJob:

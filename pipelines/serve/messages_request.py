@@ -10,6 +10,7 @@ from pydantic import Field
 
 from castiron.pipelines.serve.content import one_of, parsed, part_of, text_of, unsupported
 from castiron.pipelines.serve.schemas import (
+    MAX_MESSAGES,
     Asking,
     Body,
     ChatRequest,
@@ -20,12 +21,13 @@ from castiron.pipelines.serve.schemas import (
     JsonSchema,
     Message,
     NamedTool,
+    Objects,
     ResponseFormat,
     StopString,
     Tool,
 )
 
-Content = str | list[dict[str, Any]]
+Content = str | Objects
 # Fields of a chat, by the names that they have here.
 FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
 
@@ -83,7 +85,7 @@ class CustomTool(Marked):
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
 
 
 class ToolChoice(Body):
@@ -122,9 +124,9 @@ class PromptOfMessage(Body):
         "system": "a string or a list of blocks of type text",
     }
 
-    messages: list[Turn] = Field(min_length=1, max_length=100_000)
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Content | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[Objects, Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -136,7 +138,7 @@ class PromptOfMessage(Body):
     # What a bundle cannot do, unless it asks for nothing; see Harmless.
     speed: Annotated[Any, Harmless("standard")] = None
     mcp_servers: Annotated[Any, Harmless([])] = None
-    context_management: dict[str, list[dict[str, Any]]] | None = None
+    context_management: dict[str, Objects] | None = None
 
 
 class CountTokensRequest(PromptOfMessage):

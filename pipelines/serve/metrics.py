@@ -129,6 +129,9 @@ class Metrics:
         self.cache_queries = of_model(Counter, "vllm:prefix_cache_queries_total", "Tokens of prompts looked up in the cache.")
         self.cache_hits = of_model(Counter, "vllm:prefix_cache_hits_total", "Tokens of prompts that were in the cache.")
         self.steps = of_model(Counter, "castiron_decode_steps_total", "Decode steps; each serves all running sequences.")
+        self.preemptions = of_model(
+            Counter, "vllm:num_preemptions_total", "Times that a sequence gave its slot to one that goes first."
+        )
         self.success = Counter("vllm:request_success_total", "Sequences ended, by how.", "model_name", "finished_reason")
         self.queue = of_model(Histogram, "vllm:request_queue_time_seconds", "From arrival to a slot.", REQUEST)
         self.prefill = of_model(Histogram, "vllm:request_prefill_time_seconds", "From a slot to the first token.", REQUEST)
@@ -171,7 +174,7 @@ class ModelMetrics(Observer):
 
     def __init__(self, page: Metrics, name: str):
         self.page, self.name = page, name
-        for counter in (page.prompt_tokens, page.generated, page.cache_queries, page.cache_hits, page.steps):
+        for counter in (page.prompt_tokens, page.generated, page.cache_queries, page.cache_hits, page.steps, page.preemptions):
             counter.add(0, name)
         for reason in REASONS:
             page.success.add(0, name, reason)
@@ -199,6 +202,9 @@ class ModelMetrics(Observer):
 
     def stepped(self) -> None:
         self.page.steps.add(1, self.name)
+
+    def paused(self, sequence: Sequence) -> None:
+        self.page.preemptions.add(1, self.name)
 
     def token(self, sequence: Sequence, since: float | None) -> None:
         if since is None:

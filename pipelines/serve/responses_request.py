@@ -20,11 +20,12 @@ from castiron.pipelines.serve.schemas import (
     JsonSchema,
     Message,
     NamedTool,
+    Objects,
     ResponseFormat,
     Tool,
 )
 
-Content = str | list[dict[str, Any]]
+Content = str | Objects
 # Fields of a chat, by the names that they have here.
 FIELDS = {
     "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
@@ -67,8 +68,8 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[dict[str, Any]] | None = None
-    content: list[dict[str, Any]] | None = None
+    summary: Objects | None = None
+    content: Objects | None = None
     status: str | None = None
 
     @property
@@ -97,7 +98,7 @@ class AllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: Objects
 
 
 class ChosenFunction(Body):
@@ -144,7 +145,7 @@ class PromptOfResponse(Body):
     input: Content | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[Objects, Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -169,11 +170,11 @@ class ResponsesRequest(PromptOfResponse, Asking):
     max_output_tokens: int | None = Field(None, ge=1)
     store: bool | None = None
     stream_options: ObfuscationOptions | None = None
-    include: list[Literal[
+    include: Annotated[list[Literal[
         "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
         "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
         "code_interpreter_call.outputs",
-    ]] | None = None  # fmt: skip
+    ]], Field(fail_fast=True)] | None = None  # fmt: skip
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # Of tools that a server has itself.
     max_tool_calls: int | None = Field(None, ge=1)

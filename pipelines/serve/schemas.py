@@ -20,10 +20,13 @@ TokenId = Annotated[int, Field(ge=0)]
 FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # A list of a million things that are wrong has one error, which is the one that is told.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 # A request may ask for several answers; each is a sequence that queues.
 MAX_CHOICES = 128
 # Texts of a request for embeddings, as OpenAI has it.
 MAX_INPUTS = 2048
+# Messages of a chat: of more there is no room in any context, and each costs before it is one.
+MAX_MESSAGES = 2**14
 # Entries of logit_bias, as OpenAI has it.
 MAX_BIASES = 1024
 # vLLM's is any integer; what JSON's other readers take for one.
@@ -177,7 +180,7 @@ class Tool(Body):
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -258,7 +261,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
 

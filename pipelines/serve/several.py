@@ -24,8 +24,9 @@ from castiron.pipelines.generation.model_sampling import model_sampling, setting
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.measuring.memory import needed, slots_of, total_bytes
 from castiron.pipelines.progress import say
+from castiron.pipelines.serve.answers import noted, plain, refusal
 from castiron.pipelines.serve.api import TEMPERATURE
-from castiron.pipelines.serve.app import Front, _body, _noted, _plain, _refusal
+from castiron.pipelines.serve.app import Front, _body
 from castiron.pipelines.serve.dialects import stored_routes
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
@@ -83,8 +84,8 @@ class Several:
         # Those of the bundles are known when one is open.
         self.paths = {route.path for route in routes}
         handlers = {
-            ApiError: lambda request, error: _refusal(error, request.url.path),
-            HTTPException: lambda request, error: _refusal(_plain(error), request.url.path, error.headers),
+            ApiError: lambda request, error: refusal(error, request.url.path),
+            HTTPException: lambda request, error: refusal(plain(error), request.url.path, error.headers),
         }
         self.app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
@@ -98,7 +99,7 @@ class Several:
             front = await self._enter(model)
         except (ApiError, PipelineError) as error:
             refused = error if isinstance(error, ApiError) else api_error(error)
-            await _noted(Request(scope), refused)(scope, receive, send)
+            await noted(Request(scope), refused)(scope, receive, send)
             return
         except ClientDisconnect:
             return

@@ -13,6 +13,7 @@ from castiron.pipelines.embedding import NO_RERANKER
 from castiron.pipelines.generation.chat_template import variables_of
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.tokenizing import encoded
+from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed
 from castiron.pipelines.serve.schemas import (
@@ -23,6 +24,7 @@ from castiron.pipelines.serve.schemas import (
     RerankRequest,
     TokenizeRequest,
 )
+from castiron.pipelines.serve.turns import Turns
 from castiron.vmfb.manifest import Manifest
 
 # Characters of a text whose tokens are counted in any case.
@@ -32,12 +34,14 @@ COUNTED = 100_000
 @dataclass(frozen=True)
 class Limits:
     """seconds: of one request, from its arrival to its end. body_bytes: of what it sends. temperature: of requests that
-    name none, None for the model's own. priorities: whether a request may say which goes first."""
+    name none, None for the model's own. priorities: whether a request may say which goes first. kept_bytes: of
+    log-probabilities and grammars of all requests under way, None for a part of the machine's memory."""
 
     seconds: float = 600.0
     body_bytes: int = 4_000_000
     temperature: float | None = None
     priorities: bool = False
+    kept_bytes: int | None = None
 
 
 class Runs(Protocol):
@@ -70,6 +74,8 @@ class TextApi:
         """`names[0]` is the model's name; the others are taken for it too."""
         self.engine, self.text, self.names, self.limits = engine, text, tuple(names), limits
         self.context, self.vocab = manifest.context, manifest.vocab
+        # One process renders templates: whoever keeps it busy waits until the others have been there.
+        self.rendering = Turns()
 
     @property
     def described(self) -> dict[str, Any]:
@@ -142,6 +148,7 @@ class TextApi:
         them; ApiError for what the template would ignore."""
         if self.text.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
+        self.check_count(len(messages))
         plain = [message.plain() for message in messages]
         self.check_length(sum(len(message["content"]) for message in plain), "messages")
 
@@ -150,7 +157,8 @@ class TextApi:
             written = self.text.encode_unfinished_chat if go_on else self.text.encode_chat
             return written(plain, **template_args)
 
-        return await on_the_side(encode)
+        async with self.rendering.of(ASKER.get().client):
+            return await on_the_side(encode)
 
     async def ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -167,6 +175,14 @@ class TextApi:
                 f"{param} {'have' if param == 'messages' else 'has'} {characters}: shorten the {param}"
             )
             raise ApiError(400, message, param, "context_length_exceeded")
+
+    def check_count(self, messages: int) -> None:
+        """ApiError 400, before they are rendered, for more messages than there can be tokens."""
+        if messages > self.context:
+            message = (
+                f"this model's maximum context length is {self.context} tokens, and there are {messages} messages: send fewer"
+            )
+            raise ApiError(400, message, "messages", "context_length_exceeded")
 
     @cached_property
     def longest_token(self) -> int:

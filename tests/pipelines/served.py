@@ -105,10 +105,13 @@ sys.exit(main(sys.argv[2:]))
 
 
 @contextlib.contextmanager
-def served(path: Path, log: Path, *options: str, slow: float = 0, **environment: str):
-    """`castiron serve` on a free port, with steps of at least `slow` seconds; killed at the end if it still runs."""
+def served(path: Path, log: Path, *options: str, slow: float = 0, descriptors: int | None = None, **environment: str):
+    """`castiron serve` on a free port, with steps of at least `slow` seconds, and at most so many `descriptors`; killed at the end
+    if it still runs."""
     start = ["-c", SLOW, str(slow)] if slow else ["-m", "castiron"]
     command = [sys.executable, *start, "serve", str(path), "--port", "0", "--threads", "1", *options]
+    if descriptors:
+        command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$0" "$@"', *command]
     with open(log, "wb") as file:
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=file, env={**os.environ, **environment},

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from castiron.pipelines.serve.app import open_app
 from castiron.pipelines.serve.schemas import MAX_BIASES
 from castiron.pipelines.serve.text_api import COUNTED, Limits
 from tests.pipelines.served import bundle
+from tests.pipelines.test_serve_fuzz import WHOLE
 
 BODY = {"prompt": "Hello there, hello there", "max_tokens": 1, "temperature": 0}
 
@@ -44,6 +47,20 @@ def test_what_costs_too_much_is_refused_before_it_costs(path):
         assert "--scheduling-policy priority" in refused({**BODY, "priority": 1})
         assert "priority" in refused({**BODY, "priority": 2**60})
         assert client.post("/v1/completions", json={**BODY, "priority": 0}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in WHOLE.values()], ids=lambda kind: kind.__name__)
+def test_of_a_list_that_is_wrong_throughout_few_errors_are_found(kind):
+    """Each of a million would be made before the first is told; and of what is right only as much is read as has room."""
+    places = [lambda bad, name=name: {name: bad} for name in kind.model_fields]
+    places += [lambda bad, inside=inside: {"messages": [{"role": "user", inside: bad}], "input": [{"role": "user", inside: bad}]}
+               for inside in ("content", "summary", "tool_calls")]  # fmt: skip
+    for place in places:
+        for bad in ([1.5] * 3000, [{}] * 3000, [None] * 3000, {"a": [1.5] * 3000}):
+            try:
+                kind.model_validate_json(json.dumps(place(bad)))
+            except ValidationError as error:
+                assert error.error_count() < 100, (error.errors()[0]["loc"], error.error_count())
 
 
 def test_a_server_of_priorities_takes_them(path):

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from castiron.pipelines.generation.tokenizing import LONG, encoded
 from castiron.pipelines.serve import connections
-from castiron.pipelines.serve.clients import Access, Asker, Bodies, TooMuch
+from castiron.pipelines.serve.clients import Access, Asker, Shares, TooMuch
 from castiron.pipelines.serve.connections import Acceptor, Connection
 from tests.pipelines.served import LETTERS, SPECIAL, tokenizer
 
@@ -206,7 +206,7 @@ def test_hosts_that_another_site_could_have():
 
 
 def test_bodies_have_room_of_all_and_of_one_client():
-    bodies = Bodies(100, 60)
+    bodies = Shares("bodies", 100, 60)
     first, second, third = bodies.of("a"), bodies.of("a"), bodies.of("b")
     first.take(40)
     second.take(20)

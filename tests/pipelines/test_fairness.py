@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.scheduler import INTERLEAVED, PATIENCE, Observer, Scheduler
-from tests.pipelines.test_scheduler import CONTEXT, FakeBatch, Request, run
+from tests.pipelines.test_scheduler import CONTEXT, FakeBatch, Request, alone_past_eos, run
 
 PROMPTS = st.lists(st.integers(3, 5), min_size=1, max_size=CONTEXT - 10)
 
@@ -182,6 +182,91 @@ def test_the_lower_priority_goes_first():
     scheduler.submit(high.sequence)
     run(scheduler, 2)
     assert _ended(high) and not _ended(low)
+
+
+PRIORITISED = st.lists(
+    st.tuples(PROMPTS, st.integers(1, 15), st.integers(-2, 2), st.integers(0, 5), st.sampled_from([0, 0, 0, 2, 40]), st.booleans()),
+    min_size=2, max_size=12,
+)  # fmt: skip
+
+
+@given(st.integers(1, 3), PRIORITISED)
+def test_who_gives_its_slot_to_a_lower_priority_says_the_same(size, arrivals):
+    """Wherever it is interrupted, reading, decoding or under a grammar."""
+    batch = FakeBatch(size)
+    scheduler = Scheduler(batch)
+    requests, bound, gone = [], [], []
+
+    def turn() -> None:
+        run(scheduler, 1)
+        assert sum(s.paused is not None for s in scheduler.waiting) <= size
+        running = [*scheduler.reading.values(), *scheduler.decoding.values()]
+        assert len(running) <= size and not any(s.paused for s in running)
+
+    for i, (prompt, max_tokens, priority, turns, run_of, leaves) in enumerate(arrivals):
+        request = Request([6 + i, *prompt], max_tokens)
+        request.sequence.priority = priority
+        if run_of:
+            request.sequence.constraint = Forced(run_of)
+        (gone if leaves and i % 3 == 0 else bound if run_of else requests).append(request)
+        scheduler.submit(request.sequence)
+        for _ in range(turns):
+            turn()
+        for one in gone:
+            scheduler.cancel(one.sequence)
+            assert one.sequence.paused is None
+    while not scheduler.idle:
+        turn()
+    for request in requests:
+        request.check_as_alone()
+    assert all(len(request.sequence.tokens) <= request.max_tokens and request.end for request in bound)
+
+
+def test_a_lower_priority_has_a_slot_at_once_and_the_other_goes_on():
+    batch, told = FakeBatch(2), []
+    scheduler = Scheduler(batch, observer=Pauses(told))
+    slow = [Request([3 + i] * 40, 30, stop_tokens=[]) for i in range(2)]
+    for i, request in enumerate(slow):
+        request.sequence.priority = 5 + i
+        scheduler.submit(request.sequence)
+    run(scheduler, 12)
+    read = sum(work[2] for work in batch.work if work[0] == "prefill")
+    before = [len(request.sequence.tokens) for request in slow]
+    urgent = Request([9, 9], 4, stop_tokens=[])
+    scheduler.submit(urgent.sequence)
+    turns = 0
+    while not _ended(urgent):
+        run(scheduler, 1)
+        turns += 1
+    assert turns <= 4 and told == [slow[1].sequence]
+    assert len(slow[0].sequence.tokens) > before[0] and len(slow[1].sequence.tokens) == before[1]
+    run(scheduler)
+    for request in (*slow, urgent):
+        assert request.sequence.tokens == alone_past_eos(request.prompt, request.max_tokens)
+    # Nothing is read twice.
+    assert sum(work[2] for work in batch.work if work[0] == "prefill") == read + 2
+
+
+def test_few_states_are_kept_aside():
+    scheduler, most = Scheduler(FakeBatch(2)), 0
+    requests = [Request([3 + i, 4], 12, stop_tokens=[]) for i in range(8)]
+    for i, request in enumerate(requests):
+        request.sequence.priority = -i
+        scheduler.submit(request.sequence)
+        run(scheduler, 1)
+        most = max(most, sum(s.paused is not None for s in scheduler.waiting))
+    run(scheduler)
+    assert most == 2
+    for request in requests:
+        assert request.sequence.tokens == alone_past_eos(request.prompt, request.max_tokens)
+
+
+class Pauses(Observer):
+    def __init__(self, told: list):
+        self.told = told
+
+    def paused(self, sequence) -> None:
+        self.told.append(sequence)
 
 
 @given(st.lists(st.tuples(PROMPTS, st.integers(0, 1)), min_size=2, max_size=8), st.integers(1, 3))

@@ -129,6 +129,35 @@ def test_a_scheduler_finds_what_another_has_read(cast, tmp_path):
     assert found[0][0] == 0 < found[1][0] and found[0][1] == found[1][1]
 
 
+def test_a_folder_is_listed_when_it_has_changed(llama, tmp_path, monkeypatch):
+    """And not whenever a prompt waits: what another process adds or removes shows in the folder's time."""
+    store, session = stored(llama, tmp_path), Session(llama, 1)
+    store.prepare(session, TOKENS[: store.width * CHUNKS])
+    store.finish()
+    listed, scan = [], os.scandir
+    monkeypatch.setattr(prefix_store.os, "scandir", lambda place: listed.append(place) or scan(place))
+
+    def looked(times: int = 20) -> int:
+        """How often the folder was listed for so many looks at it."""
+        listed.clear()
+        for _ in range(times):
+            store.place(session, OTHERS), store.fetching(session, OTHERS)
+        return listed.count(store.folder)
+
+    assert looked() == 40, "a second change within the clock's grain would not show"
+    os.utime(store.folder, (1, 1))
+    assert looked() == 1 and looked() == 0
+    other = stored(llama, tmp_path)
+    other.prepare(Session(llama, 1), OTHERS[: store.width * CHUNKS])
+    other.finish()
+    assert store.place(session, OTHERS) == store.width * CHUNKS
+    os.utime(store.folder, (2, 2))
+    assert looked() == 1
+    for path in store.folder.iterdir():
+        path.unlink()
+    assert store.place(session, OTHERS) == 0
+
+
 def test_a_running_answer_does_not_wait_for_the_disk(llama, tmp_path, monkeypatch):
     """The state is read, and its sha256 taken, while the others go on; the sequence has it then."""
     store = stored(llama, tmp_path)

@@ -38,6 +38,13 @@ def alone(prompt: list[int], count: int) -> list[int]:
     return found
 
 
+def alone_past_eos(prompt: list[int], count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        found.append(int(logits_after(prompt + found).argmax()))
+    return found
+
+
 class Slot:
     """A session whose cache is the list of tokens that it was fed."""
 
@@ -88,13 +95,29 @@ class Slot:
         self.batch.copied += positions
         self.held, self.ready = other.held[:positions], False
 
+    whole = 0
+
+    def rows(self, position: int) -> list[np.ndarray]:
+        assert position == self.position
+        return [np.array(self.held)]
+
+    def take(self, rows: list[np.ndarray], position: int, whole: int) -> None:
+        self.held, self.ready = rows[0].tolist(), False
+        assert self.position == position
+
+    def swap(self, other: Slot) -> None:
+        assert other is not self
+        self.batch.moved += self.position + other.position
+        self.held, other.held, self.ready, other.ready = other.held, self.held, other.ready, self.ready
+
 
 class FakeBatch:
     """Slots as `castiron.vmfb.batch.Batch` has them, and a record of what was run."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *smaller: int):
         self.work: list[tuple] = []
-        self.copied = 0
+        self.copied = self.moved = 0
+        self.sizes = (*smaller, size) if smaller else (size // 2, size) if size > 3 else (size,) if size > 1 else ()
         self.broken_prompt: int | None = None
         self.break_next_step = False
         self.size = size
