@@ -74,8 +74,8 @@ def install_programs() -> None:
     install = ["apt-get", "install", "--yes", "--no-install-recommends", *missing]
     if os.geteuid() or not shutil.which("apt-get"):
         sys.exit(f"castiron: make test-aarch64 needs {' and '.join(missing)} of Debian or Ubuntu: sudo {' '.join(install)}")
-    subprocess.run(["apt-get", "update", "--quiet=2"], check=True)
-    subprocess.run([*install, "--quiet=2"], check=True)
+    call("apt-get", "update")
+    call(*install)
 
 
 def make_root(root: Path) -> None:
@@ -83,9 +83,9 @@ def make_root(root: Path) -> None:
     archive = root.with_suffix(".tar")
     hooks = "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"
     how = ["--architectures=arm64", "--variant=extract", "--skip=check/qemu", hooks, f"--include={','.join(DEBIAN)}"]
-    subprocess.run(["mmdebstrap", "--quiet", *how, SUITE, archive], check=True)
+    call("mmdebstrap", *how, SUITE, archive)
     root.mkdir()
-    subprocess.run(["tar", "--extract", "--file", archive, "--directory", root, "--exclude=./dev"], check=True)
+    call("tar", "--extract", "--file", archive, "--directory", root, "--exclude=./dev")
     archive.unlink()
     starter = root / "usr/bin/python"
     starter.write_text(STARTER)
@@ -99,7 +99,14 @@ def fetch_wheels(folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
     pins = [f"{name}=={versions[canonicalize_name(name)]}" for name in WHEELS]
-    subprocess.run([*pip, *platforms, f"--python-version={PYTHON.removeprefix('python')}", "--target", folder, *pins], check=True)
+    call(*pip, *platforms, f"--python-version={PYTHON.removeprefix('python')}", "--target", folder, *pins)
+
+
+def call(*command: object) -> None:
+    """Runs a program in silence; what it says is shown where it fails, which ends this one."""
+    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout}castiron: aarch64 cannot be set up, because {command[0]} failed as above")
 
 
 if __name__ == "__main__":
