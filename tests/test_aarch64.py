@@ -133,7 +133,7 @@ def test_canonical_logits_of_a_family_have_the_bits_of_this_machine(machine, tmp
     made = tiny_model(family, tmp_path / "checkpoint")
     prompt = np.random.default_rng(2).integers(3, 200, 28).tolist()
     here, there = (
-        cast(made, tmp_path / target, context=31, batch=(), speculate=(), target=target) for target in ("host", "aarch64")
+        cast(made, tmp_path / target, context=48, batch=(), speculate=(), target=target) for target in ("host", "aarch64")
     )
     check_bits(logits_there(machine, there, prompt), check_prompts(here, prompt))
 
