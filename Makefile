@@ -1,5 +1,6 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
 # make test          run the test suite
+# make test-aarch64  run bundles for aarch64 on aarch64 CPUs that qemu emulates: 15 minutes, 200 MB
 # make lint          ruff and mypy, as CI runs them
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart
 # make docs          the pages of docs as a site with search, in build/site
@@ -36,7 +37,7 @@ export MODEL CONTEXT WEIGHTS PROMPT TOKENS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test lint bench docs clean distclean
+.PHONY: compile-llm test test-aarch64 lint bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -47,6 +48,10 @@ compile-llm: $(INSTALLED)
 
 test: $(TEST_INSTALLED)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-aarch64: $(TEST_INSTALLED)
+	@$(BIN)/python -m tests.aarch64 build/aarch64
+	@CASTIRON_AARCH64=build/aarch64 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_aarch64.py
 
 lint: $(TEST_INSTALLED)
 	@$(BIN)/python -m ruff check

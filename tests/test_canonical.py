@@ -6,7 +6,6 @@ is found here. A change of the order of sums, on purpose, writes them anew: `pyt
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -18,10 +17,12 @@ from safetensors.numpy import save_file
 from castiron.emitter.types import EmitError
 from castiron.pipelines.casting.compile import Options, compile_model
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.encoder import Encoder
 from castiron.vmfb.session import Session
 from castiron.vmfb.targets import missing_features, resolve
+from tests.every_way import check_every_way, check_prompts, decoded, digest, same
+from tests.pipelines import encoders
 
 HASHES = Path(__file__).with_name("canonical_bits.json")
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 97, 64, 3, 3, 64, 96, 2
@@ -61,64 +62,6 @@ def cast(checkpoint: Path, out: Path, **options) -> Path:
     return compile_model(checkpoint, out, Options(**options)).bundle
 
 
-def decoded(session: Session, tokens: list[int]) -> np.ndarray:
-    """Logits [tokens, vocab] of one token after another."""
-    rows = []
-    for token in tokens:
-        session.step(token)
-        rows.append(session.logits())
-    return np.array(rows)
-
-
-def same(found: np.ndarray, wanted: np.ndarray) -> bool:
-    return np.asarray(found).tobytes() == wanted.tobytes()
-
-
-def check_prompts(path: Path, tokens: list[int]) -> np.ndarray:
-    """The logits of one token after another, which the chunks of a prompt give too."""
-    wanted, n = decoded(Session(path, 1), tokens), len(tokens)
-    for cuts in ([n], [n // 3, n], [1, 9, 17, n]):
-        session, start = Session(path, 2), 0
-        for end in cuts:
-            session.prefill(tokens[start:end])
-            assert same(session.logits(), wanted[end - 1]), f"prefill to {end} of {cuts}"
-            start = end
-    return wanted
-
-
-def check_every_way(path: Path, tokens: list[int]) -> np.ndarray:
-    """The logits of one token after another, which all other ways give too."""
-    wanted, n = check_prompts(path, tokens), len(tokens)
-    session = Session(path, 2)
-    for start in range(0, n - 3, 4):
-        session.verify(tokens[start : start + 4])
-        assert same(session.verified_logits(), wanted[start : start + 4]), f"verify from {start}"
-    session.rewind(n // 2)
-    assert same(decoded(session.fork(), tokens[n // 2 : n // 2 + 3]), wanted[n // 2 : n // 2 + 3]), "rewind and fork"
-    batch = Batch(path, 2)
-    stands = {slot: 5 * slot for slot in range(batch.size)}
-    for slot, at in stands.items():
-        if at:
-            batch.slots[slot].prefill(tokens[:at])
-    for step in range(9):
-        # The second sequence pauses in between.
-        here = {slot: at for slot, at in stands.items() if slot != 1 or step % 3}
-        batch.step({slot: tokens[at] for slot, at in here.items()})
-        for slot, at in here.items():
-            assert same(batch.slots[slot].logits(), wanted[at]), f"slot {slot} at {at}"
-            stands[slot] += 1
-    batch.slots[0].swap(batch.slots[2])
-    for here in ({0: stands[2], 1: stands[1]}, {1: stands[1] + 1, 2: stands[0]}):
-        batch.step({slot: tokens[at] for slot, at in here.items()})
-        for slot, at in here.items():
-            assert same(batch.slots[slot].logits(), wanted[at]), f"slot {slot} at {at} of two"
-    return wanted
-
-
-def digest(logits: np.ndarray) -> str:
-    return hashlib.sha256(logits.astype("<f4").tobytes()).hexdigest()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_and_every_cpu_gives_the_same_bits(way, tmp_path):
     (options, targets), wanted = WAYS[way], json.loads(HASHES.read_text())[way]
@@ -137,6 +80,19 @@ def test_every_kind_of_layer_keeps_its_bits(family, tmp_path):
     made = tiny_model(family, tmp_path / "checkpoint")
     path = cast(made, tmp_path / "bundle", context=31, batch=(), speculate=())
     check_prompts(path, np.random.default_rng(2).integers(3, 200, 28).tolist())
+
+
+def test_a_text_has_one_vector_whatever_its_call_takes(tmp_path):
+    """Attention within a window and of all, both ways: calls of other widths, threads and vector units."""
+    sizes = {"num_hidden_layers": 2, "local_attention": 64, "global_attn_every_n_layers": 2}
+    made = encoders.write("modernbert", tmp_path / "model", pooling="mean", longest=100, **sizes)
+    v3 = "host" if missing_features(resolve("x86-64-v3")) else "x86-64-v3"
+    options = {"context": 100, "batch": (), "speculate": ()}
+    one = Encoder(cast(made, tmp_path / "one", embed=(72,), **options), 2)
+    other = Encoder(cast(made, tmp_path / "other", embed=(100,), target=v3, **options), 1)
+    for length in (1, 20, 70, 91):
+        tokens = np.random.default_rng(length).integers(3, 211, length).tolist()
+        assert same(one.encode(tokens), other.encode(tokens)), f"{length} tokens"
 
 
 def test_a_family_whose_sums_have_no_canonical_order_is_refused(tmp_path):

@@ -18,6 +18,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import aarch64
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("emitter", "pipelines", "vmfb", "reference")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -361,6 +363,19 @@ def test_make_installs_the_lock_once_and_again_when_it_changes(installed_tree):
     shutil.copy(ROOT / BASE, installed_tree)
     make("test", directory=installed_tree)
     assert len(calls(installed_tree)) == len(first)
+
+
+def test_make_test_aarch64_fails_where_it_cannot_be_set_up(installed_tree, monkeypatch):
+    assert make("test-aarch64", directory=installed_tree).returncode == 0
+    setup, tests = calls(installed_tree)[-2:]
+    assert setup == ["python", "-m", "tests.aarch64", "build/aarch64"] and tests[-1] == "tests/test_aarch64.py"
+    program = installed_tree / ".venv/bin/python"
+    program.write_text(program.read_text() + '[ "$2" != tests.aarch64 ]\n')
+    assert make("test-aarch64", directory=installed_tree).returncode != 0
+    assert calls(installed_tree) == [setup]
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="needs qemu-user-static and mmdebstrap .*: sudo apt-get install .* qemu-user-static"):
+        aarch64.install_programs()
 
 
 @pytest.mark.parametrize(

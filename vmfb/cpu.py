@@ -20,12 +20,13 @@ X86 = """
 """.split()
 # What has another name there.
 X86_OTHERWISE = {"pni": "sse3", "abm": "lzcnt", "bmi1": "bmi", "apx": "apxf", "avx1.0": "avx"}
-# Left the name in /proc/cpuinfo, right LLVM's.
-ARM_CPUINFO = {
-    "asimd": "neon", "crc32": "crc", "atomics": "lse", "asimdrdm": "rdm", "asimdhp": "fullfp16", "asimddp": "dotprod",
-    "asimdfhm": "fp16fml", "fcma": "complxnum", "lrcpc": "rcpc", "i8mm": "i8mm", "bf16": "bf16", "sve": "sve",
-    "sve2": "sve2", "svei8mm": "sve-i8mm", "svebf16": "sve-bf16", "sme": "sme", "sme2": "sme2",
+# Linux: bits of the two words that the kernel gives every process (uapi/asm/hwcap.h). An emulated CPU has its own, where
+# /proc/cpuinfo is the machine's.
+ARM_HWCAP = {
+    1: "neon", 7: "crc", 8: "lse", 10: "fullfp16", 12: "rdm", 14: "complxnum", 15: "rcpc", 20: "dotprod", 22: "sve",
+    23: "fp16fml",
 }  # fmt: skip
+ARM_HWCAP2 = {1: "sve2", 9: "sve-i8mm", 12: "sve-bf16", 13: "i8mm", 14: "bf16", 23: "sme", 37: "sme2"}
 # macOS: a sysctl that reads 1 where the CPU has the feature.
 ARM_SYSCTL = {
     "hw.optional.AdvSIMD": "neon", "hw.optional.armv8_crc32": "crc", "hw.optional.arm.FEAT_LSE": "lse",
@@ -49,7 +50,9 @@ def host_features() -> frozenset[str]:
     """The features of this CPU that matter for generated code; empty where the system cannot be asked."""
     if platform.system() == "Darwin":
         return _darwin_features(host_arch())
-    return cpuinfo_features(_cpuinfo(), host_arch())
+    if host_arch() == "aarch64":
+        return hwcap_features(*_hwcaps())
+    return cpuinfo_features(_cpuinfo())
 
 
 @functools.cache
@@ -66,12 +69,12 @@ def host_cpu() -> str:
     """The CPU's own name, as `AMD EPYC 9B14`; the architecture where there is none."""
     if platform.system() == "Darwin":
         return _sysctl_text("machdep.cpu.brand_string") or host_arch()
-    fields = _fields(_cpuinfo())
-    if "model name" in fields:
-        return fields["model name"]
-    if "CPU part" in fields:
-        return f"arm implementer {fields.get('CPU implementer', '?')} part {fields['CPU part']}"
-    return host_arch()
+    fields, arch = _fields(_cpuinfo()), host_arch()
+    if arch != "aarch64":
+        return fields.get("model name", arch)
+    # An emulated CPU is shown the machine's own /proc/cpuinfo, where no part stands.
+    part = fields.get("CPU part")
+    return f"arm implementer {fields.get('CPU implementer', '?')} part {part}" if part else arch
 
 
 @functools.cache
@@ -89,12 +92,26 @@ def physical_cores() -> int:
     return max(1, len(cores))
 
 
-def cpuinfo_features(text: str, arch: str) -> frozenset[str]:
-    """The features in the text of a /proc/cpuinfo."""
-    fields = _fields(text)
-    if arch == "x86_64":
-        return _x86(fields.get("flags", "").split())
-    return frozenset(ARM_CPUINFO[flag] for flag in fields.get("Features", "").split() if flag in ARM_CPUINFO)
+def cpuinfo_features(text: str) -> frozenset[str]:
+    """The features of an x86 CPU in the text of its /proc/cpuinfo."""
+    return _x86(_fields(text).get("flags", "").split())
+
+
+def hwcap_features(hwcap: int, hwcap2: int) -> frozenset[str]:
+    """The features of an ARM CPU in the two words that Linux describes it with."""
+    words = ((ARM_HWCAP, hwcap), (ARM_HWCAP2, hwcap2))
+    return frozenset(name for names, word in words for bit, name in names.items() if word >> bit & 1)
+
+
+def _hwcaps() -> tuple[int, int]:
+    """Those words; zeros where the C library does not give them."""
+    hwcap, hwcap2 = 16, 26
+    try:
+        ask = ctypes.CDLL(None).getauxval
+    except (AttributeError, OSError):
+        return 0, 0
+    ask.restype, ask.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return ask(hwcap), ask(hwcap2)
 
 
 def _x86(words: Iterable[str]) -> frozenset[str]:

@@ -19,15 +19,20 @@ ZEN4 = (
 
 
 def test_cpuinfo_is_read_under_llvms_names():
-    found = cpu.cpuinfo_features(f"processor\t: 0\nmodel name\t: AMD EPYC 9B14\nflags\t\t: {ZEN4}\n", "x86_64")
+    found = cpu.cpuinfo_features(f"processor\t: 0\nmodel name\t: AMD EPYC 9B14\nflags\t\t: {ZEN4}\n")
     assert set(TARGETS["x86-64-v4"].features) <= found
     assert {"avx512vnni", "avx512bf16", "gfni"} <= found and not {"sha_ni", "vaes"} & found
     assert targets.isa_of("x86_64", found) == "avx512bf16"
     assert targets.isa_of("x86_64", found - {"avx512bf16"}) == "avx512vnni"
     assert targets.isa_of("x86_64", found - {"avx512vnni", "avx512bf16"}) == "avx512"
-    arm = cpu.cpuinfo_features("Features\t: fp asimd aes crc32 atomics fphp asimdhp asimdrdm asimddp\n", "aarch64")
+
+
+def test_linux_words_for_an_arm_cpu_are_read_under_llvms_names():
+    # fp asimd aes crc32 atomics fphp asimdhp asimdrdm asimddp
+    arm = cpu.hwcap_features(0x10178B, 0)
     assert arm == set(TARGETS["aarch64"].features) and targets.isa_of("aarch64", arm) == "neon"
-    graviton3 = cpu.cpuinfo_features("Features\t: asimd crc32 atomics asimdhp asimdrdm asimddp sve i8mm bf16\n", "aarch64")
+    # And those of Graviton 3: sve; i8mm bf16.
+    graviton3 = cpu.hwcap_features(0x50178B, 0x6000)
     assert graviton3 == {*TARGETS["aarch64-i8mm"].features, "sve"} and targets.isa_of("aarch64", graviton3) == "neoni8mm"
 
 

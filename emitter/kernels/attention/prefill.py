@@ -102,6 +102,9 @@ def attention_prefill(
         low: Index = 0
         if window is not None:
             low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
+            if isa.canonical:
+                # A column's blocks are those of every tile that it might be in.
+                low = b.mul(b.div(low, KEYS), KEYS)
         # A tile of padding sees no keys at all.
         end = b.choose(b.less(work.token, real), end, low)
         with b.loop(low, end, KEYS) as block:

@@ -1,0 +1,193 @@
+"""Bundles and kernels for aarch64, run on aarch64 CPUs that qemu-user emulates: HF's tokens, and the bits of every other CPU.
+
+`make test-aarch64` fetches what that takes and runs these; minutes, and no part of `make test`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from castiron.emitter.codecs import CODECS
+from castiron.emitter.kernels.products.product import Product
+from castiron.emitter.kernels.writing.isa import ISAS
+from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.reference import hf
+from castiron.reference.tiny import tiny_model
+from castiron.vmfb.targets import TARGETS, resolve
+from tests.aarch64 import Machine
+from tests.emitter.kernel_calls import read_results, write_calls
+from tests.emitter.kernel_runner import compile_kernels
+from tests.emitter.linear_cases import Case, Experts, check, check_pairs
+from tests.every_way import check_prompts, digest
+from tests.test_canonical import HASHES, PROMPT, WAYS, cast, checkpoint
+
+FOLDER = os.environ.get("CASTIRON_AARCH64")
+if not FOLDER:
+    pytest.skip("make test-aarch64 runs these: bundles for aarch64, under qemu", allow_module_level=True)
+# CPUs of qemu's, and what they lack of what the two targets demand.
+ALL = {"aarch64": "", "aarch64-i8mm": ""}
+CPUS = {
+    "max": ALL,
+    "neoverse-n1": ALL | {"aarch64-i8mm": "bf16, i8mm"},
+    "cortex-a76": ALL | {"aarch64-i8mm": "bf16, i8mm"},
+    "a64fx": {"aarch64": "dotprod", "aarch64-i8mm": "bf16, dotprod, i8mm"},
+    "cortex-a72": {"aarch64": "dotprod, fullfp16, lse, rdm", "aarch64-i8mm": "bf16, dotprod, fullfp16, i8mm, lse, rdm"},
+}
+FAMILIES = ("llama", "gemma3_text", "gpt_oss", "falcon_h1", "qwen3_5_moe_text")
+SMOLLM2 = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    folder = Path(FOLDER).resolve()
+    assert (folder / "root").is_dir(), f"there is no aarch64 in {folder}: make test-aarch64 puts it there"
+    return Machine(folder)
+
+
+def answer(machine: Machine, bundle: Path, *arguments: str) -> dict:
+    done = machine.run("-m", "castiron", "run", bundle, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def logits_there(machine: Machine, bundle: Path, tokens: Sequence[int]) -> np.ndarray:
+    """The logits [tokens, vocab] that the bundle gives there in every way."""
+    asked, out = (bundle.with_suffix(suffix) for suffix in (".json", ".npy"))
+    asked.write_text(json.dumps(tokens))
+    done = machine.run("-m", "tests.every_way", bundle, asked, out)
+    assert done.returncode == 0, done.stderr
+    return np.load(out)
+
+
+def check_bits(found: np.ndarray, wanted: np.ndarray) -> None:
+    different = (found != wanted).any(axis=1)
+    assert not different.any(), f"from token {different.argmax()} on, by up to {np.abs(found - wanted).max()}"
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("aarch64") / "llama")
+
+
+@pytest.fixture(scope="session")
+def bundles(llama) -> dict[str, Path]:
+    """A small model for each target."""
+    options = {"context": 64, "batch": (), "speculate": ()}
+    return {
+        target: compile_model(llama, llama.parent / target, Options(target=target, **options)).bundle
+        for target in ("x86-64-v3", "aarch64", "aarch64-i8mm")
+    }
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_a_bundle_runs_where_the_cpu_has_what_it_demands_and_is_refused_elsewhere(machine, llama, bundles, cpu):
+    expected = hf.greedy(hf.load(llama, threads=1), [5, 6, 7], 8).tokens
+    for target, missing in CPUS[cpu].items():
+        there, tokens = Machine(machine.folder, cpu), ("--tokens", "5,6,7", "-n", "8", "--ignore-eos")
+        if not missing:
+            assert answer(there, bundles[target], *tokens)["tokens"] == expected, target
+            continue
+        done = there.run("-m", "castiron", "run", bundles[target], *tokens)
+        assert done.returncode == 1 and not done.stdout
+        cpus = f"({TARGETS[target].cpu}) and this CPU (aarch64) lacks {missing}; "
+        assert cpus in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_bundle_for_another_architecture_is_refused(machine, bundles):
+    done = machine.run("-m", "castiron", "run", bundles["x86-64-v3"], "--tokens", "1")
+    assert done.returncode == 1 and "is compiled for x86_64 and this machine is aarch64" in done.stderr
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_hf(machine, tmp_path, family):
+    made = tiny_model(family, tmp_path / "checkpoint")
+    prompt = np.random.default_rng(3).integers(3, 200, 21).tolist()
+    expected = hf.greedy(hf.load(made, threads=1), prompt, 12)
+    assert min(expected.margins) > 1e-4, "the model's margins do not prove anything"
+    for numerics in ("exact", "canonical"):
+        path = tmp_path / numerics
+        options = Options(context=48, batch=(), speculate=(), numerics=numerics, target="aarch64")
+        compile_model(made, path, options)
+        tokens = ",".join(map(str, prompt))
+        found = answer(machine, path, "--tokens", tokens, "-n", "12", "--ignore-eos")
+        assert found["tokens"] == expected.tokens, numerics
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_canonical_logits_have_the_hash_of_every_machine(machine, tmp_path, way):
+    options, _ = WAYS[way]
+    bundle = cast(checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", target="aarch64", **options)
+    assert digest(logits_there(machine, bundle, PROMPT)) == json.loads(HASHES.read_text())[way]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "nemotron_h", "hunyuan_v1_dense", "qwen3", "lfm2"])
+def test_canonical_logits_of_a_family_have_the_bits_of_this_machine(machine, tmp_path, family):
+    made = tiny_model(family, tmp_path / "checkpoint")
+    prompt = np.random.default_rng(2).integers(3, 200, 28).tolist()
+    here, there = (
+        cast(made, tmp_path / target, context=48, batch=(), speculate=(), target=target) for target in ("host", "aarch64")
+    )
+    check_bits(logits_there(machine, there, prompt), check_prompts(here, prompt))
+
+
+@pytest.mark.parametrize("numerics", ["exact", "canonical"])
+def test_smollm2_says_what_it_says_here(machine, tmp_path, numerics):
+    def compiled(target: str) -> Path:
+        options = {"context": 64, "batch": (), "speculate": (), "numerics": numerics}
+        return compile_model(SMOLLM2, tmp_path / target, Options(target=target, **options)).bundle
+
+    here, there, asked = compiled("host"), compiled("aarch64"), ("--raw", "-p", "The capital of France is", "-n", "8")
+    command = [sys.executable, "-m", "castiron", "run", here, *asked, "--json"]
+    wanted = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    found = answer(machine, there, *asked)
+    assert found["text"] == wanted["text"] and found["tokens"] == wanted["tokens"]
+    assert len(wanted["tokens"]) == 8
+    if numerics == "canonical":
+        tokens = [1, 2, 3, 504, 1049, 17000, 12, 9]
+        check_bits(logits_there(machine, there, tokens), check_prompts(here, tokens))
+
+
+def kernels_of(target: str) -> list[Case]:
+    """Products of every codec by every instruction of the target, of one token, of few and of many."""
+    given = {"bias": True, "residual": True, "glu": "silu"}
+    shapes = {1: given, 7: given | {"length": True}, 19: given | {"length": True}}
+    of = lambda codec, tokens, numerics: Case(Product(codec, tokens, 40, 512, numerics=numerics, **shapes[tokens]))
+    found = [of(codec, tokens, "bytes") for codec in CODECS if CODECS[codec].quantised for tokens in (7, 19)]
+    if target == "aarch64-i8mm":
+        return found + [of("bf16", tokens, "pairs") for tokens in (7, 19)]
+    return found + [of(codec, tokens, "exact") for codec in CODECS for tokens in (1, 7, 19)]
+
+
+# Of 80 pairs that are no padding one expert has more than are computed without a panel.
+EXPERTS = [
+    Experts(Product(codec, 160, 40, 256, experts=3, per_row=2, length=True, numerics=numerics))
+    for codec, numerics in (("q4_k", "exact"), ("bf16", "exact"), ("q4_1", "bytes"), ("q6_k", "bytes"))
+]
+
+
+def run_there(machine: Machine, cases: Sequence[Case], target: str, directory: Path) -> list[tuple]:
+    """As `linear_cases.run_all`, on the machine."""
+    directory.mkdir()
+    kernels = [case.kernel(ISAS[resolve(target).isa]) for case in cases]
+    given = [case.arguments() for case in cases]
+    module, calls, out = directory / "kernels.vmfb", directory / "calls.npz", directory / "out.npz"
+    compile_kernels(list({kernel.name: kernel for kernel in kernels}.values()), module, target)
+    write_calls(calls, [(f"call_{k.name}", [own[name] for name in k.operands]) for k, own in zip(kernels, given, strict=True)])
+    done = machine.run("-m", "tests.emitter.kernel_calls", module, calls, out)
+    assert done.returncode == 0, done.stderr
+    wanted = [kernel.reference(**own)["y"] for kernel, own in zip(kernels, given, strict=True)]
+    return list(zip(cases, given, read_results(out), wanted, strict=True))
+
+
+@pytest.mark.parametrize("target", ["aarch64", "aarch64-i8mm"])
+def test_every_instruction_of_a_product_matches_the_definition(machine, tmp_path, target):
+    check(run_there(machine, kernels_of(target), target, tmp_path / "products"))
+    check_pairs(run_there(machine, EXPERTS, target, tmp_path / "experts"))
