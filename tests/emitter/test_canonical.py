@@ -130,9 +130,9 @@ def attention(case: AttentionCase, isa: Isa, chunk: int | None) -> object:
     return attention_decode(LAYERS, CONTEXT, case.layout, case.how, isa=isa, chunk=chunk, **options)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(directory, threads):
-    """Before and past where contexts are split, on two vector units; rows of padding are zero."""
+@pytest.fixture(scope="module")
+def attending(directory):
+    """The kernels of each vector unit and case, and a module that has them all."""
     kernels = {}
     for unit in ("avx512", "avx2"):
         for case in ATTENTION:
@@ -140,7 +140,14 @@ def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(directory, thread
             append = rope_append(LAYERS, CONTEXT, case.tokens, case.layout, isa=UNITS[unit], cache=case.rows)
             kernels[unit, case] = one, chunk, append
     every = {k.name: k for made in kernels.values() for k in made}
-    runner = Runner(compile_kernels(list(every.values()), directory / f"attention{threads}.vmfb"), threads)
+    return kernels, compile_kernels(list(every.values()), directory / "attention.vmfb")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(attending, threads):
+    """Before and past where contexts are split, on two vector units; rows of padding are zero."""
+    kernels, path = attending
+    runner = Runner(path, threads)
     seen: dict[tuple, bytes] = {}
     for (unit, case), (one, chunk, append) in kernels.items():
         for start, length in ((0, 6), (20, 6), (150, 4)):

@@ -1,13 +1,15 @@
-"""The real checkpoints of the catalogue, once for all tests, and transformers' own reading of them."""
+"""The real checkpoints of the catalogue and a browser, once for all tests."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from castiron.pipelines.checkpoints import Checkpoint, open_checkpoint
 from castiron.pipelines.checkpoints.catalogue import fetch
+from tests.pipelines.browser import Browser, find
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +30,10 @@ def gemma3_path() -> Path:
 @pytest.fixture(scope="session")
 def gemma3(gemma3_path) -> Checkpoint:
     return open_checkpoint(gemma3_path)
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    """One browser, in which each test opens a page of its own."""
+    with contextlib.closing(Browser(find(), tmp_path_factory.mktemp("chromium") / "profile")) as found:
+        yield found
