@@ -11,6 +11,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.text import Text, load_text
+from castiron.pipelines.generation.tokenizing import utf8
 from castiron.pipelines.progress import say
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.encoder import Encoder
@@ -42,8 +43,6 @@ class Embedder:
         self.encoder = Encoder(bundle, threads)
         self.text: Text | None = load_text(bundle) if bundle.tokenizer else None
         if self.text:
-            # A file may have settings of its own for the batches in which it was trained.
-            self.text.tokenizer.no_padding()
             self.text.tokenizer.enable_truncation(self.facts.max_tokens)
         self._alone = threading.Lock()
 
@@ -64,7 +63,7 @@ class Embedder:
                 raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none: give token ids")
             # White space at the ends counts for nothing, as in sentence-transformers.
             words = (prompt + text).strip()
-            found = self.text.tokenizer.encode(_utf8(words.lower() if self.facts.lower_case else words))
+            found = self.text.tokenizer.encode(utf8(words.lower() if self.facts.lower_case else words, "a text"))
             tokens = Tokens(found.ids, bool(found.overflowing))
         else:
             tokens = Tokens(list(text))
@@ -77,7 +76,7 @@ class Embedder:
         text that is not valid."""
         if self.text is None:
             raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none")
-        found = self.text.tokenizer.encode(_utf8(query.strip()), _utf8(document.strip()))
+        found = self.text.tokenizer.encode(utf8(query.strip(), "a text"), utf8(document.strip(), "a text"))
         shift = self.bundle.manifest.vocab if self.facts.types else 0
         ids = [token + shift * (kind > 0) for token, kind in zip(found.ids, found.type_ids)]
         return Tokens(ids, bool(found.overflowing))
@@ -164,12 +163,3 @@ def say_cut(cut: int, total: int, most: int) -> None:
     """A line on stderr if texts were cut."""
     if cut:
         say(f"{cut} of {total} texts ha{'ve' if cut > 1 else 's'} more than {most} tokens, of which the first {most} count")
-
-
-def _utf8(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Python hands on what a terminal sends in another encoding as lone surrogates.
-        raise PipelineError("a text is not valid UTF-8") from None
-    return text

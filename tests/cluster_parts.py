@@ -31,8 +31,8 @@ class DiesOnce(Generate):
         if len(mine.read_text().splitlines()) == 3 and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        # Work is left for a node that comes, however long it takes to come.
-        until = time.monotonic() + 3
+        # Work is left for the node that comes then, however long it takes to come.
+        until = time.monotonic() + 3 * died.exists()
         while (
             len({line for path in notes.glob("*.jsonl") for line in path.read_text().splitlines()}) < 2
             and time.monotonic() < until

@@ -65,6 +65,8 @@ def cluster(notes):
         patch.setenv(cluster_parts.NOTES, str(notes))
 
         head = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        # Nobody reads the logs of workers here, and nothing scales the cluster: processes that take seconds to start.
+        head |= {"include_log_monitor": False, "no_monitor": True}
         found = Cluster(initialize_head=True, head_node_args=head)
         patch.setenv("RAY_ADDRESS", found.address)
         ray.init(log_to_driver=False, logging_level="error")

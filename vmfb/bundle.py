@@ -67,7 +67,7 @@ def open_bundle(
     place: Path | str | Bundle, *, full_check: bool = False, run: bool = True, verify_key: Path | str | None = None
 ) -> Bundle:
     """Opens the bundle at `place`, a directory or an archive; BundleError, one sentence, for anything that does not hold.
-    A Bundle is taken as it is.
+    A Bundle is taken as it is, unless one of the checks is asked for.
 
     Every file is hashed when a bundle is first opened. Then a stamp under `cache_root()/verified` remembers each
     file's size, inode and the times of its last change (which nobody sets at will) for this manifest, and later openings
@@ -76,7 +76,9 @@ def open_bundle(
     the public key of who must have signed it.
     """
     if isinstance(place, Bundle):
-        return place
+        if not full_check and verify_key is None:
+            return place
+        place = place.path
     path = Path(place)
     for _ in range(TRIES):
         before = _identity(path)
@@ -115,6 +117,8 @@ def pack_bundle(
 ) -> None:
     """Writes `bundle` as one archive, its files' sha256 checked on the way; see `castiron.vmfb.archive.write_archive`. It is
     signed by the private key in the file `key`, or as it was."""
+    import tempfile
+
     place, out = bundle.path, Path(out)
     if out.exists() and place.exists() and out.samefile(place):
         raise BundleError(f"{out} is the bundle itself; give another file")

@@ -30,6 +30,7 @@ from castiron.pipelines.commands.generating import (
     prefix_store,
     sampling_of,
     template_args,
+    trust_of,
 )
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import Progress, say
@@ -111,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
         say("results go to stdout and are kept nowhere: if this job is interrupted, another run begins anew")
     rows, args.json_schema = open_rows(args.input), read_schema(args.json_schema)
     try:
-        with engine(args, bundle_of(args.bundle)) as (key, answer), Progress() as progress:
+        with engine(args, bundle_of(args.bundle, **trust_of(args))) as (key, answer), Progress() as progress:
             summary = run_job(rows, key, answer, output, ordered=args.ordered, told=teller(progress))
     except KeyboardInterrupt:
         if output:

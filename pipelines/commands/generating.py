@@ -99,7 +99,7 @@ def draft_of(args: argparse.Namespace, target: "Bundle") -> "Draft | None":
     from castiron.pipelines.casting.named import bundle_of
     from castiron.pipelines.generation.draft import open_draft
 
-    return open_draft(bundle_of(args.draft), target, args.threads)
+    return open_draft(bundle_of(args.draft, **trust_of(args)), target, args.threads)
 
 
 def add_template_argument(parser: argparse._ActionsContainer) -> None:

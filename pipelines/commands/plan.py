@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from castiron.pipelines.commands.generating import add_bundle_argument
+from castiron.pipelines.commands.generating import add_bundle_argument, trust_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.sizes import megabytes
 
@@ -71,15 +71,16 @@ def main(args: argparse.Namespace) -> int:
             raise PipelineError(f"--{name} is {value:g}; give a number above 0")
     if not 0 < args.busiest < 1:
         raise PipelineError(f"--busiest is {args.busiest:g}; give a share above 0 and below 1")
-    bundle = generating(bundle_of(args.bundle))
-    if args.cores is args.bandwidth is args.flops is None:
+    here = args.cores is args.bandwidth is args.flops is None
+    if args.check and not (args.rate and here):
+        raise PipelineError("--check runs requests on this machine at a --rate: give one, and describe no other machine")
+    bundle = generating(bundle_of(args.bundle, **trust_of(args)))
+    if here:
         times = measured(bundle, args.prompt, args.gen, args.threads)
     else:
         times = calculated(bundle.manifest, args.prompt, args.gen, limits(args))
     found = answer(args, bundle, times)
     if args.check:
-        if "machines" not in found or not found["measured"]:
-            raise PipelineError("--check runs requests on this machine at a --rate: give one, and describe no other machine")
         from castiron.pipelines.measuring.plan_check import checked
 
         found["check"] = checked(bundle, times, args.prompt, args.rate / found["machines"], args.check, args.threads)

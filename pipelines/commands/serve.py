@@ -130,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
             serve(front, several, listening, args.grace)
             return 0
         (bundle,) = bundles
-        draft = bundle_of(args.draft) if args.draft else None
+        draft = bundle_of(args.draft, **trust_of(args)) if args.draft else None
         say_memory(bundle.manifest, slots_of(bundle.manifest), draft and draft.manifest)
         app = open_app(
             bundle, name=args.name, api_keys=keys, quiet=args.quiet, cors=pages, store=prefix_store(args, bundle.manifest),

@@ -32,7 +32,7 @@ class Constraint:
         what begins thoughts and what ends them, which may stand at the end of the `prompt`."""
         self._matcher, self._tokens, self.eos, self._encode = matcher, tokens, eos, encode
         self.forced: deque[int] = deque()
-        # The marks that end thoughts which have begun; the bytes that came since.
+        # The marks that end thoughts which have begun; the last bytes that came since.
         self._ends = tuple(end.encode() for begin, end in marks if prompt.rstrip().endswith(begin))
         self._thought = b""
         # Tokens that may begin thoughts now, with what ends them. A mark of several could be the text's own beginning.
@@ -108,6 +108,8 @@ class Constraint:
                 if rest.strip() and not self._matcher.consume_tokens(self._encode(rest.decode("utf-8", "replace").lstrip())):
                     self._fail()
                 return
+        # A mark may have begun.
+        self._thought = self._thought[-max(map(len, self._ends)) :]
 
     def _look_ahead(self) -> None:
         if not (self.forced or self._ends or self._begins):

@@ -8,8 +8,8 @@ messages as it likes, and a word that comes about by that is one that was said t
 from __future__ import annotations
 
 import json
+import os
 import re
-import secrets
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
@@ -104,7 +104,7 @@ class ControlWords:
     @cached_property
     def _names(self) -> dict[str, str]:
         """What each control word is called in `_plain`: nobody can say that, because nobody knows it."""
-        secret = secrets.token_hex(8)
+        secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.words))}
 
     @cached_property

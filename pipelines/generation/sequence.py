@@ -156,14 +156,14 @@ class Sequence:
         self.text = text
         self._detokeniser = text and Detokeniser(text)
         self._thoughts = text.thoughts(recent) if text and thoughts else None
-        self.constraint: Constraint | None = None
+        constraint: Constraint | None = None
         if grammar:
             if text is None:
                 raise PipelineError("a grammar needs a tokenizer, and there is none")
             # Calls may be in a channel of their own.
             marks = text.marks if grammar.calls else text.answer_marks
-            self.constraint = grammar.constraint(*(marks, text.end_of(recent)) if thoughts else ())
-        self.chooser = Chooser(self.sampler, self.constraint, recent)
+            constraint = grammar.constraint(*(marks, text.end_of(recent)) if thoughts else ())
+        self.chooser = Chooser(self.sampler, constraint, recent)
         if text and text.tool_form and thoughts and text.tool_form.kind == "harmony":
             from castiron.pipelines.generation.tool_calls import Tools
 
@@ -176,6 +176,11 @@ class Sequence:
         # Tokens whose text is not certain yet; characters that are decoded, and those that are told.
         self._waiting: list[Token] = []
         self._decoded = self._told = 0
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What holds the text to its grammar; None for a text that is free."""
+        return self.chooser.constraint
 
     @property
     def forced(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +58,12 @@ class Text:
         check_variables(chat_template, self.template_args)
         self.tool_form = tool_form
         self._vocabulary = vocabulary
-        self.marks = marks_of(chat_template or "", (str(t.content) for t in tokenizer.get_added_tokens_decoder().values()))
+        added = tokenizer.get_added_tokens_decoder()
+        self.marks = marks_of(chat_template or "", (str(token.content) for token in added.values()))
+        form = (tool_form.begin, tool_form.end, *tool_form.marks) if tool_form else ()
+        shown = {word for words in (*self.marks, form) for word in words}
+        # Special tokens that are no part of the text; what tells thoughts and calls apart is.
+        self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text; with a BOS where the model's tokenizer puts one."""
@@ -175,8 +179,8 @@ class Text:
         return encoded(self.tokenizer, utf8(text), add_special_tokens)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, special ones left out."""
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        """The text of `tokens`, special ones left out but for those that tell thoughts and calls apart."""
+        return self.tokenizer.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
 
 
 def load_text(
@@ -196,17 +200,6 @@ def load_text(
     with Trial(data, bundle.manifest.vocab, file.sha256) as trial:
         if fault := trial.fault():
             raise PipelineError(f"{bundle.tokenizer} has {fault}; compile the bundle again")
-    tokenizer = Tokenizer.from_buffer(data)
-    special = {str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    form = FORMS.get(bundle.manifest.tool_form or "")
-    marks = [*marks_of(bundle.chat_template or "", special), (form.begin, form.end, *form.marks) if form else ()]
-    hidden = {mark for several in marks for mark in several if mark in special}
-    if hidden:
-        # Special tokens are left out of the text, and these must be seen.
-        described = json.loads(data)
-        for token in described["added_tokens"]:
-            token["special"] = token["special"] and token["content"] not in hidden
-        tokenizer = Tokenizer.from_str(json.dumps(described))
     manifest = bundle.manifest
 
     def vocabulary() -> Vocabulary:
@@ -215,13 +208,13 @@ def load_text(
         return read_vocabulary(bundle)
 
     return Text(
-        tokenizer,
+        Tokenizer.from_buffer(data),
         bundle.chat_template,
         manifest.tokens.bos,
         manifest.tokens.eos,
         template_args,
         vocabulary,
-        form,
+        FORMS.get(manifest.tool_form or ""),
         parse_special,
     )
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 LONG = 20_000
 
 
-def utf8(text: str) -> str:
-    """The text; PipelineError for one that is none: Python hands on what a terminal sends in another encoding as lone
-    surrogates."""
+def utf8(text: str, name: str = "the prompt") -> str:
+    """The text; PipelineError, which calls it by this `name`, for one that is none: Python hands on what a terminal sends in
+    another encoding as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PipelineError("the prompt is not valid UTF-8") from None
+        raise PipelineError(f"{name} is not valid UTF-8") from None
     return text
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,8 @@ class Trial:
     def __enter__(self) -> Trial:
         self.process = None
         if self.data and not self.stamp.exists():
+            import tempfile
+
             # -P: the modules beside it are castiron's and not the library's.
             command = [sys.executable, "-P", str(Path(tokenizer_trial.__file__))]
             with naming(tempfile.gettempdir()), tempfile.TemporaryFile() as file:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.draft import Draft
 from castiron.pipelines.generation.generate import Generation
+from castiron.pipelines.generation.positions import room
 
 # Edits and quotations, whose answers say again what the prompt says.
 REPEATING = {
@@ -96,15 +97,22 @@ def measure(
     session, text, tokens: int, rounds: int, progress: Callable[[str, float], None], draft: Draft | None = None
 ) -> dict[str, Answer]:
     """Answers of at most `tokens` tokens, all ways in turn, `rounds` times and once to warm up; PipelineError for a bundle
-    without verify functions or a chat template. The ways: plain, --speculate ngram, and with a `draft` that and --draft."""
+    without verify functions, a chat template or room for the prompts, and for an answer of one token. The ways: plain,
+    --speculate ngram, and with a `draft` that and --draft."""
     if not session.manifest.widths("verify"):
         raise PipelineError("this bundle cannot check proposed tokens; compile it with --speculate 4,8")
     found = {}
     names = [(name, words, repeats) for kind, repeats in ((REPEATING, True), (OTHER, False)) for name, words in kind.items()]
-    for done, (name, words, repeats) in enumerate(names):
-        prompt = text.encode_chat([{"role": "user", "content": words}])
-        limit = min(tokens, session.context - len(prompt) + 1)
-        ways = [{}, {"speculate": True}, *([{"speculate": True, "draft": draft}] if draft else [])]
+    prompts = {name: text.encode_chat([{"role": "user", "content": words}]) for name, words, _ in names}
+    if (longest := max(map(len, prompts.values()))) > session.context:
+        raise PipelineError(
+            f"the longest prompt of this bench has {longest} tokens and the bundle's context is {session.context}: compile "
+            "with a larger --context"
+        )
+    ways = [{}, {"speculate": True}, *([{"speculate": True, "draft": draft}] if draft else [])]
+    for done, (name, _, repeats) in enumerate(names):
+        prompt = prompts[name]
+        limit = min(tokens, room(session.context, 0, len(prompt)))
         rates: list[list[float]] = [[] for _ in ways]
         said: list[list[int]] = [[] for _ in ways]
         for turn in range(rounds + 1):
@@ -113,6 +121,8 @@ def measure(
                 session.rewind(0)
                 generation = Generation(session, prompt, max_tokens=limit, stop_tokens=text.eos, **options)
                 said[way] = list(generation)
+                if not generation.steps:
+                    raise PipelineError(f"the answer to {name!r} is one token, which has no speed: give --gen 2 or more")
                 if turn:
                     rates[way].append(generation.steps / generation.decode_seconds)
         found[name] = Answer(

@@ -11,6 +11,7 @@ from time import perf_counter
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.positions import stand
 from castiron.pipelines.generation.scheduler import INTERLEAVED
 from castiron.pipelines.measuring.plan import Times
 from castiron.pipelines.measuring.workload import amount
@@ -62,7 +63,8 @@ def measured(bundle: Bundle, prompt: int, gen: int, threads: int | None = None) 
     first = batch.slots[0]
 
     def read(start: int, tokens: int) -> None:
-        first.rewind(0) if start == 0 else None
+        if start == 0:
+            first.rewind(0)
         first.prefill(ids[start : start + tokens])
 
     read(0, prompt)
@@ -70,19 +72,15 @@ def measured(bundle: Bundle, prompt: int, gen: int, threads: int | None = None) 
     count = ceil(prompt / width)
     # One after another, as it comes between two steps: the mean of all positions.
     chunk = typical(lambda: [read(at, width) for at in range(0, prompt, width)]) / count if count > 1 else alone
-    steps = {}
-    for session in batch.slots:
-        _stand(session, positions(prompt, gen), ids)
+    steps, middle = {}, positions(prompt, gen)
+    if gen > 1:
+        first.prefill(np.resize(ids, middle - first.position))
+    for session in batch.slots[1:]:
+        stand(session, middle, source=first)
     for active in sorted({1, *manifest.widths("batch"), *(n // 2 + 1 for n in manifest.widths("batch"))}):
         if active <= batch.size:
-            steps[active] = typical(lambda: _step(batch, active, positions(prompt, gen)))
+            steps[active] = typical(lambda: _step(batch, active, middle))
     return Times(steps, alone, chunk, count, gen)
-
-
-def _stand(session, position: int, ids: np.ndarray) -> None:
-    """The session at a position, whatever it has read."""
-    while session.position < position:
-        session.prefill(ids[: position - session.position])
 
 
 def _step(batch, active: int, position: int) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 
 from castiron.pipelines.generation.scheduler import Scheduler
-from castiron.pipelines.generation.sequence import Finished, Sequence
+from castiron.pipelines.generation.sequence import Failed, Finished, Sequence
 from castiron.pipelines.measuring.plan import Times, arriving, most, played, settled
 from castiron.vmfb.bundle import Bundle
 
@@ -37,7 +37,7 @@ def checked(bundle: Bundle, times: Times, prompt: int, rate: float, seconds: flo
 
 
 def _run(scheduler: Scheduler, arrivals: list[float], prompt: int, gen: int) -> list[Sequence]:
-    """The requests in the order in which they end; prompts share no beginning."""
+    """The requests in the order in which they end, the first error if one fails; prompts share no beginning."""
     rng, waiting, ended = np.random.default_rng(), deque(arrivals), list[Sequence]()
     start, vocab = time.monotonic(), scheduler.manifest.vocab
     while waiting or not scheduler.idle:
@@ -49,5 +49,9 @@ def _run(scheduler: Scheduler, arrivals: list[float], prompt: int, gen: int) -> 
         if scheduler.idle:
             time.sleep(max(0.0, start + waiting[0] - time.monotonic()))
             continue
-        ended += [sequence for sequence, event in scheduler.turn() if isinstance(event, Finished)]
+        for sequence, event in scheduler.turn():
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Finished):
+                ended.append(sequence)
     return ended

@@ -18,7 +18,7 @@ from castiron.emitter.kernels.writing.body import Body
 from castiron.emitter.kernels.writing.isa import AVX2, AVX512, NEON, Isa
 from castiron.emitter.kernels.writing.vectors import lane_sums
 from castiron.vmfb.targets import missing_features, resolve
-from tests.emitter.attention_cases import CONTEXT, LAYER, LAYERS, REAL, fill
+from tests.emitter.attention_cases import CONTEXT, LAYER, LAYERS, fill
 from tests.emitter.attention_cases import Case as AttentionCase
 from tests.emitter.kernel_runner import Runner, compile_kernels
 from tests.emitter.linear_cases import Case, allowed_error
@@ -27,7 +27,12 @@ UNITS = {isa.name: isa.in_canonical_form for isa in (AVX512, AVX2, NEON)}
 TOKENS, IN, OUT = 21, 512, 40
 # A codec of each kind of sums: floats, minima, offsets, neither, groups with scales of their own, a table.
 CODECS = {"avx512": ("bf16", "q4_1", "q8_0", "q6_k", "q4_k", "iq4_xs"), "avx2": ("q4_1", "q6_k"), "neon": ("bf16", "q4_k")}
-ATTENTION = [replace(REAL[0], tokens=6), replace(REAL[2], tokens=6), replace(REAL[6], tokens=6, cache="q8_0")]
+# Heads that share keys; a window, and norms of heads; norms of rows, a soft cap, and rows of bytes.
+ATTENTION = [
+    AttentionCase(9, 3, 64, 64, splits=4, tokens=6),
+    AttentionCase(4, 1, 64, 64, {"qk_norm": 1e-3}, {"window": 64}, splits=2, tokens=6),
+    AttentionCase(4, 2, 64, 64, {"qk_norm": 1e-5, "qk_norm_row": True}, {"softcap": 50.0}, splits=4, tokens=6, cache="q8_0"),
+]
 
 
 class Sums:
@@ -130,9 +135,9 @@ def attention(case: AttentionCase, isa: Isa, chunk: int | None) -> object:
     return attention_decode(LAYERS, CONTEXT, case.layout, case.how, isa=isa, chunk=chunk, **options)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(directory, threads):
-    """Before and past where contexts are split, on two vector units; rows of padding are zero."""
+@pytest.fixture(scope="module")
+def attending(directory):
+    """The kernels of each vector unit and case, and a module that has them all."""
     kernels = {}
     for unit in ("avx512", "avx2"):
         for case in ATTENTION:
@@ -140,7 +145,14 @@ def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(directory, thread
             append = rope_append(LAYERS, CONTEXT, case.tokens, case.layout, isa=UNITS[unit], cache=case.rows)
             kernels[unit, case] = one, chunk, append
     every = {k.name: k for made in kernels.values() for k in made}
-    runner = Runner(compile_kernels(list(every.values()), directory / f"attention{threads}.vmfb"), threads)
+    return kernels, compile_kernels(list(every.values()), directory / "attention.vmfb")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(attending, threads):
+    """Before and past where contexts are split, on two vector units; rows of padding are zero."""
+    kernels, path = attending
+    runner = Runner(path, threads)
     seen: dict[tuple, bytes] = {}
     for (unit, case), (one, chunk, append) in kernels.items():
         for start, length in ((0, 6), (20, 6), (150, 4)):

@@ -38,8 +38,10 @@ def test_it_measures_both_kinds_of_text(bundle, short_prompts, tmp_path, capsys)
     assert again["repeats"] and not once["repeats"] and 0 < again["tokens"] <= 30
     assert result["repeating_ratio"] == again["ratio"] > 0 and result["other_ratio"] == once["ratio"] > 0
     assert again["plain_tok_s"] > 0 and again["accepted"] <= again["proposed"]
-    status, out, _ = run(capsys, bundle)
+    status, out, _ = run(capsys, bundle, "--draft", bundle, "--output", str(tmp_path / "draft.json"))
     assert status == 0 and "tokens are the same" in out
+    answers = json.loads((tmp_path / "draft.json").read_text())["answers"]
+    assert all(answer["sources"].keys() == {"ngram", "draft"} for answer in answers.values())
 
 
 def test_a_token_that_differs_is_told(bundle, short_prompts, monkeypatch, capsys):
@@ -64,6 +66,15 @@ def test_ratios_are_of_medians():
     result = summarise({"a": answer(True, [10.0], [20.0], 5.0, 16.0, 90.0), "b": answer(False, [4.0], [3.0], 4.0)})
     assert (result["draft_ratio"], result["least_draft_ratio"]) == (1.0, 0.75)
     assert result["answers"]["a"]["ratio"] == 2.0 and result["answers"]["a"]["draft_ratio"] == 1.25
+
+
+def test_what_has_no_room_and_what_has_no_speed_is_one_sentence(bundle, monkeypatch, capsys):
+    status, _, err = run(capsys, bundle)
+    assert status == 1 and "and the bundle's context is 126: compile with a larger --context" in err
+    monkeypatch.setattr(bench_speculation, "REPEATING", {"again": "na"})
+    monkeypatch.setattr(bench_speculation, "OTHER", {"once": "Hello"})
+    assert cli.main(["bench", bundle, "--speculation", "--gen", "1", "--rounds", "1"]) == 1
+    assert "the answer to 'again' is one token" in capsys.readouterr().err
 
 
 def test_without_verify_functions_the_way_out_is_named(tmp_path_factory, capsys):

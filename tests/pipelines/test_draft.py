@@ -283,7 +283,8 @@ def test_one_request_is_drafted_for_and_several_share_a_batch(target, eager, mon
         passes.clear()
         results = generate_many(scheduler, [prompts[index] for index in several], max_tokens=30)
         assert {several[r.index]: r.tokens for r in results} == {index: plain[index] for index in several}
-        assert bool(passes) == (len(several) == 1) or steps
+        # The last of several may be alone at the end.
+        assert passes or len(several) > 1
     assert max(steps) == 3
 
 
@@ -303,7 +304,6 @@ def test_commands_and_the_api_take_one(target, small, tmp_path, capsys):
         request = urllib.request.Request(f"{running.url}/v1/chat/completions", json.dumps(body).encode())
         said = json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
         assert said == found[0]["text"] and "; draft: weights" in running.errors
-    assert cli.main(["bench", path, "--speculation", "--draft", draft, "--gen", "9", "--rounds", "1", "--json"]) in (0, 1)
     assert cli.main(["serve", path, "--keep", "9", "--draft", draft]) == 1
     assert "--draft is for one model" in capsys.readouterr().err
 

@@ -84,7 +84,7 @@ def test_nobody_waits_longer_than_a_chunk_or_for_ever(size, arrivals):
         request = Request([10 + client, *prompt], max_tokens)
         request.sequence.client, request.sequence.client_mark = f"client {client}", -1
         if run_of:
-            request.sequence.constraint = Forced(run_of)
+            request.sequence.chooser.constraint = Forced(run_of)
             bound.append(request)
         else:
             free.append(request)
@@ -100,7 +100,10 @@ def test_nobody_waits_longer_than_a_chunk_or_for_ever(size, arrivals):
         assert turns < 60 * len(arrivals), "a sequence never ends"
     for request in free:
         request.check_as_alone()
-    assert all(len(request.sequence.tokens) <= request.max_tokens and request.end for request in bound)
+    for request in bound:
+        tokens = request.sequence.tokens
+        assert len(tokens) <= request.max_tokens and request.end
+        assert set(tokens[5 : 5 + request.sequence.constraint.run]) <= {7}, "what is forced is said"
     for slot, session in enumerate(batch.slots):
         assert list(scheduler.cache.tokens[slot, : session.position]) == session.held
 

@@ -40,12 +40,11 @@ PARAMETERS = {
 
 
 @pytest.fixture(autouse=True)
-def tiny(tmp_path, monkeypatch):
+def tiny(own_cache, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setitem(SHAPES, "recurrent", RECURRENT)
-    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("castiron.pipelines.measuring.machine.Machine", FixedMachine)
-    return tmp_path / "cache" / "shapes"
+    return own_cache / "shapes"
 
 
 def make(codec: str = "q4_k", progress=lambda *_: None):

@@ -269,8 +269,7 @@ def test_a_forked_child_loads_its_own(tmp_path, threads):
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+def checkpoint(tmp_path, own_cache):
     return tiny.tiny_model("llama", tmp_path / "models" / "tiny")
 
 

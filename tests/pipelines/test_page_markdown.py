@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.pipelines.browser import Browser, find
+from tests.pipelines.browser import find
 from tests.pipelines.chat_page import StandIn
 
 PROGRAM = find()
@@ -79,19 +79,18 @@ LONG = [
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page(chromium):
     with contextlib.closing(StandIn()) as server:
-        with contextlib.closing(Browser(PROGRAM, tmp_path_factory.mktemp("chromium") / "profile")) as browser:
-            browser.open(server.url)
-            browser.run("import('/page/markdown.js').then(found => { window.Markdown = found.Markdown; })")
-            browser.run(
-                "window.made = (text, cuts) => { const into = document.createElement('div'), all = new Markdown(into); "
-                "for (const cut of cuts) all.update(text.slice(0, cut)); all.update(text); return into; };"
-                "window.bare = into => { into.querySelectorAll('.code').forEach(code => { const pre = document.createElement('pre');"
-                " pre.textContent = code.querySelector('pre').textContent; code.replaceWith(pre); });"
-                " into.querySelectorAll('.table').forEach(box => box.replaceWith(box.firstChild)); return into.innerHTML; }; 0"
-            )
-            yield browser, server
+        chromium.open(server.url)
+        chromium.run("import('/page/markdown.js').then(found => { window.Markdown = found.Markdown; })")
+        chromium.run(
+            "window.made = (text, cuts) => { const into = document.createElement('div'), all = new Markdown(into); "
+            "for (const cut of cuts) all.update(text.slice(0, cut)); all.update(text); return into; };"
+            "window.bare = into => { into.querySelectorAll('.code').forEach(code => { const pre = document.createElement('pre');"
+            " pre.textContent = code.querySelector('pre').textContent; code.replaceWith(pre); });"
+            " into.querySelectorAll('.table').forEach(box => box.replaceWith(box.firstChild)); return into.innerHTML; }; 0"
+        )
+        yield chromium, server
 
 
 def test_what_models_write_becomes_these_elements(page):

@@ -103,9 +103,8 @@ def test_wrong_usage_shows_the_commands_own_usage(argv, says, capsys):
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch) -> Path:
-    """A small one, and a cache that has nothing yet."""
-    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+def checkpoint(tmp_path, own_cache) -> Path:
+    """A small one, and a cache that has nothing of it yet."""
     place = tiny.tiny_model("llama", tmp_path / "models" / "tiny")
     served.tokenizer().save(str(place / "tokenizer.json"))
     (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": served.TEMPLATE, "eos_token": "</s>"}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
 import urllib.request
@@ -10,7 +9,7 @@ import urllib.request
 import pytest
 
 from castiron.pipelines.serve.page import PATHS
-from tests.pipelines.browser import Browser, find
+from tests.pipelines.browser import find
 from tests.pipelines.chat_page import READY, press_button, put, say, talk, texts
 from tests.pipelines.served import CONTEXT, Alone, bundle, served
 
@@ -43,9 +42,11 @@ def server(path, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with contextlib.closing(Browser(PROGRAM, tmp_path_factory.mktemp("chromium") / "profile")) as found:
-        yield found
+def browser(chromium):
+    chromium.size(900, 700)
+    chromium.call("Page.navigate", url="about:blank")
+    chromium.errors.clear()
+    return chromium
 
 
 def expected(alone, prompt: str = f"u:{QUESTION};a:") -> str:
@@ -142,14 +143,14 @@ def test_an_answer_that_is_cut_says_so_and_leaves_room_for_the_next(browser, ser
     assert len(texts(browser, ".user")) == 8 and texts(browser, ".gone")
 
 
-@pytest.mark.parametrize("kept", ["{", "null", "3", '{"id": 3}', '{"id": "a", "title": "", "nodes": [null, {"role": "x"}]}'])
-def test_a_page_opens_whatever_the_browser_kept(browser, server, kept):
+def test_a_page_opens_whatever_the_browser_kept(browser, server):
     browser.open(server.url)
-    for name in ("chat a", "settings"):
-        browser.run(f"localStorage.setItem({json.dumps('castiron / ' + name)}, {json.dumps(kept)})")
-    browser.open(server.url, again=True)
-    browser.wait("document.getElementById('only-model').textContent")
-    assert not texts(browser, ".message")
+    for kept in ("{", "null", "3", '{"id": 3}', '{"id": "a", "title": "", "nodes": [null, {"role": "x"}]}'):
+        for name in ("chat a", "settings"):
+            browser.run(f"localStorage.setItem({json.dumps('castiron / ' + name)}, {json.dumps(kept)})")
+        browser.open(server.url, again=True)
+        browser.wait("document.getElementById('only-model').textContent")
+        assert not texts(browser, ".message"), kept
 
 
 def test_with_a_key_the_page_asks_for_it(browser, path, alone, tmp_path):

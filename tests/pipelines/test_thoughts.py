@@ -185,6 +185,7 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path):
     text = load_text(thinking_bundle(tmp_path / "toy"))
     assert text.marks == THINK and text.decode([1, 0, 3]) == "<think>a</think>"
     assert text.decode([toy_text.EOS]) == "", "the others are still left out"
+    assert all(text.tokenizer.get_added_tokens_decoder()[mark].special for mark in (1, 3)), "the tokenizer is the bundle's own"
 
 
 def test_over_http_thoughts_are_reasoning_content_whole_and_streamed(tmp_path, monkeypatch):

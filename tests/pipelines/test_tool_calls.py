@@ -122,10 +122,7 @@ def with_marks(name: str) -> Text:
     marks = [mark for mark in (form.begin, form.end, *form.marks) if mark]
     if name not in ("hermes", "qwen-xml"):
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    found = Text(tokenizer, eos=(0,), tool_form=form)
-    # As a bundle's text is loaded, whose marks are to be seen.
-    found.decode = lambda tokens: tokenizer.decode([t for t in tokens if t], skip_special_tokens=False)
-    return found
+    return Text(tokenizer, eos=(0,), tool_form=form)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -17,6 +17,7 @@ from castiron.pipelines.tuning.candidates import combined, neighbours
 from castiron.pipelines.tuning.exact import answers, exact_part
 from castiron.pipelines.tuning.search import LOOKS_TO_CONFIRM, Bench, Trial, search
 from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.cache import cache_folder
 from castiron.vmfb.compiler import CompileError
 from tests.pipelines.tiny_gguf import write_llama
 from tests.pipelines.toy_text import read_json
@@ -101,9 +102,11 @@ def test_of_tiles_that_change_tokens_none_stays():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """With a cache of its own, in which compilations and findings are kept."""
+    """With a cache of its own, in which findings are kept; what iree-compile makes is for all tests."""
+    compiled, own = cache_folder("compile"), tmp_path_factory.mktemp("cache")
+    (own / "compile").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CASTIRON_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("CASTIRON_CACHE", str(own))
         yield str(write_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
 
 

@@ -154,6 +154,30 @@ def test_a_signed_bundle_is_its_owners(toy, keys, tmp_path, capsys):
     assert "no private Ed25519 key: openssl genpkey" in capsys.readouterr().err
 
 
+def test_every_command_with_the_option_asks_for_the_signature(toy, keys, tmp_path, capsys):
+    """Of the bundle, and of a draft, whose code runs as well."""
+    signed = tmp_path / "signed.castiron"
+    pack_bundle(open_bundle(toy), signed, key=keys / "mine")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    more = {"run": ["a"], "chat": [], "embed": ["a"], "plan": [], "serve": ["--port", "0"],
+            "batch": [tmp_path / "rows.jsonl", "-o", tmp_path / "out.jsonl"]}  # fmt: skip
+    (commands,) = (action for action in cli.build_parser([], whole=True)._actions if action.dest == "command")
+    taken = {name: parser.format_help() for name, parser in commands.choices.items()}
+    assert more.keys() == {name for name, said in taken.items() if "--verify-key KEY" in said}
+    asked = [[name, toy, *words] for name, words in more.items()]
+    asked += [[name, signed, *more[name], "--draft", toy] for name in more if "--draft" in taken[name]]
+    assert len(asked) == 9
+    for words in asked:
+        assert cli.main([*map(str, words), "--verify-key", str(keys / "mine.pub")]) == 1
+        assert f"{toy} is not signed" in capsys.readouterr().err, words
+
+
+def test_a_bundle_that_is_open_is_checked_when_that_is_asked_for(toy, keys):
+    bundle = open_bundle(toy)
+    assert open_bundle(bundle) is bundle and open_bundle(bundle, full_check=True).manifest == bundle.manifest
+    assert "is not signed" in refusal(bundle, verify_key=keys / "mine.pub")
+
+
 def test_a_signature_is_one_of_the_manifest_as_it_lies(toy, keys, tmp_path):
     pack_bundle(open_bundle(toy), tmp_path / "signed.castiron", key=keys / "mine")
     shutil.unpack_archive(tmp_path / "signed.castiron", tmp_path / "out", "zip")

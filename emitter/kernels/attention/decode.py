@@ -114,7 +114,7 @@ def attention_decode(
 
     def write(b: Body, layer: Ssa, **given: Ssa) -> None:
         unit: Index = b.workgroup()
-        if rows == 1 and not (batch or chunk):
+        if not (batch or chunk):
             sequence(b, Token(given, 0, b.to_index(b.load(given["position"])), layer), unit)
             return
         row, unit = b.div(unit, units), b.rem(unit, units)
