@@ -11,7 +11,7 @@ import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
-from castiron.vmfb.program import NO_NUMBERS, Buffer, Call, Program, SessionError, alone
+from castiron.vmfb.program import Buffer, Call, NoNumbers, Program, SessionError, alone
 from castiron.vmfb.states import KINDS, Snapshot
 
 # Positions that a session can come back to where its states do not remember them by themselves.
@@ -149,7 +149,7 @@ class Session:
         self._position += len(tokens)
         self._last = Row(call, len(tokens) - 1)
         if -1 in (found := call.argmaxes(len(tokens))):
-            raise SessionError(NO_NUMBERS)
+            raise NoNumbers
         return found
 
     @alone

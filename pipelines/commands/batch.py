@@ -209,7 +209,8 @@ def encoding(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callabl
     from castiron.pipelines.batch.plain import Embeddings
     from castiron.pipelines.embedding import Embedder
 
-    if not args.embed:
+    facts = bundle.manifest.encoder
+    if not args.embed and not (facts and facts.relevance):
         raise PipelineError(f"{bundle.path} encodes texts and generates none: add --embed for their vectors")
     embedder = Embedder(bundle, args.threads)
 

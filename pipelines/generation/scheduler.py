@@ -16,7 +16,7 @@ from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scores import score_chunk, width_of
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.program import NO_NUMBERS, SessionError
+from castiron.vmfb.program import NoNumbers, SessionError
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.draft import Draft
@@ -260,7 +260,7 @@ class Scheduler:
         self.observer.stepped()
         for slot, sequence in list(self.decoding.items()):
             if found[slot] < 0:
-                self._fail([sequence], SessionError(NO_NUMBERS), events)
+                self._fail([sequence], NoNumbers(), events)
                 continue
             self.cache.fed(slot, unread[slot][:1])
             if len(unread[slot]) == 1:

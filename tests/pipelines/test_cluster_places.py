@@ -11,6 +11,7 @@ import threading
 import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -137,6 +138,21 @@ except ModuleNotFoundError as error:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
     )
     assert re.fullmatch(r"castiron.ray needs ray, which is not installed: .* pip install .*\n", done.stdout)
+
+
+def test_windows_of_a_cluster_grow_small_towards_the_end_and_leave_a_part_to_every_engine():
+    from castiron.pipelines.cluster.batch import LEAST, WINDOW, Windows
+
+    rows = [(SimpleNamespace(index=i), "") for i in range(2000)]
+    windows, sizes = Windows(iter(rows)), list[int]()
+    while not windows.done:
+        sizes.append(len(windows.next(3)))
+    assert sum(sizes) == 2000 and sizes == sorted(sizes, reverse=True) and sizes[0] == WINDOW and sizes[-2] == LEAST
+    # Rows for one whole window are not one engine's, and those that come slowly are not waited for.
+    few = Windows(iter([*rows[:WINDOW], None, rows[0]]))
+    assert len(few.next(2)) == WINDOW // 4
+    slow = Windows(iter([rows[0], None, None, rows[1]]))
+    assert [len(slow.next(2)) for _ in range(4)] == [1, 0, 1, 0] and slow.done
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "nowhere:port"])
