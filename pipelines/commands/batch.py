@@ -159,7 +159,7 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
     say_memory(manifest, slots_of(manifest))
     scheduler = Scheduler(bundle, args.threads, store=prefix_store(args, manifest))
     # Nobody waits for one row's next token.
-    scheduler.interleaved = scheduler.widest
+    scheduler.interleaved, scheduler.fills = scheduler.widest, True
     return requests, scheduler
 
 

@@ -113,6 +113,9 @@ class Scheduler:
         widths = self.manifest.prefill_widths
         self.widest = max(widths, default=1)
         self.interleaved = max((w for w in widths if w <= INTERLEAVED), default=1)
+        # Whether all prompts for which there are slots are read before the next step: where nobody waits for a token, so that
+        # no step is for fewer than it might be.
+        self.fills = False
 
     @property
     def idle(self) -> bool:
@@ -133,7 +136,8 @@ class Scheduler:
         events: Events = []
         forced = {slot: s for slot, s in self.decoding.items() if s.constraint and len(self._unread(slot, s)) > 1}
         if self.waiting or self.reading or forced:
-            self._read(forced, events)
+            while self._read(forced, events) and self.fills and (self.reading or self.waiting and self._free):
+                forced = {}
         if self.decoding:
             self._decode(events)
         return events
@@ -148,17 +152,21 @@ class Scheduler:
         """Its tokens that the model has not taken in, of which several are forced."""
         return sequence.tokens[self.batch.slots[slot].position - len(sequence.prompt) :]
 
-    def _read(self, forced: dict[int, Sequence], events: Events) -> None:
-        """The next chunk of the prompt, or of the `forced` tokens, whose turn it is."""
+    @property
+    def _free(self) -> int:
+        return self.batch.size - len(self.reading) - len(self.decoding)
+
+    def _read(self, forced: dict[int, Sequence], events: Events) -> bool:
+        """The next chunk of the prompt, or of the `forced` tokens, whose turn it is; False where it is nobody's."""
         slot, sequence = self._next(forced)
         if sequence is None:
-            return
+            return False
         try:
             if slot is None:
                 slot = self._begin(sequence)
-                if self.decoding and sequence.cached:
+                if self.decoding and sequence.cached and not self.fills:
                     # It was copied, or came from disk, which may take as long as a chunk.
-                    return
+                    return True
             session = self.batch.slots[slot]
             width = self.interleaved if self.decoding else self.widest
             left = self._unread(slot, sequence) if slot in forced else sequence.prompt[session.position :]
@@ -175,12 +183,13 @@ class Scheduler:
                 self.cache.store.offer(session, sequence.prompt)
         except Exception as error:
             self._fail([sequence], error, events)
-            return
+            return True
         if len(chunk) == len(left):
             if slot not in forced:
                 session.keep()
                 self.decoding[slot] = self.reading.pop(slot)
             self._advance(slot, sequence, argmax, events)
+        return True
 
     def _next(self, forced: dict[int, Sequence]) -> tuple[int | None, Sequence | None]:
         """Whose prompt or `forced` tokens are read on, with its slot; None for a sequence that has none yet."""
@@ -188,8 +197,8 @@ class Scheduler:
             (len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()
         ]
         found += [(len(self._unread(slot, s)), slot, s) for slot, s in forced.items()]
-        if self.waiting and (free := self.batch.size - len(self.reading) - len(self.decoding)):
-            found += self._candidates(free)
+        if self.waiting and self._free:
+            found += self._candidates(self._free)
         if not found:
             return None, None
 
