@@ -107,14 +107,19 @@ def test_bytes_that_do_not_hold_are_refused_and_not_kept(toy, cache):
     assert [entry.name for entry in cache.iterdir() if not entry.name.endswith(".lock")] == []
 
 
-def test_a_fetch_that_breaks_off_leaves_nothing_and_is_a_sentence(toy, cache, monkeypatch):
+class OfAStore(Exception):
+    """As botocore's are."""
+
+
+@pytest.mark.parametrize("kind", [OSError, OfAStore])
+def test_a_fetch_that_breaks_off_leaves_nothing_and_is_a_sentence(toy, cache, monkeypatch, kind):
     from fsspec.implementations.memory import MemoryFileSystem
 
     fsspec.filesystem("memory").put_file(str(toy / "toy.castiron"), "/broken.castiron")
 
     def half(self, path, out):
         Path(out).write_bytes(self.cat_file(path)[:1000])
-        raise OSError("the network went away")
+        raise kind("the network\nwent away")
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "get_file", half)
@@ -166,7 +171,7 @@ def test_a_cluster_that_is_not_there_is_a_sentence(address):
 
 @pytest.mark.parametrize(
     ("url", "says"),
-    [("memory://nothing", "cannot be fetched"), ("nosuch://bucket/x", "nosuch"), ("http://127.0.0.1:9/x", "cannot be fetched")],
+    [("memory://nothing", "there is nothing of that name"), ("nosuch://bucket/x", "nosuch"), ("http://127.0.0.1:9/x", "cannot be fetched")],
 )
 def test_a_url_with_nothing_behind_it_is_refused_in_a_sentence(url, says, cache):
     with pytest.raises(PipelineError, match=says) as failed:
