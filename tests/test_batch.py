@@ -49,6 +49,7 @@ def test_sequences_come_and_go_and_get_what_they_get_alone(bundle, widest):
         active = [s for s in found if not (s == 3 and step < 3) and not (s == 0 and 4 <= step < 6)]
         for slot, token in batch.step({s: found[s][-1] for s in active}).items():
             found[slot].append(token)
+            assert batch.slots[slot].logits().argmax() == token
     for slot, tokens in found.items():
         assert tokens == expected[slot][: len(tokens)] and len(tokens) >= 9
 

@@ -235,6 +235,20 @@ def test_prompts_of_one_request_are_read_once():
         request.check_as_alone()
 
 
+def test_where_nobody_waits_for_a_token_no_step_is_for_fewer_than_it_might_be():
+    batch = FakeBatch(3)
+    scheduler = Scheduler(batch)
+    scheduler.fills = True
+    # One beginning for all, which is taken from the cache by all but one, and more to read than a chunk has.
+    requests = [Request([3] * 40 + [i + 4] * 30, 5, stop_tokens=[]) for i in range(9)]
+    for request in requests:
+        scheduler.submit(request.sequence)
+    run(scheduler)
+    assert [len(work) - 1 for work in batch.work if work[0] == "step"] == [3] * 3 * 4
+    for request in requests:
+        assert len(request.sequence.tokens) == 5 and request.sequence.cached == (0 if request is requests[0] else 40)
+
+
 def test_a_long_prompt_delays_the_others_by_a_chunk_at_most():
     batch = FakeBatch(2)
     scheduler = Scheduler(batch)
