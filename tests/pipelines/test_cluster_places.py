@@ -171,7 +171,11 @@ def test_a_cluster_that_is_not_there_is_a_sentence(address):
 
 @pytest.mark.parametrize(
     ("url", "says"),
-    [("memory://nothing", "there is nothing of that name"), ("nosuch://bucket/x", "nosuch"), ("http://127.0.0.1:9/x", "cannot be fetched")],
+    [
+        ("memory://nothing", "there is nothing of that name"),
+        ("nosuch://bucket/x", "nosuch"),
+        ("http://127.0.0.1:9/x", "cannot be fetched"),
+    ],
 )
 def test_a_url_with_nothing_behind_it_is_refused_in_a_sentence(url, says, cache):
     with pytest.raises(PipelineError, match=says) as failed:
