@@ -11,6 +11,7 @@ from castiron.pipelines.generation.sequence import Failed, Sequence
 from castiron.reference import tiny
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.cover import Cover
 from castiron.vmfb.session import Session, SessionError
 from tests.test_end_to_end import greedy, prompt
 
@@ -25,9 +26,21 @@ def bundle(request, tmp_path_factory):
     return open_bundle(compile_model(checkpoint, folder / "bundle", options).bundle)
 
 
-def test_sequences_come_and_go_and_get_what_they_get_alone(bundle):
-    batch = Batch(bundle, 2)
+# What calls of one token, two and four cost, so that slots are stepped one by one, in pairs, and all together.
+COSTS = {1: {1: 1, 2: 3, 4: 9}, 2: {1: 9, 2: 1, 4: 9}, 4: {1: 9, 2: 9, 4: 1}}
+
+
+def decoding_by(costs: int, bundle, threads: int) -> Batch:
+    batch = Batch(bundle, threads)
     assert batch.size == 4
+    batch._cover = Cover(4, COSTS[costs])
+    return batch
+
+
+@pytest.mark.parametrize("widest", COSTS)
+def test_sequences_come_and_go_and_get_what_they_get_alone(bundle, widest):
+    """By whichever calls."""
+    batch = decoding_by(widest, bundle, 2)
     prompts = {0: prompt(5), 1: prompt(17), 3: prompt(9)}
     expected = {slot: greedy(Session(bundle, 1), tokens, 12) for slot, tokens in prompts.items()}
     found = {slot: [batch.slots[slot].prefill(tokens)] for slot, tokens in prompts.items()}
@@ -36,6 +49,7 @@ def test_sequences_come_and_go_and_get_what_they_get_alone(bundle):
         active = [s for s in found if not (s == 3 and step < 3) and not (s == 0 and 4 <= step < 6)]
         for slot, token in batch.step({s: found[s][-1] for s in active}).items():
             found[slot].append(token)
+            assert batch.slots[slot].logits().argmax() == token
     for slot, tokens in found.items():
         assert tokens == expected[slot][: len(tokens)] and len(tokens) >= 9
 
@@ -105,10 +119,11 @@ def test_a_slot_without_numbers_fails_alone(bundle):
         for rows in session.rows(session.position):
             rows[:] = np.nan
 
-    batch = Batch(bundle, 1)
-    first = [session.prefill(tokens) for session in batch.slots[:2]]
-    spoil(batch.slots[0])
-    assert batch.step(dict(enumerate(first))) == {0: -1, 1: expected[1]}
+    for widest in COSTS:
+        batch = decoding_by(widest, bundle, 1)
+        first = [session.prefill(tokens) for session in batch.slots[:2]]
+        spoil(batch.slots[0])
+        assert batch.step(dict(enumerate(first))) == {0: -1, 1: expected[1]}
     spoil(session := batch.slots[1])
     with pytest.raises(SessionError, match="logits are not numbers"):
         session.verify(tokens[:4])

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,15 @@ def test_the_container_has_the_locked_packages_and_a_command_that_serve_takes():
     assert set(re.findall(r"castiron-([\d.]+)-py3", text)) == {castiron.__version__}
     command = json.loads(re.search(r"^CMD (.*)$", text, re.MULTILINE)[1])
     assert serve_arguments(command).port == int(re.search(r"^EXPOSE (\d+)$", text, re.MULTILINE)[1])
+
+
+def test_the_container_is_written_as_hadolint_has_it():
+    (text,) = blocks("serving", "dockerfile")
+    lint = lambda text: subprocess.run(
+        [Path(sysconfig.get_path("scripts")) / "hadolint", "--no-color", "-"], input=text, capture_output=True, text=True
+    )
+    assert (found := lint(text)).returncode == 0, found.stdout
+    assert "DL3006" in lint(text.replace("python:3.12-slim", "python")).stdout
 
 
 def test_the_manifest_of_kubernetes_holds_together_and_has_the_memory_that_the_bundle_needs():

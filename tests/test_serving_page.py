@@ -180,10 +180,6 @@ def test_the_image_is_built_and_answers(packed, tmp_path):
     subprocess.run(shlex.split(wheel), cwd=context, env=environment, check=True, capture_output=True)
     command: list[str] = []
     check: list[str] = []
-    if hadolint := shutil.which("hadolint"):
-        (tmp_path / "Dockerfile").write_text(block("dockerfile"))
-        linted = subprocess.run([hadolint, tmp_path / "Dockerfile"], capture_output=True, text=True)
-        assert linted.returncode == 0, linted.stdout
     for line in block("dockerfile").replace("\\\n", " ").splitlines():
         kind, _, rest = line.partition(" ")
         rest = re.sub(r"(?<= )/(?=tmp/|model)", f"{image}/", f" {rest}").strip()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from castiron.pipelines.generation.pausing import Paused
-from castiron.vmfb.batch import Batch, window
+from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.session import KEPT, Session, SessionError
 from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle, logits_of
@@ -196,66 +196,6 @@ def test_sequences_of_a_batch_rest_and_go_on(cast, expected):
     batch.step({slot: TOKENS[batch.slots[slot].position] for slot in (0, 1, 2)})
     for slot in (0, 1, 2):
         agrees(batch.slots[slot], expected)
-
-
-def test_sequences_trade_places_and_go_on_in_any_neighbouring_slots(cast, expected):
-    """With what they remember of earlier positions, and the smallest function that takes them in."""
-    batch, lengths = Batch(cast, 1), (3, 50, 20)
-    for session, length in zip(batch.slots, lengths):
-        session.prefill(TOKENS[:length])
-        session.keep()
-    batch.slots[1].step(TOKENS[50])
-    reach = [session.reachable(session.position) for session in batch.slots], batch.slots[1].reachable(50)
-    batch.slots[1].swap(batch.slots[3])
-    batch.slots[2].swap(batch.slots[0])
-    batch.slots[0].swap(batch.slots[0])
-    places = {2: 3, 3: 51, 0: 20}
-    assert [batch.slots[slot].position for slot in (2, 3, 0, 1)] == [3, 51, 20, 0]
-    agrees(batch.slots[3], expected)
-    assert ([batch.slots[slot].reachable(at) for slot, at in places.items()], batch.slots[3].reachable(50)) == (
-        [reach[0][0], reach[0][1], reach[0][2]],
-        reach[1],
-    )
-    calls = []
-    for active in ((2, 3), (0, 2, 3), (2, 3), (2, 0)):
-        batch.step({slot: TOKENS[batch.slots[slot].position] for slot in active})
-        calls.append(window(batch.sizes, active))
-        for slot in active:
-            agrees(batch.slots[slot], expected)
-    assert calls == [(2, 2), (4, 0), (2, 2), (4, 0)] == [*batch._calls, *calls[2:]]
-    batch.slots[3].rewind(50)
-    batch.slots[1].prefill(TOKENS[:2])
-    batch.step({1: TOKENS[2], 2: TOKENS[batch.slots[2].position]})
-    batch.slots[3].step(TOKENS[50])
-    for slot in (1, 2, 3):
-        agrees(batch.slots[slot], expected)
-    first, second = batch.slots[:2]
-    for session, tokens in ((first, TOKENS[:55]), (second, TOKENS[20:43])):
-        session.rewind(0)
-        session.prefill(tokens)
-        session.keep()
-        session.prefill(TOKENS[:4])
-        session.rewind(len(tokens))
-        session.step(5)
-    forks = [first.fork(), second.fork()]
-    said = [session.logits().tobytes() for session in forks]
-    reach = [[session.reachable(at) for at in range(session.position + 1)] for session in (first, second)]
-    first.swap(second)
-    assert [[session.reachable(at) for at in range(session.position + 1)] for session in (second, first)] == reach
-    first.step(7), forks[1].step(7)
-    assert second.logits().tobytes() == said[0] and first.logits().tobytes() == forks[1].logits().tobytes()
-    second.step(7), forks[0].step(7)
-    assert second.logits().tobytes() == forks[0].logits().tobytes()
-    said = []
-    for slots in ((0, 1), (2, 3)):
-        batch = Batch(cast, 1)
-        for slot, length in zip(slots, (9, 30)):
-            batch.slots[slot].prefill(TOKENS[:length])
-        batch.step({slot: TOKENS[batch.slots[slot].position] for slot in slots})
-        said.append([batch.slots[slot].logits().tobytes() for slot in slots])
-    assert said[0] == said[1], "the same function over other slots gives other bits"
-    with pytest.raises(SessionError, match="two programs"):
-        batch.slots[0].swap(Session(cast, 1))
 
 
 @pytest.mark.parametrize("position", [3, 50])

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.program import Buffer, Call, Program, SessionError, alone
+from castiron.vmfb.cover import Cover, Span, costs
+from castiron.vmfb.program import Buffer, Call, NoNumbers, Program, SessionError, alone
 from castiron.vmfb.session import Row, Session
 
 
@@ -14,15 +15,15 @@ class Batch:
     """As many sessions as the bundle's largest batch function has rows, each over its own slot of the states.
 
     A state of the batch is that of one sequence after another along dimension 0, so that a slot is a session's states as
-    they are, and any B neighbours are the states of `decode_batch_B`. That function leaves a row alone whose position is
-    negative. `sizes` are the numbers of rows that there are functions of.
+    they are, and any B slots side by side are the states of `decode_batch_B`. That function leaves a row alone whose
+    position is negative, but takes as long as for all: slots far apart are stepped by several calls where that is sooner.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
         """`threads` defaults to the physical cores. A bundle without batch functions has one slot."""
         self.program = program = Program(bundle, threads)
-        states, self.sizes = program.manifest.states, program.manifest.widths("batch")
-        self.size = max(self.sizes, default=1)
+        states, sizes = program.manifest.states, program.manifest.widths("batch")
+        self.size = max(sizes, default=1)
         buffers = [program.zeros((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
 
         def slots(first: int, last: int) -> list[Buffer]:
@@ -30,9 +31,14 @@ class Batch:
             return [b.part(first * s.shape[0], last * s.shape[0]) for s, b in zip(states, buffers, strict=True)]
 
         self.slots = [Session(program, states=slots(i, i + 1)) for i in range(self.size)]
-        self._states = slots
-        # By rows and first slot, as they are needed.
-        self._calls: dict[tuple[int, int], tuple[Call, memoryview, memoryview]] = {}
+        self._cover = Cover(self.size, costs(program.manifest))
+        self._calls: dict[Span, tuple[Call, memoryview, memoryview]] = {}
+        for first, width in self._cover.spans:
+            if width > 1:
+                tokens, positions = (program.zeros((width,), "i32") for _ in range(2))
+                operands = tokens, positions, *slots(first, first + width)
+                call = Call(program, program.manifest.function("batch", width), operands)
+                self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
         """Appends one token to each of the given slots; slot -> most probable next token (the lowest id of equals), -1 where
@@ -46,51 +52,36 @@ class Batch:
             session = self.slots[slot]
             if session.position >= session.context or not 0 <= token < session.vocab:
                 session._checked((token,))
-        # One token alone is cheaper by itself.
-        if len(tokens) < 2:
-            return {slot: self.slots[slot].step(token) for slot, token in tokens.items()}
-        return self._step_together(*window(self.sizes, tokens), tokens)
+        found: dict[int, int] = {}
+        for first, width in self._cover.of(tuple(sorted(tokens))):
+            if width == 1:
+                try:
+                    found[first] = self.slots[first].step(tokens[first])
+                except NoNumbers:
+                    found[first] = -1
+            else:
+                found |= self._step_together((first, width), tokens)
+        return found
 
     @alone
-    def _step_together(self, size: int, first: int, tokens: Mapping[int, int]) -> dict[int, int]:
-        call, words, positions = self._call(size, first)
-        self._keep(call, tokens)
-        for row in range(size):
-            slot = first + row
-            words[row] = tokens.get(slot, 0)
-            positions[row] = self.slots[slot].position if slot in tokens else -1
+    def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
+        """The tokens of those slots that are within the span."""
+        (call, words, positions), (first, width) = self._calls[span], span
+        taken = [slot for slot in range(first, first + width) if slot in tokens]
+        self._keep(call, taken)
+        for row in range(width):
+            words[row] = tokens.get(first + row, 0)
+            positions[row] = self.slots[first + row].position if first + row in tokens else -1
         call.invoke()
-        found = call.argmaxes(size)
-        for slot in tokens:
+        found = call.argmaxes(width)
+        for slot in taken:
             session = self.slots[slot]
             session._position += 1
             session._last = Row(call, slot - first)
-        return {slot: found[slot - first] for slot in tokens}
+        return {slot: found[slot - first] for slot in taken}
 
-    def _call(self, size: int, first: int) -> tuple[Call, memoryview, memoryview]:
-        """Of so many slots from the first on, with its tokens and positions."""
-        if (size, first) not in self._calls:
-            tokens, positions = (self.program.zeros((size,), "i32") for _ in range(2))
-            entry = self.program.manifest.function("batch", size)
-            call = Call(self.program, entry, (tokens, positions, *self._states(first, first + size)))
-            self._calls[size, first] = call, tokens.words, positions.words
-        return self._calls[size, first]
-
-    def _keep(self, call: Call, stepped: Mapping[int, int]) -> None:
+    def _keep(self, call: Call, stepped: Collection[int]) -> None:
         """Saves the logits of the slots that are not stepped, which the next call would overwrite."""
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:
                 session._last = session._last.logits()
-
-
-def fitting(sizes: Collection[int], count: int) -> int:
-    """The fewest rows of a function of `sizes` that have room for so many sequences, at most the largest of them."""
-    return min(size for size in sizes if size >= count)
-
-
-def window(sizes: Collection[int], slots: Collection[int]) -> tuple[int, int]:
-    """The rows and the first slot of the smallest function of `sizes` that takes in all of `slots`."""
-    low, size = min(slots), fitting(sizes, max(slots) - min(slots) + 1)
-    # Rather where others are taken in too: each place is a call with results of its own.
-    whole = low // size * size
-    return size, min(whole if max(slots) < whole + size else low, max(sizes) - size)

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
+from pathlib import Path
 
 import iree.runtime as rt
 from iree.runtime._binding import create_hal_driver
@@ -14,6 +16,8 @@ from iree.runtime._binding import create_hal_driver
 # microseconds are bridged. Measured on 2 cores, SmolLM2-135M: 10 gives the steadiest tokens (p90 5.2 ms, with 0 or 50
 # 5.6 to 7 at the same median), 500 takes a fifth from the thread that asks.
 SPIN_US = 10
+# Seconds that workers have at most to begin to run, before some of them stand anywhere.
+NAMED = 1.0
 
 _lock = threading.Lock()
 _this_thread = threading.local()
@@ -72,18 +76,49 @@ def _create(threads: int) -> rt.HalDevice:
     if threads == 1:
         # The caller's own thread: no hand-over to a worker at all.
         return create_hal_driver("local-sync").create_default_device()
-    # The driver reads the process-wide flags while it is made; every flag that matters is set each time.
-    rt.flags.parse_flags(*task_flags(threads))
-    return create_hal_driver("local-task").create_default_device()
+    # The driver reads the process-wide flags while it is made. Those of task_flags that are lists would grow each time.
+    rt.flags.parse_flags(f"--task_topology_group_count={threads}", f"--task_worker_spin_us={SPIN_US}")
+    before = _workers()
+    made = create_hal_driver("local-task").create_default_device()
+    if threads == len(cpus := _cpus()):
+        _spread(before, cpus)
+    return made
+
+
+def _cpus() -> list[int]:
+    """Those that this process may use; none where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _workers() -> set[int]:
+    """The threads of all devices (Linux)."""
+    found = set()
+    for task in Path("/proc/self/task").glob("*/comm"):
+        # It may have ended.
+        with contextlib.suppress(OSError):
+            if task.read_text().startswith("iree-worker"):
+                found.add(int(task.parent.name))
+    return found
+
+
+def _spread(before: set[int], cpus: list[int]) -> None:
+    """Puts the workers that were not there `before` on a CPU each: see `task_flags`."""
+    until = time.monotonic() + NAMED
+    # They take their names when they begin to run.
+    while len(new := sorted(_workers() - before)) < len(cpus) and time.monotonic() < until:
+        time.sleep(0.0005)
+    for worker, cpu in zip(new, cpus):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(worker, {cpu})
 
 
 def task_flags(threads: int) -> tuple[str, ...]:
-    """The runtime's flags for `threads` > 1 workers.
+    """The flags with which the runtime's own tools make such a device for `threads` > 1 workers.
 
     Workers for all CPUs that this process may use stand one on each: the kernel's scheduler now and then stacks two on
     one and leaves another idle for whole tokens. Fewer workers are left to it, since others may need the CPUs more.
     """
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cpus = _cpus()
     topology = f"--task_topology_group_count={threads}"
     if threads == len(cpus):
         topology = f"--task_topology_cpu_ids={','.join(map(str, cpus))}"

@@ -49,15 +49,19 @@ _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
 REFUSALS = (RuntimeError, ValueError, IndexError, KeyError, NotImplementedError)
 
 
-NO_NUMBERS = "the model's logits are not numbers: its weights or its cache's type are not fit for this text"
-
-
 class SessionError(Exception):
     """A request that a session refuses before doing any of it; one sentence."""
 
 
 class FileChanged(SessionError):
     """The weights were written into while a program used them, which can run no more."""
+
+
+class NoNumbers(SessionError):
+    """What the model has found cannot be used."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not numbers: its weights or its cache's type are not fit for this text")
 
 
 class Loaded:
@@ -281,7 +285,7 @@ class Call:
         best = int(self._result(0, _I32, ()))
         # Where one is none, by rounding of the states or by the weights, nearly always all are.
         if isnan(self._result(1, _F32, (self._vocab,))[best]):
-            raise SessionError(NO_NUMBERS)
+            raise NoNumbers
         return best
 
     def argmaxes(self, count: int) -> list[int]:

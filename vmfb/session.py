@@ -11,7 +11,7 @@ import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
-from castiron.vmfb.program import NO_NUMBERS, Buffer, Call, Program, SessionError, alone
+from castiron.vmfb.program import Buffer, Call, NoNumbers, Program, SessionError, alone
 from castiron.vmfb.states import KINDS, Snapshot
 
 # Positions that a session can come back to where its states do not remember them by themselves.
@@ -149,7 +149,7 @@ class Session:
         self._position += len(tokens)
         self._last = Row(call, len(tokens) - 1)
         if -1 in (found := call.argmaxes(len(tokens))):
-            raise SessionError(NO_NUMBERS)
+            raise NoNumbers
         return found
 
     @alone
@@ -265,21 +265,6 @@ class Session:
             mine.copy(theirs, other._position, position, kept)
         self._position = position
         self._whole = self._whole_before(position, other._whole)
-
-    @alone
-    def swap(self, other: Session) -> None:
-        """Trades places with a session of the same program: each stands where the other stood and goes on as that would."""
-        if other.program is not self.program:
-            raise SessionError("sessions of two programs cannot trade places")
-        for session in (self, other):
-            # Of calls that are over their own states.
-            session._last = None if session._last is None else session.logits()
-        for mine, theirs in zip(self._states, other._states, strict=True):
-            mine.swap(theirs, self._position, other._position)
-        for name in ("_position", "_whole", "_kept", "_snapshots", "_last"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, theirs)
-            setattr(other, name, mine)
 
     def rows(self, position: int) -> list[np.ndarray]:
         """What each state holds of the first `position` tokens, of which the session has taken in no more: views."""

@@ -86,13 +86,6 @@ class Positional:
         """The sequence stands at `position`, where another had `rows`, or further on where `begins` allows it."""
         self.array[:, :position] = rows[:, :position]
 
-    def swap(self, other: Any, now: int, others: int) -> None:
-        """Gives `other` what there is of the sequence, which stands at `now`, for what it has, which stands at `others`."""
-        # A layer at a time, so that no second state is needed.
-        for mine, theirs in zip(self.array, other.array, strict=True):
-            kept = mine[:now].copy()
-            mine[:others], theirs[:now] = theirs[:others], kept
-
 
 class Window(Positional):
     """One sequence's last rows. `furthest` is the end of what has been written, where that is past the sequence."""
@@ -128,10 +121,6 @@ class Window(Positional):
     def take(self, rows: np.ndarray, position: int) -> None:
         # How far it had been written nobody says: as far as is possible.
         self._take(position, rows, self._seen(position) + self.array.shape[1])
-
-    def swap(self, other: Any, now: int, others: int) -> None:
-        super().swap(other, max(now, self.furthest), max(others, other.furthest))
-        self.furthest, other.furthest = other.furthest, self.furthest
 
     def _seen(self, position: int) -> int:
         """The first position that the token at `position` sees."""
@@ -171,10 +160,6 @@ class Recurrent(Positional):
 
     def take(self, rows: np.ndarray, position: int) -> None:
         self.array[:] = rows
-
-    def swap(self, other: Any, now: int, others: int) -> None:
-        kept = self.array.copy()
-        self.array[:], other.array[:] = other.array, kept
 
 
 KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window, "recurrent": Recurrent}

@@ -23,15 +23,15 @@ from castiron.pipelines.generation.scheduler import Scheduler
 # A row with its key, and with what came of it.
 Keyed = tuple[Row, str]
 Answered = tuple[Row, str, Outcome]
-# What answers rows, in any order: `answering` in this process.
-Answer = Callable[[Iterator[Keyed]], Iterable[Answered]]
+# What answers rows, in any order: `answering` in this process. None among them says that the next one is not there yet.
+Answer = Callable[[Iterator[Keyed | None]], Iterable[Answered]]
 
 
 def answering(scheduler: Scheduler | None, requests: Requests, window: int = ROWS) -> Answer:
     """Answers rows in this process; `scheduler` None is for a model that encodes."""
 
-    def answer(rows: Iterator[Keyed]) -> Iterator[Answered]:
-        works = in_windows((requests.work(row, key) for row, key in rows), window)
+    def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
+        works = in_windows((keyed and requests.work(*keyed) for keyed in rows), window)
         return ((work.row, work.key, outcome) for work, outcome in run(scheduler, works))
 
     return answer
@@ -90,8 +90,11 @@ def _journalled(rows: Rows, key: Any, answer: Answer, journal: Journal, told: An
     """All rows in the journal; and where, i64 [rows]."""
     start, places, summary = time.monotonic(), array("q"), Summary()
 
-    def undone() -> Iterator[Keyed]:
+    def undone() -> Iterator[Keyed | None]:
         for row in rows:
+            if row is None:
+                yield None
+                continue
             name = key(row)
             found = journal.find(name)
             places.append(found[0] if found else -1)
@@ -111,11 +114,11 @@ def _journalled(rows: Rows, key: Any, answer: Answer, journal: Journal, told: An
 def _piped(rows: Rows, key: Any, answer: Answer, ordered: bool, told: Any) -> Summary:
     start, read, summary, pipe = time.monotonic(), 0, Summary(), Pipe(ordered)
 
-    def keyed() -> Iterator[Keyed]:
+    def keyed() -> Iterator[Keyed | None]:
         nonlocal read
         for row in rows:
-            read += 1
-            yield row, key(row)
+            read += row is not None
+            yield row and (row, key(row))
 
     for row, _, outcome in answer(keyed()):
         pipe.add(row.index, line_of(row.kept if outcome.keeps else {}, outcome.added, getattr(rows, "schema", None)))

@@ -8,33 +8,60 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from castiron.pipelines.batch.repeatable import repeatable
 from castiron.pipelines.batch.requests import Outcome, Work
 from castiron.pipelines.batch.row import Row
 from castiron.pipelines.embedding import Embedder, Tokens
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.text import Text
+from castiron.pipelines.serve import dialects
 from castiron.pipelines.serve.api import Api, Job
 from castiron.pipelines.serve.embeddings import EmbeddingsApi
 from castiron.pipelines.serve.errors import ApiError, api_error
-from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, read
+from castiron.pipelines.serve.messages_request import MessagesRequest
+from castiron.pipelines.serve.replies import usage
+from castiron.pipelines.serve.responses_request import ResponsesRequest
+from castiron.pipelines.serve.schemas import (
+    Asking,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    read,
+)
 from castiron.pipelines.serve.text_api import Limits, TextApi
 from castiron.vmfb.manifest import Manifest
 
 FIELDS = ("custom_id", "method", "url", "body")
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-# The schema of a body, and the endpoint that answers it.
-ENDPOINTS = {
-    CHAT: (ChatRequest, TextApi.chat.__name__),
-    COMPLETIONS: (CompletionRequest, TextApi.complete.__name__),
-    EMBEDDINGS: (EmbeddingsRequest, TextApi.embeddings.__name__),
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+# The schema of a body, and what starts its answer.
+ENDPOINTS: dict[str, tuple[type[Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+    "/v1/chat/completions": (ChatRequest, lambda api, body: api.chat(body)),
+    "/v1/completions": (CompletionRequest, lambda api, body: api.complete(body)),
+    RESPONSES: (ResponsesRequest, dialects.response),
+    MESSAGES: (MessagesRequest, dialects.message),
+    "/v1/embeddings": (EmbeddingsRequest, lambda api, body: api.embeddings(body)),
+    "/v1/rerank": (RerankRequest, lambda api, body: api.rerank(body)),
 }
 # Of two names of one option the one that a body gives counts.
 SAME = {"max_tokens": "max_completion_tokens", "repeat_penalty": "repetition_penalty"}
+# How the job's options are called in a body that does not call them as a completion's does, and how their values are put.
+NAMES: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
+    RESPONSES: {
+        "max_tokens": ("max_output_tokens", lambda value: value),
+        "response_format": ("text", lambda value: {"format": _schema(value) | {"name": "answer"}}),
+    },
+    MESSAGES: {
+        "stop": ("stop_sequences", lambda value: value),
+        "response_format": ("output_config", lambda value: {"format": _schema(value)}),
+    },
+}
 
 
 class Collector:
@@ -82,14 +109,14 @@ class OpenAI:
 
     def work(self, row: Row, key: str, seed: int) -> Work:
         given, url = _request(row.fields)
-        kind, endpoint = ENDPOINTS[url]
-        if kind is not EmbeddingsRequest:
+        kind, start = ENDPOINTS[url]
+        if issubclass(kind, Asking):
             if given.get("stream"):
                 raise ApiError(400, "a batch has no streams; leave stream out", "stream", "unsupported_parameter")
             given = self._with_defaults(given, url) | ({"seed": seed} if self.draws(row) else {})
         body = read(kind, json.dumps(given).encode())
         self.api.check_model(body.model)
-        job = self._wait(getattr(self.api, endpoint)(body))
+        job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
             return Work(row, key, lambda: self._answered(row, key, job.answer()))
         tell = lambda sequence, event: job.events.put_nowait((sequence, event))
@@ -97,7 +124,9 @@ class OpenAI:
 
     def failed(self, row: Row, key: str, error: Exception) -> Outcome:
         if isinstance(error, ApiError):
-            return self._outcome(row, key, {"response": _response(key, error.status, error.body), "error": None}, failed=True)
+            anthropic = row.fields.get("url") == MESSAGES
+            told = (error.anthropic_status, error.anthropic_body) if anthropic else (error.status, error.body)
+            return self._outcome(row, key, {"response": _response(key, *told), "error": None}, failed=True)
         return self._outcome(
             row, key, {"response": None, "error": {"code": "invalid_request", "message": str(error)}}, failed=True
         )
@@ -105,20 +134,29 @@ class OpenAI:
     def _with_defaults(self, body: Mapping[str, Any], url: str) -> dict[str, Any]:
         """The body, and what the job says where it says nothing."""
         told = {name for name, value in body.items() if value is not None}
-        names = {name for name in self.defaults if name not in told and SAME.get(name) not in told}
-        if {"response_format", "grammar", "regex"} & told:
-            names -= {"response_format"}
-        return {**body, **{name: self.defaults[name] for name in names}}
+        found, names = dict(body), NAMES.get(url, {})
+        for name, value in self.defaults.items():
+            own, put = names.get(name, (name, lambda value: value))
+            if name == "response_format" and {"grammar", "regex"} & told:
+                continue
+            if not {own, SAME.get(name)} & told:
+                found[own] = put(value)
+            elif name != own and isinstance(found.get(own), dict):
+                # A body may say other things there.
+                found[own] = put(value) | found[own]
+        return found
 
     def _answered(self, row: Row, key: str, answer: Coroutine[Any, Any, dict], job: Job | None = None) -> Outcome:
         sequences = job.sequences if job else []
         counts = {"generated": sum(len(s.tokens) for s in sequences), "cached": sum(s.cached for s in sequences)}
+        used = usage(list(zip(job.prompts, job.sequences))) if job else None
         try:
-            body = repeatable(self._wait(answer), key)
+            body = self._wait(answer)
         except (ApiError, PipelineError) as error:
             return self.failed(row, key, error if isinstance(error, ApiError) else api_error(error))
-        counts["prompt"] = body["usage"]["prompt_tokens"]
-        return self._outcome(row, key, {"response": _response(key, 200, body), "error": None}, **counts)
+        counts["prompt"] = (used or body["usage"])["prompt_tokens"]
+        told = _response(key, 200, repeatable(body, key))
+        return self._outcome(row, key, {"response": told, "error": None}, **counts)
 
     def _outcome(self, row: Row, key: str, result: Mapping[str, Any], failed: bool = False, **counts: int) -> Outcome:
         name = row.fields.get("custom_id")
@@ -129,17 +167,8 @@ class OpenAI:
         return self.loop.run_until_complete(answer)
 
 
-def repeatable(body: dict[str, Any], key: str) -> dict[str, Any]:
-    """An answer without what is another each time: ids are the row's, there is no time, and what was found in the cache is
-    the job's to tell."""
-    if "id" in body:
-        body = {**body, "id": f"{body['id'].partition('-')[0]}-{key}", "created": 0}
-    usage = {name: value for name, value in body["usage"].items() if name != "prompt_tokens_details"}
-    for choice in body.get("choices", ()):
-        for number, call in enumerate(choice.get("message", {}).get("tool_calls") or ()):
-            # Nine letters and digits, as the server's are.
-            call["id"] = f"{key[:5]}{choice['index'] % 100:02}{number % 100:02}"
-    return {**body, "usage": usage}
+def _schema(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "schema": response_format["json_schema"]["schema"]}
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -129,6 +129,7 @@ class Embeddings:
         return False
 
     def work(self, row: Row, key: str, seed: int) -> Work:
+        self.embedder.check_vectors()
         given = row.fields[one_of(row.fields, TEXTS)]
         if not isinstance(given, str) and not (isinstance(given, list) and all(type(token) is int for token in given)):
             raise PipelineError("what is to be encoded must be text, or a list of token ids")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
+import select
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +22,12 @@ LONGEST = 64 << 20
 
 
 class Rows(Protocol):
-    """What rows are read from, once. `share`: how much of it was read, 0 to 1, None if that is not known."""
+    """What rows are read from, once: None where the next one is not there yet. `share`: how much of it was read, 0 to 1, None
+    if that is not known."""
 
     @property
     def share(self) -> float | None: ...
-    def __iter__(self) -> Iterator[Row]: ...
+    def __iter__(self) -> Iterator[Row | None]: ...
 
 
 def kind_of(place: str) -> tuple[str, ...]:
@@ -66,25 +69,47 @@ class JsonLines:
     def share(self) -> float | None:
         return self.file.tell() / self.bytes if self.bytes else None
 
-    def __iter__(self) -> Iterator[Row]:
-        index = 0
-        for number, line in enumerate(self._lines(), 1):
+    def __iter__(self) -> Iterator[Row | None]:
+        index = number = 0
+        for line in self._lines() if self.bytes is not None or self.lines is not self.file else self._arriving():
+            if line is None:
+                yield None
+                continue
+            number += 1
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 yield _row(index, number, line)
                 index += 1
 
     def _lines(self) -> Iterator[bytes]:
         """Of a line that is too long its beginning."""
-        first = True
         try:
             while line := self.lines.readline(LONGEST + 1):
                 rest = line
                 while len(rest) > LONGEST and not rest.endswith(b"\n"):
                     rest = self.lines.readline(LONGEST + 1)
-                yield line.removeprefix(codecs.BOM_UTF8) if first else line
-                first = False
+                yield line
         except (EOFError, gzip.BadGzipFile) as error:
             raise PipelineError(f"the input is not whole gzip: {error}; its rows so far are done") from None
+
+    def _arriving(self) -> Iterator[bytes | None]:
+        """The same of a pipe, without waiting for what has not come."""
+        held = bytearray()
+        while True:
+            if not select.select([self.file], [], [], 0)[0]:
+                yield None
+                continue
+            data = os.read(self.file.fileno(), 1 << 16)
+            first, *more = data.split(b"\n")
+            held += first
+            for rest in more:
+                yield bytes(held[: LONGEST + 1])
+                held[:] = rest
+            del held[LONGEST + 1 :]
+            if not data:
+                if held:
+                    yield bytes(held)
+                return
 
 
 def _row(index: int, number: int, line: bytes) -> Row:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from castiron.pipelines.batch.requests import Outcome, Work
 from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.sequence import Delta, Sequence
 
+# Seconds after which is seen whether there is work, where there was none.
+LOOK = 0.02
+END: Any = object()
 
-def run(scheduler: Scheduler | None, works: Iterable[Work]) -> Iterator[tuple[Work, Outcome]]:
+
+def run(scheduler: Scheduler | None, works: Iterable[Work | None]) -> Iterator[tuple[Work, Outcome]]:
     """Each work with its outcome, in the order in which they end.
 
-    A work is taken when a slot is free for it. Nothing runs but between one outcome and the next, and closing the iterator
-    lets go of what has not ended. `scheduler` None is for works without sequences.
+    A work is taken when a slot is free for it; None says that the next is not there yet. Nothing runs but between one outcome
+    and the next, and closing the iterator lets go of what has not ended. `scheduler` None is for works without sequences.
     """
-    waiting = iter(works)
+    waiting, ended = iter(works), False
     owners: dict[Sequence, Work] = {}
     left: dict[int, int] = {}
     try:
         while True:
-            while (scheduler is None or len(owners) < scheduler.slots) and (work := next(waiting, None)):
+            while not ended and (scheduler is None or len(owners) < scheduler.slots):
+                work = next(waiting, END)
+                if work is END:
+                    ended = True
+                    break
+                if work is None:
+                    if not owners:
+                        time.sleep(LOOK)
+                    break
                 if not work.sequences:
                     yield work, work.outcome()
                     continue
@@ -29,7 +43,9 @@ def run(scheduler: Scheduler | None, works: Iterable[Work]) -> Iterator[tuple[Wo
                     owners[sequence] = work
                     scheduler.submit(sequence)
             if not owners:
-                return
+                if ended:
+                    return
+                continue
             for sequence, event in scheduler.turn():
                 work = owners[sequence]
                 work.tell(sequence, event)

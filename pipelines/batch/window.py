@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -11,27 +12,32 @@ from castiron.pipelines.generation.positions import shared
 
 # Rows that are held at once, or sequences where a row has several, and tokens of their prompts.
 ROWS, TOKENS = 512, 1 << 20
+# Seconds after its first row came in which a window is begun, though others may come.
+WAIT = 0.25
 # Rows are kept together that share so many tokens more than all around them.
 BEGINNING = 32
 # Tokens of a prompt that are read in the time of one decode step of a batch.
 READ = 16
 
 
-def in_windows(works: Iterable[Work], rows: int = ROWS) -> Iterator[Work]:
-    """All works, a window of them after another, each in the order of `arranged`."""
-    works = iter(works)
-    while window := list(_window(works, rows)):
-        yield from arranged(window)
-
-
-def _window(works: Iterator[Work], rows: int) -> Iterator[Work]:
-    held = tokens = 0
+def in_windows(works: Iterable[Work | None], rows: int = ROWS) -> Iterator[Work | None]:
+    """All works, a window of them after another, each in the order of `arranged`; None, as among `works`, where the next one is
+    not there yet."""
+    window, held, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
-        yield work
-        held += max(1, len(work.sequences))
-        tokens += sum(len(sequence.prompt) for sequence in work.sequences)
-        if held >= rows or tokens >= TOKENS:
-            return
+        if work is not None:
+            began = began if window else time.monotonic()
+            window.append(work)
+            held += max(1, len(work.sequences))
+            tokens += sum(len(sequence.prompt) for sequence in work.sequences)
+            if held < rows and tokens < TOKENS:
+                continue
+        elif not window or time.monotonic() - began < WAIT:
+            yield None
+            continue
+        yield from arranged(window)
+        window, held, tokens = [], 0, 0
+    yield from arranged(window)
 
 
 def arranged(works: Sequence[Work]) -> list[Work]:

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,14 @@ from castiron.pipelines.progress import say
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import BundleError, dump
 
-# Rows that are handed to an actor at once, and how many such windows it has, so that it never waits for its next.
-WINDOW, AHEAD = 128, 2
+# Rows that are handed to an actor at once, at most and, while there are as many, at least; and how many such windows it has,
+# so that it never waits for its next.
+WINDOW, LEAST, AHEAD = 128, 16, 2
 # Engines that may die of the same rows.
 DEATHS = 3
-# Seconds after which is seen which nodes have come, and after which is said that none has.
-LOOK, PATIENCE = 2.0, 30.0
+# Seconds after which is seen which nodes have come, which rows where those come slowly, and after which is said that no node
+# has.
+LOOK, SOON, PATIENCE = 2.0, 0.2, 30.0
 
 # That of `castiron batch`: arguments and a bundle to what makes rows into work, and to what runs it.
 Prepare = Callable[[argparse.Namespace, Bundle], tuple[Requests, Scheduler | None]]
@@ -99,14 +100,14 @@ class Engines:
         except RayActorError:
             self.lost(at)
 
-    def wait(self, running: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        """What is done of the calls that run and of those that ask engines whether they are ready."""
+    def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
+        """What is done within some seconds of the calls that run and of those that ask engines whether they are ready."""
         if not running and not self.ready and time.monotonic() > self.patient_until:
             say("no node of the cluster has had CPUs for this job so far; waiting for one")
             self.patient_until = math.inf
         if waiting := [*running, *self.starting]:
-            return ray.wait(waiting, timeout=LOOK)[0]
-        time.sleep(LOOK)
+            return ray.wait(waiting, timeout=seconds)[0]
+        time.sleep(seconds)
         return []
 
     def ask(self, at: tuple[str, int], rows: list[Keyed]) -> ray.ObjectRef:
@@ -122,26 +123,55 @@ class Engines:
             ray.kill(actor)
 
 
+class Windows:
+    """Rows in windows: whole ones while there are many, smaller ones towards the end, so that all engines end together."""
+
+    def __init__(self, rows: Iterator[Keyed | None]):
+        self.rows, self.held = rows, deque[Keyed]()
+        # Those that engines died of, or with.
+        self.again: deque[list[Keyed]] = deque()
+        self.ended = False
+
+    def next(self, engines: int) -> list[Keyed]:
+        """A window for one of so many engines; empty where there is none, or none yet."""
+        if self.again:
+            return self.again.popleft()
+        while not self.ended and len(self.held) < engines * AHEAD * WINDOW:
+            try:
+                row = next(self.rows)
+            except StopIteration:
+                self.ended = True
+                break
+            if row is None:
+                break
+            self.held.append(row)
+        size = min(WINDOW, max(LEAST, len(self.held) // (engines * AHEAD)))
+        return [self.held.popleft() for _ in range(min(size, len(self.held)))]
+
+    @property
+    def done(self) -> bool:
+        return self.ended and not self.held and not self.again
+
+
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
     """Answers rows on the cluster that this process is connected to, as `castiron batch` would with these arguments."""
 
-    def answer(rows: Iterator[Keyed]) -> Iterator[Answered]:
-        engines = Engines(args, bundle, prepare)
-        windows = iter(lambda: list(islice(rows, WINDOW)), [])
-        again: deque[list[Keyed]] = deque()
+    def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
+        engines, windows = Engines(args, bundle, prepare), Windows(rows)
         running: dict[ray.ObjectRef, tuple[tuple[str, int], list[Keyed]]] = {}
         deaths: dict[int, int] = {}
         try:
             while True:
                 engines.look()
-                for at in engines.ready:
-                    ahead = AHEAD - sum(other == at for other, _ in running.values())
-                    while ahead > 0 and (window := again.popleft() if again else next(windows, None)):
-                        running[engines.ask(at, window)] = at, window
-                        ahead -= 1
-                if not running and engines.ready:
+                # One for each before any has its second.
+                for ahead in range(AHEAD):
+                    for at in engines.ready:
+                        asked = sum(other == at for other, _ in running.values())
+                        if asked == ahead and (window := windows.next(len(engines.actors))):
+                            running[engines.ask(at, window)] = at, window
+                if not running and engines.ready and windows.done:
                     return
-                for done in engines.wait(list(running)):
+                for done in engines.wait(list(running), LOOK if windows.ended else SOON):
                     if done in engines.starting:
                         engines.started(done)
                         continue
@@ -154,14 +184,8 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                     except RayActorError:
                         engines.lost(at)
                         lost = [asked for asked, (other, _) in running.items() if other == at]
-                        again += [window, *(running.pop(asked)[1] for asked in lost)]
-                        first = window[0][0].index
-                        deaths[first] = deaths.get(first, 0) + 1
-                        if deaths[first] == DEATHS:
-                            raise PipelineError(
-                                f"{DEATHS} engines died one after another on rows {first} to {window[-1][0].index}; Ray's logs "
-                                "say how, and what is done so far is kept"
-                            ) from None
+                        windows.again += [window, *(running.pop(asked)[1] for asked in lost)]
+                        _count_death(deaths, window)
                         continue
                     for row, key in window:
                         yield row, key, found[row.index]
@@ -169,6 +193,17 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
             engines.end()
 
     return answer
+
+
+def _count_death(deaths: dict[int, int], window: list[Keyed]) -> None:
+    """One more engine has died of this window; PipelineError for the last that may."""
+    first, last = window[0][0].index, window[-1][0].index
+    deaths[first] = deaths.get(first, 0) + 1
+    if deaths[first] == DEATHS:
+        raise PipelineError(
+            f"{DEATHS} engines died one after another on rows {first} to {last}; Ray's logs say how, and what is done so far "
+            "is kept"
+        ) from None
 
 
 def _result(asked: ray.ObjectRef) -> Any:

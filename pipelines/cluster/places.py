@@ -75,8 +75,14 @@ def bundle_at(place: Place) -> Bundle:
         key = hashlib.sha256(f"{url} {mark}".encode()).hexdigest()
         fetch = _fetch_directory if directory else lambda files, path, out: files.get_file(path, str(out))
         return _once(key, url, lambda out: fetch(files, path, out))
-    except (OSError, ImportError, ValueError) as error:
-        raise PipelineError(f"{url} cannot be fetched: {error or type(error).__name__}") from error
+    except (BundleError, PipelineError):
+        raise
+    except FileNotFoundError:
+        raise PipelineError(f"{url} cannot be fetched: there is nothing of that name") from None
+    except Exception as error:
+        # Each kind of store has errors of its own.
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise PipelineError(f"{url} cannot be fetched: {why:.300}") from error
 
 
 def _write(stored: Stored, out: Path) -> None:

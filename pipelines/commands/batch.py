@@ -160,7 +160,7 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
     say_memory(manifest, slots_of(manifest))
     scheduler = Scheduler(bundle, args.threads, store=prefix_store(args, manifest))
     # Nobody waits for one row's next token.
-    scheduler.interleaved = scheduler.widest
+    scheduler.interleaved, scheduler.fills = scheduler.widest, True
     return requests, scheduler
 
 
@@ -210,7 +210,8 @@ def encoding(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callabl
     from castiron.pipelines.batch.plain import Embeddings
     from castiron.pipelines.embedding import Embedder
 
-    if not args.embed:
+    facts = bundle.manifest.encoder
+    if not args.embed and not (facts and facts.relevance):
         raise PipelineError(f"{bundle.path} encodes texts and generates none: add --embed for their vectors")
     embedder = Embedder(bundle, args.threads)
 

@@ -118,13 +118,6 @@ class PrefixCache:
         self.touch(slot)
         return slot
 
-    def swap(self, slot: int, other: int) -> None:
-        """Two slots trade all that they hold, and their sessions places."""
-        self.sessions[slot].swap(self.sessions[other])
-        self.tokens[[slot, other]] = self.tokens[[other, slot]]
-        for held in (self.scores, self.used, self.owners):
-            held[slot], held[other] = held[other], held[slot]
-
     def touch(self, slot: int) -> None:
         """The slot is in use now: of those free it will be the last to be given away."""
         self.clock += 1

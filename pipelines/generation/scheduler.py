@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.pausing import Paused, yielding
-from castiron.pipelines.generation.placing import MOVED, move
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scores import score_chunk, width_of
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.program import NO_NUMBERS, SessionError
+from castiron.vmfb.program import NoNumbers, SessionError
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.draft import Draft
@@ -119,6 +118,9 @@ class Scheduler:
         widths = self.manifest.prefill_widths
         self.widest = max(widths, default=1)
         self.interleaved = max((w for w in widths if w <= INTERLEAVED), default=1)
+        # Whether all prompts for which there are slots are read before the next step: where nobody waits for a token, so that
+        # no step is for fewer than it might be.
+        self.fills = False
 
     @property
     def idle(self) -> bool:
@@ -140,9 +142,9 @@ class Scheduler:
         self._preempt()
         forced = {slot: s for slot, s in self.decoding.items() if s.constraint and len(self._unread(slot, s)) > 1}
         if self.waiting or self.reading or forced:
-            self._read(forced, events)
+            while self._read(forced, events) and self.fills and (self.reading or self.waiting and self._free):
+                forced = {}
         if self.decoding:
-            self._gather()
             self._decode(events)
         return events
 
@@ -156,17 +158,21 @@ class Scheduler:
         """Its tokens that the model has not taken in, of which several are forced."""
         return sequence.tokens[self.batch.slots[slot].position - len(sequence.prompt) :]
 
-    def _read(self, forced: dict[int, Sequence], events: Events) -> None:
-        """The next chunk of the prompt, or of the `forced` tokens, whose turn it is."""
+    @property
+    def _free(self) -> int:
+        return self.batch.size - len(self.reading) - len(self.decoding)
+
+    def _read(self, forced: dict[int, Sequence], events: Events) -> bool:
+        """The next chunk of the prompt, or of the `forced` tokens, whose turn it is; False where it is nobody's."""
         slot, sequence = self._next(forced)
         if sequence is None:
-            return
+            return False
         try:
             if slot is None:
                 resumed, slot = sequence.paused, self._begin(sequence)
-                if resumed or self.decoding and sequence.cached:
+                if (resumed or self.decoding and sequence.cached) and not self.fills:
                     # It was copied, or came from disk, which may take as long as a chunk.
-                    return
+                    return True
             session = self.batch.slots[slot]
             width = self.interleaved if self.decoding else self.widest
             left = self._unread(slot, sequence) if slot in forced else sequence.prompt[session.position :]
@@ -183,12 +189,13 @@ class Scheduler:
                 self.cache.store.offer(session, sequence.prompt)
         except Exception as error:
             self._fail([sequence], error, events)
-            return
+            return True
         if len(chunk) == len(left):
             if slot not in forced:
                 session.keep()
                 self.decoding[slot] = self.reading.pop(slot)
             self._advance(slot, sequence, argmax, events)
+        return True
 
     def _next(self, forced: dict[int, Sequence]) -> tuple[int | None, Sequence | None]:
         """Whose prompt or `forced` tokens are read on, with its slot; None for a sequence that has none yet."""
@@ -196,8 +203,8 @@ class Scheduler:
             (len(s.prompt) - self.batch.slots[slot].position, slot, s) for slot, s in self.reading.items()
         ]
         found += [(len(self._unread(slot, s)), slot, s) for slot, s in forced.items()]
-        if self.waiting and (free := self.batch.size - len(self.reading) - len(self.decoding)):
-            found += self._candidates(free)
+        if self.waiting and self._free:
+            found += self._candidates(self._free)
         if not found:
             return None, None
 
@@ -283,18 +290,6 @@ class Scheduler:
         self.observer.began(sequence)
         return slot
 
-    def _gather(self) -> None:
-        """Moves one sequence to where a smaller batch function will take in all that decode; what rests there has its slot."""
-        position = lambda slots: {slot: self.batch.slots[slot].position for slot in slots}
-        resting = set(range(self.slots)).difference(self.reading, self.decoding)
-        if found := move(self.batch.sizes, position(self.decoding), position(resting)):
-            slot, to = found
-            sequence = self.decoding[slot]
-            if sequence.limit - len(sequence.tokens) >= MOVED:
-                self.cache.swap(slot, to)
-                self.decoding[to] = self.decoding.pop(slot)
-                self._speculator = None
-
     def _decode(self, events: Events) -> None:
         """The next token of every sequence that is past its prompt goes in; where it was the last one there is, the
         sequence has its next one."""
@@ -312,7 +307,7 @@ class Scheduler:
         self.observer.stepped()
         for slot, sequence in list(self.decoding.items()):
             if found[slot] < 0:
-                self._fail([sequence], SessionError(NO_NUMBERS), events)
+                self._fail([sequence], NoNumbers(), events)
                 continue
             self.cache.fed(slot, unread[slot][:1])
             if len(unread[slot]) == 1:

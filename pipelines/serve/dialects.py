@@ -18,6 +18,33 @@ from castiron.pipelines.serve.text_api import TextApi
 # Reads the body of a request as one of a kind, and answers one whose sequences are queued.
 Take = Callable[[Request, type], Awaitable[Any]]
 Answer = Callable[[Request, Any, Any], Awaitable[Response]]
+# What keeps responses, and the owner of those that a client may see.
+Keeper = tuple[ResponseStore, bytes]
+
+
+async def response(api: TextApi, body: responses_request.ResponsesRequest, keeper: Keeper | None = None) -> Any:
+    """Starts the answer to a request for a response; None keeps none and knows of none before."""
+    asked, conversation = _asked(body, keeper)
+
+    def keep(response: dict) -> None:
+        store, owner = keeper
+        store.put(owner, response, [*conversation, *responses_request.messages_of(response["output"], "output")])
+
+    def reply() -> ResponsesReply:
+        keeping = None if keeper is None or body.store is False else keep
+        return ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(asked), keeping)
+
+    with named(responses_request.FIELDS):
+        return await api.chat(asked, reply, bound=True)
+
+
+async def message(api: TextApi, body: messages_request.MessagesRequest) -> Any:
+    """Starts the answer to a request for a message."""
+    asked = messages_request.chat_request(body, api.variables)
+    thoughts = not (body.thinking and body.thinking.display == "omitted")
+    reply = lambda: MessagesReply(api.names[0], api.token_bytes, thoughts)
+    with named(messages_request.FIELDS):
+        return await api.chat(asked, reply, bound=True, go_on=messages_request.goes_on(body))
 
 
 def routes(api: TextApi, take: Take, answer: Answer) -> list[Route]:
@@ -25,33 +52,17 @@ def routes(api: TextApi, take: Take, answer: Answer) -> list[Route]:
 
     async def respond(request: Request) -> Response:
         body = await take(request, responses_request.ResponsesRequest)
-        asked, conversation = _asked(request, body)
-        store, owner = _store(request)
-
-        def keep(response: dict) -> None:
-            store.put(owner, response, [*conversation, *responses_request.messages_of(response["output"], "output")])
-
-        def reply() -> ResponsesReply:
-            kept = None if body.store is False else keep
-            return ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(asked), kept)
-
-        with named(responses_request.FIELDS):
-            return await answer(request, body, await api.chat(asked, reply, bound=True))
+        return await answer(request, body, await response(api, body, _store(request)))
 
     async def count_input(request: Request) -> Response:
-        asked, _ = _asked(request, await take(request, responses_request.InputTokensRequest))
+        asked, _ = _asked(await take(request, responses_request.InputTokensRequest), _store(request))
         with named(responses_request.FIELDS):
             count = await api.count(asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
-    async def message(request: Request) -> Response:
+    async def send_message(request: Request) -> Response:
         body = await take(request, messages_request.MessagesRequest)
-        asked = messages_request.chat_request(body, api.variables)
-        thoughts = not (body.thinking and body.thinking.display == "omitted")
-        reply = lambda: MessagesReply(api.names[0], api.token_bytes, thoughts)
-        with named(messages_request.FIELDS):
-            job = await api.chat(asked, reply, bound=True, go_on=messages_request.goes_on(body))
-        return await answer(request, body, job)
+        return await answer(request, body, await message(api, body))
 
     async def count_tokens(request: Request) -> Response:
         body = await take(request, messages_request.CountTokensRequest)
@@ -60,7 +71,7 @@ def routes(api: TextApi, take: Take, answer: Answer) -> list[Route]:
 
     posted = {
         "/v1/responses": respond, "/v1/responses/input_tokens": count_input,
-        "/v1/messages": message, "/v1/messages/count_tokens": count_tokens,
+        "/v1/messages": send_message, "/v1/messages/count_tokens": count_tokens,
     }  # fmt: skip
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in posted.items()] + stored_routes()
 
@@ -81,17 +92,15 @@ def stored_routes() -> list[Route]:
     return [Route("/v1/responses/{name}", stored, methods=["GET", "DELETE"])]
 
 
-def _store(request: Request) -> tuple[ResponseStore, bytes]:
-    """What keeps responses, and the owner of those that this client may see."""
+def _store(request: Request) -> Keeper:
     return request.state.responses, request.state.client
 
 
-def _asked(request: Request, body: responses_request.PromptOfResponse):
+def _asked(body: responses_request.PromptOfResponse, keeper: Keeper | None):
     """The chat that a request for a response asks for, and the messages of its conversation."""
     before = []
     if (name := body.previous_response_id) is not None:
-        store, owner = _store(request)
-        if (found := store.get(owner, name)) is None:
+        if (found := keeper[0].get(keeper[1], name) if keeper else None) is None:
             message = f"there is no response {name!r:.80} on this server (any more); send the whole conversation"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
         before = list(found.messages)

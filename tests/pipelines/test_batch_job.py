@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import random
 import re
+import select
 import subprocess
 import sys
 import time
@@ -23,6 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castiron.pipelines import cli, progress
+from castiron.pipelines.batch import rows as rows_module
+from castiron.pipelines.batch import window
 from castiron.pipelines.batch.job import Summary, answering, run_job
 from castiron.pipelines.batch.journal import TITLE, Journal
 from castiron.pipelines.batch.plain import Prompts, Wanted
@@ -165,7 +169,34 @@ BODIES = [
     ("/v1/completions", {"prompt": "x" * 500}),
     ("/v1/chat/completions", {"messages": served.MESSAGES, "model": "gpt-4o"}),
     ("/v1/embeddings", {"input": "Hi"}),
+    ("/v1/responses", {"input": "Hello there", "instructions": "Be brief", "max_output_tokens": 6, "seed": 3, "store": False}),
+    (
+        "/v1/responses",
+        {"input": "Hi", "temperature": 0, "text": {"format": {"type": "json_object"}}, "max_output_tokens": 9, "store": False},
+    ),
+    ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_none"}),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}),
+    ("/v1/messages", {"messages": served.MESSAGES, "system": "Be brief", "max_tokens": 6, "temperature": 0}),
+    ("/v1/messages", {"messages": served.MESSAGES, "max_tokens": 9, "stop_sequences": ["e", "a"], "seed": 4}),
+    ("/v1/messages", {"messages": served.MESSAGES}),
+    ("/v1/rerank", {"query": "Hi", "documents": ["x"]}),
 ]
+# What an answer says of the moment.
+MOMENT = (
+    "id", "created", "created_at", "completed_at", "prompt_tokens_details", "input_tokens_details", "cache_creation_input_tokens",
+)  # fmt: skip
+
+
+def lasting(value):
+    """An answer without what is another each time."""
+    if isinstance(value, list):
+        return [lasting(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: lasting(each) for name, each in value.items() if name not in MOMENT}
+    if cached := found.pop("cache_read_input_tokens", 0):
+        found["input_tokens"] += cached
+    return found
 
 
 def test_openais_rows_are_answered_as_the_server_does(job, path, tmp_path):
@@ -176,11 +207,36 @@ def test_openais_rows_are_answered_as_the_server_does(job, path, tmp_path):
         for row in rows:
             told, asked = found[row["custom_id"]], client.post(row["url"], json=row["body"])
             assert told["error"] is None and told["response"]["status_code"] == asked.status_code
-            mine, theirs = told["response"]["body"], asked.json()
-            for body in (mine, theirs):
-                body.pop("id", None), body.pop("created", None), body.get("usage", {}).pop("prompt_tokens_details", None)
-            assert mine == theirs
-    assert [row["response"]["status_code"] for row in found.values()].count(200) == 5
+            assert lasting(told["response"]["body"]) == lasting(asked.json())
+    assert [row["response"]["status_code"] for row in found.values()].count(200) == 9
+    # The same bytes, whatever was in the cache.
+    first = (tmp_path / "out.jsonl").read_bytes()
+    Path(f"{tmp_path}/out.jsonl.journal").unlink()
+    job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_bytes() == first
+
+
+def test_what_a_body_does_not_say_is_as_the_job_has_it_in_every_form(job, tmp_path):
+    bodies = {
+        "/v1/chat/completions": {"messages": served.MESSAGES}, "/v1/completions": {"prompt": "Hi"},
+        "/v1/responses": {"input": "Hi", "text": {"verbosity": "medium"}}, "/v1/messages": {"messages": served.MESSAGES},
+    }  # fmt: skip
+    (tmp_path / "schema.json").write_text('{"const": "ab"}')
+    rows = [{"custom_id": url, "url": url, "body": body} for url, body in bodies.items()]
+    rows.append({"custom_id": "own", "url": "/v1/messages", "body": bodies["/v1/messages"] | {"max_tokens": 2}})
+    job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "-n", "9", "--json-schema", str(tmp_path / "schema.json"))
+    told = {row["custom_id"]: row["response"]["body"] for row in read(tmp_path / "out.jsonl")}
+    said = {
+        "/v1/chat/completions": told["/v1/chat/completions"]["choices"][0]["message"]["content"],
+        "/v1/completions": told["/v1/completions"]["choices"][0]["text"],
+        "/v1/responses": told["/v1/responses"]["output"][0]["content"][0]["text"],
+        "/v1/messages": told["/v1/messages"]["content"][0]["text"],
+    }
+    assert said == dict.fromkeys(bodies, '"ab"') and told["own"]["content"][0]["text"] == '"a'
+    job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-n", "3", "--temperature", "0")
+    told = {row["custom_id"]: row["response"]["body"] for row in read(tmp_path / "out.jsonl")}
+    assert told["/v1/responses"]["usage"]["output_tokens"] == told["/v1/messages"]["usage"]["output_tokens"] == 3
+    assert told["/v1/responses"]["status"] == "incomplete" and told["/v1/messages"]["stop_reason"] == "max_tokens"
 
 
 def test_a_row_that_is_none_says_why_and_the_others_go_on(job, tmp_path):
@@ -365,10 +421,54 @@ def test_tables_keep_their_columns_and_types(job, tmp_path):
 
 def test_pipes_have_each_result_as_it_comes_and_ordered_ones_in_order(path, tmp_path):
     words = [sys.executable, "-m", "castiron", "batch", str(path), "-", "-o", "-", "-n", "3", "--threads", "1", "--ordered"]
-    given = "".join(json.dumps({"prompt": "x" * (20 - i), "id": i}) + "\n" for i in range(12))
-    done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True)
-    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == list(range(12))
-    assert "kept nowhere" in done.stderr and os.listdir(tmp_path) == []
+    first, *rest = [json.dumps({"prompt": "x" * (20 - i), "id": i}) + "\n" for i in range(12)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(words, cwd=ROOT, **pipes, text=True) as process:
+        process.stdin.write(first)
+        process.stdin.flush()
+        # It is answered before any other comes.
+        assert select.select([process.stdout], [], [], 60)[0] and json.loads(process.stdout.readline())["id"] == 0
+        said, errors = process.communicate("".join(rest), timeout=60)
+    assert [json.loads(line)["id"] for line in said.splitlines()] == list(range(1, 12))
+    assert "kept nowhere" in errors and os.listdir(tmp_path) == []
+
+
+def test_lines_of_a_pipe_are_those_of_a_file_however_they_come(monkeypatch):
+    monkeypatch.setattr(rows_module, "LONGEST", 40)
+    whole = b'\xef\xbb\xbf{"a": 1}\n\n{"b": 2}\n{"long": "' + b"x" * 200 + b'"}\n[]\n{"c": "\xc3\xa9"}'
+    expected = list(rows_module.JsonLines(io.BytesIO(whole)))
+    assert [row.error and row.error[:20] for row in expected] == [
+        None,
+        None,
+        "line 4 has more than",
+        "line 5 is not a JSON",
+        None,
+    ]
+    for size in (1, 7, 64, 1000):
+        reader, writer = os.pipe()
+        with open(reader, "rb") as file:
+            coming, found = iter(rows_module.JsonLines(file)), []
+            for start in range(0, len(whole), size):
+                os.write(writer, whole[start : start + size])
+                # All that is whole by now, without waiting for the rest.
+                found += iter(lambda: next(coming), None)
+            assert len(found) == 4
+            os.close(writer)
+            assert [*found, *coming] == expected
+
+
+def test_a_window_of_rows_that_come_slowly_is_begun_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(window, "time", clock := SimpleNamespace(monotonic=lambda: clock.now, now=0.0))
+    one = lambda *prompt: SimpleNamespace(prompt=np.array(prompt), limit=1)
+    first, second, third = (
+        SimpleNamespace(sequences=[each], row=SimpleNamespace(index=0)) for each in (one(5), one(4, 4), one(3))
+    )
+    works = window.in_windows(iter([first, None, second, None, None, third]))
+    assert next(works) is None
+    clock.now = window.WAIT / 2
+    assert next(works) is None
+    clock.now = window.WAIT
+    assert [next(works), next(works), next(works)] == [second, first, third] and next(works, "end") == "end"
 
 
 def test_a_table_without_pyarrow_says_what_brings_it(path, tmp_path, monkeypatch, capsys):

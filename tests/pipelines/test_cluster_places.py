@@ -11,6 +11,7 @@ import threading
 import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -106,14 +107,19 @@ def test_bytes_that_do_not_hold_are_refused_and_not_kept(toy, cache):
     assert [entry.name for entry in cache.iterdir() if not entry.name.endswith(".lock")] == []
 
 
-def test_a_fetch_that_breaks_off_leaves_nothing_and_is_a_sentence(toy, cache, monkeypatch):
+class OfAStore(Exception):
+    """As botocore's are."""
+
+
+@pytest.mark.parametrize("kind", [OSError, OfAStore])
+def test_a_fetch_that_breaks_off_leaves_nothing_and_is_a_sentence(toy, cache, monkeypatch, kind):
     from fsspec.implementations.memory import MemoryFileSystem
 
     fsspec.filesystem("memory").put_file(str(toy / "toy.castiron"), "/broken.castiron")
 
     def half(self, path, out):
         Path(out).write_bytes(self.cat_file(path)[:1000])
-        raise OSError("the network went away")
+        raise kind("the network\nwent away")
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "get_file", half)
@@ -139,6 +145,21 @@ except ModuleNotFoundError as error:
     assert re.fullmatch(r"castiron.ray needs ray, which is not installed: .* pip install .*\n", done.stdout)
 
 
+def test_windows_of_a_cluster_grow_small_towards_the_end_and_leave_a_part_to_every_engine():
+    from castiron.pipelines.cluster.batch import LEAST, WINDOW, Windows
+
+    rows = [(SimpleNamespace(index=i), "") for i in range(2000)]
+    windows, sizes = Windows(iter(rows)), list[int]()
+    while not windows.done:
+        sizes.append(len(windows.next(3)))
+    assert sum(sizes) == 2000 and sizes == sorted(sizes, reverse=True) and sizes[0] == WINDOW and sizes[-2] == LEAST
+    # Rows for one whole window are not one engine's, and those that come slowly are not waited for.
+    few = Windows(iter([*rows[:WINDOW], None, rows[0]]))
+    assert len(few.next(2)) == WINDOW // 4
+    slow = Windows(iter([rows[0], None, None, rows[1]]))
+    assert [len(slow.next(2)) for _ in range(4)] == [1, 0, 1, 0] and slow.done
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "nowhere:port"])
 def test_a_cluster_that_is_not_there_is_a_sentence(address):
     from castiron.pipelines.cluster.batch import connected
@@ -150,7 +171,11 @@ def test_a_cluster_that_is_not_there_is_a_sentence(address):
 
 @pytest.mark.parametrize(
     ("url", "says"),
-    [("memory://nothing", "cannot be fetched"), ("nosuch://bucket/x", "nosuch"), ("http://127.0.0.1:9/x", "cannot be fetched")],
+    [
+        ("memory://nothing", "there is nothing of that name"),
+        ("nosuch://bucket/x", "nosuch"),
+        ("http://127.0.0.1:9/x", "cannot be fetched"),
+    ],
 )
 def test_a_url_with_nothing_behind_it_is_refused_in_a_sentence(url, says, cache):
     with pytest.raises(PipelineError, match=says) as failed:

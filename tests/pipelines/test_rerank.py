@@ -63,7 +63,7 @@ def test_modernbert_has_a_head_and_a_maker_who_wants_its_numbers_as_they_are(tmp
     np.testing.assert_allclose([found[index] for index in range(5)], expected(made), atol=CLOSE)
 
 
-def test_the_server_reranks(bert, tmp_path_factory, capsys):
+def test_the_server_and_a_batch_job_rerank(bert, tmp_path, tmp_path_factory, capsys):
     _, bundle = bert
     with castiron.load(bundle, threads=1) as model:
         wanted = model.rerank(QUERY, DOCUMENTS)
@@ -73,6 +73,19 @@ def test_the_server_reranks(bert, tmp_path_factory, capsys):
             answer = ask(path).json()
             assert [(row["index"], row["relevance_score"]) for row in answer["results"]] == wanted
         assert [row["document"] for row in answer["results"]] == [{"text": DOCUMENTS[index]} for index, _ in wanted]
+        bodies = [{"query": QUERY, "documents": DOCUMENTS}, {"query": QUERY, "documents": []}, {"input": "x"}]
+        urls = ["/v1/rerank", "/v1/rerank", "/v1/embeddings"]
+        rows = [{"custom_id": f"{i}", "url": url, "body": body} for i, (url, body) in enumerate(zip(urls, bodies))]
+        (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": "x"}])))
+        words = [str(bundle), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--threads", "1", "--ordered"]
+        assert cli.main(["batch", *words]) == 0
+        *told, plain = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        for url, body, row in zip(urls, bodies, told):
+            asked = client.post(url, json=body)
+            without = lambda found: {name: value for name, value in found.items() if name != "id"}
+            assert row["response"]["status_code"] == asked.status_code
+            assert without(row["response"]["body"]) == without(asked.json())
+        assert told[0]["response"]["body"]["id"].startswith("rerank-") and "rerank texts with it" in plain["error"]
         assert answer["usage"]["total_tokens"] == sum(min(LONGEST, len(QUERY) + len(text) + 3) for text in DOCUMENTS)
         documents = [{"text": text, "title": "x"} for text in DOCUMENTS]
         top = ask(documents=documents, top_n=2, max_chunks_per_doc=1).json()["results"]

@@ -105,19 +105,13 @@ class Slot:
         self.held, self.ready = rows[0].tolist(), False
         assert self.position == position
 
-    def swap(self, other: Slot) -> None:
-        assert other is not self
-        self.batch.moved += self.position + other.position
-        self.held, other.held, self.ready, other.ready = other.held, self.held, other.ready, self.ready
-
 
 class FakeBatch:
     """Slots as `castiron.vmfb.batch.Batch` has them, and a record of what was run."""
 
-    def __init__(self, size: int, *smaller: int):
+    def __init__(self, size: int):
         self.work: list[tuple] = []
-        self.copied = self.moved = 0
-        self.sizes = (*smaller, size) if smaller else (size // 2, size) if size > 3 else (size,) if size > 1 else ()
+        self.copied = 0
         self.broken_prompt: int | None = None
         self.break_next_step = False
         self.size = size
@@ -256,6 +250,20 @@ def test_prompts_of_one_request_are_read_once():
     assert sum(work[2] for work in batch.work if work[0] == "prefill") == 90 + 5
     for request in requests:
         request.check_as_alone()
+
+
+def test_where_nobody_waits_for_a_token_no_step_is_for_fewer_than_it_might_be():
+    batch = FakeBatch(3)
+    scheduler = Scheduler(batch)
+    scheduler.fills = True
+    # One beginning for all, which is taken from the cache by all but one, and more to read than a chunk has.
+    requests = [Request([3] * 40 + [i + 4] * 30, 5, stop_tokens=[]) for i in range(9)]
+    for request in requests:
+        scheduler.submit(request.sequence)
+    run(scheduler)
+    assert [len(work) - 1 for work in batch.work if work[0] == "step"] == [3] * 3 * 4
+    for request in requests:
+        assert len(request.sequence.tokens) == 5 and request.sequence.cached == (0 if request is requests[0] else 40)
 
 
 def test_a_long_prompt_delays_the_others_by_a_chunk_at_most():
