@@ -20,8 +20,8 @@ from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.metrics import ModelMetrics
 from castiron.pipelines.serve.schemas import Document, EmbeddingsRequest, RerankRequest
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
-from castiron.vmfb.program import FileChanged
 from castiron.pipelines.serve.turns import Turns
+from castiron.vmfb.program import FileChanged
 
 
 class EmbeddingsEngine:

@@ -210,7 +210,7 @@ def test_who_gives_its_slot_to_a_lower_priority_says_the_same(size, arrivals):
         request = Request([6 + i, *prompt], max_tokens)
         request.sequence.priority = priority
         if run_of:
-            request.sequence.constraint = Forced(run_of)
+            request.sequence.chooser.constraint = Forced(run_of)
         (gone if leaves and i % 3 == 0 else bound if run_of else requests).append(request)
         scheduler.submit(request.sequence)
         for _ in range(turns):
