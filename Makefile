@@ -1,5 +1,6 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
 # make test          run the test suite
+# make coverage      the same, and how much of each package the tests run
 # make lint          ruff and mypy, as CI runs them
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart
 # make docs          the pages of docs as a site with search, in build/site
@@ -36,7 +37,7 @@ export MODEL CONTEXT WEIGHTS PROMPT TOKENS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test lint bench docs clean distclean
+.PHONY: compile-llm test coverage lint bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -47,6 +48,16 @@ compile-llm: $(INSTALLED)
 
 test: $(TEST_INSTALLED)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A line a package: the share of its lines that ran.
+coverage: $(TEST_INSTALLED)
+	@rm -rf build/coverage; mkdir -p build/coverage
+	@$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS); status=$$?; \
+	$(BIN)/python -m coverage combine --quiet; \
+	for package in emitter vmfb pipelines reference; do \
+		printf '%-9s %s %%\n' $$package $$($(BIN)/python -m coverage report --include="$$package/*" --format=total --precision=1); \
+	done; \
+	exit $$status
 
 lint: $(TEST_INSTALLED)
 	@$(BIN)/python -m ruff check

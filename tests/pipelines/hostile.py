@@ -4,7 +4,8 @@
 
     python -m tests.pipelines.hostile --mutants 20000 --workers 2
 
-prints how many were taken and refused and, by place, those that were neither; it ends with 1 if there are any. --only N shows one.
+prints how many were taken and refused, in how many places, and those that were neither; it ends with 1 if there are any. --only N
+shows one. --corpus prints one mutant of each place that refused, for `hostile_corpus.txt`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import shutil
 import signal
@@ -25,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.hostile_mutants import mutant
+from tests.pipelines.hostile_mutants import mutant, source_of
 from tests.pipelines.hostile_sound import write_sound
 
 # What a refusal may be, in characters beside the path that was given; what a mutant may take of the machine.
@@ -34,8 +36,9 @@ LONGEST, SECONDS, BYTES, WAIT = 300, 5.0, 1 << 30, 20.0
 
 def read_whole(path: Path) -> None:
     """All that castiron does with a checkpoint before iree-compile, and the weights' packing."""
+    from castiron.emitter.lowering import lower
     from castiron.emitter.printer import print_module
-    from castiron.pipelines.casting.compile import Options, build_module, open_source, packed_parameter, vocab_of
+    from castiron.pipelines.casting.compile import Options, build_model, open_source, packed_parameter, vocab_of
     from castiron.pipelines.casting.soundness import sound
 
     # NumPy's warning of a number that is none would reach a user who cannot read it.
@@ -43,7 +46,8 @@ def read_whole(path: Path) -> None:
     options = Options(batch=(), speculate=(), lowering="portable", tuned=False)
     checkpoint = open_source(path, options)
     with sound(checkpoint, vocab_of(checkpoint.config)):
-        module = build_module(checkpoint, options)
+        # Of all widths of a prompt one: what differs among them is no checkpoint's.
+        module = lower(build_model(checkpoint, options, (8,)), options.lowering)
         print_module(module)
     for param in module.params.values():
         packed_parameter(checkpoint, param)
@@ -52,7 +56,7 @@ def read_whole(path: Path) -> None:
 
 
 def verdict(path: Path, read: Callable[[Path], None] = read_whole) -> str:
-    """ "taken", "refused", or what is wrong, with where: a traceback, a refusal of too many characters or lines."""
+    """ "taken", "refused at" a place, or what is wrong and where: a traceback, a refusal of too many characters or lines."""
     from castiron.pipelines.errors import user_errors
 
     try:
@@ -62,10 +66,15 @@ def verdict(path: Path, read: Callable[[Path], None] = read_whole) -> str:
         where = f"{place_of(error)}: {said[:160]!r}"
         if len(said) >= LONGEST:
             return f"long ({len(said)}) at {where}"
-        return "refused" if said.isprintable() else f"unprintable at {where}"
+        return f"refused at {place_of(error)}" if said.isprintable() else f"unprintable at {where}"
     except Exception as error:
         return f"traceback {type(error).__name__} at {place_of(error)}: {str(error)[:80]!r}"
     return "taken"
+
+
+def fine(said: str) -> bool:
+    """Whether a verdict is one that a checkpoint may have."""
+    return said.startswith(("taken", "refused"))
 
 
 def place_of(error: BaseException) -> str:
@@ -114,8 +123,7 @@ def work(folder: str, sound: list[Path], numbers: Any, results: Any) -> None:
     while (number := numbers.recv()) is not None:
         place = Path(folder) / str(number)
         place.mkdir()
-        path = mutant(number, sound, place)
-        said = limited(path)
+        said = limited(mutant(number, source_of(number, sound), place))
         shutil.rmtree(place)
         results.send(said)
 
@@ -155,11 +163,12 @@ class Worker:
         return None
 
 
-def run(first: int, count: int, workers: int) -> dict[str, list[int]]:
-    """Verdict -> the numbers of the mutants it was passed on."""
+def run(first: int, count: int, workers: int) -> dict[str, list[tuple[str, int]]]:
+    """Verdict -> the mutants it was passed on, each the name of its source and its number."""
     multiprocessing.set_start_method("fork", force=True)
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[tuple[str, int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["CASTIRON_CACHE"] = f"{folder}/cache"
         (Path(folder) / "sound").mkdir()
         sound = write_sound(Path(folder) / "sound")
         waiting = iter(range(first, first + count))
@@ -170,7 +179,7 @@ def run(first: int, count: int, workers: int) -> dict[str, list[int]]:
             for worker in list(busy):
                 if (said := worker.poll()) is None:
                     continue
-                found.setdefault(said, []).append(worker.number)
+                found.setdefault(said, []).append((source_of(worker.number, sound).name, worker.number))
                 if (number := next(waiting, None)) is None:
                     busy.remove(worker)
                     if worker.process is not None:
@@ -187,22 +196,27 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", type=int, help="this mutant alone, with its traceback; its files stay where it says")
+    parser.add_argument("--corpus", action="store_true", help="print one mutant of each place that refused")
     args = parser.parse_args()
     if args.only is not None:
         folder = Path(tempfile.mkdtemp())
         (folder / "sound").mkdir()
-        path = mutant(args.only, write_sound(folder / "sound"), folder)
+        path = mutant(args.only, source_of(args.only, write_sound(folder / "sound")), folder)
         print(path)
         read_whole(path)
         return 0
     found = run(args.first, args.mutants, args.workers)
     counts: Counter = Counter()
-    for said, numbers in sorted(found.items(), key=lambda item: -len(item[1])):
-        counts[said.split()[0]] += len(numbers)
-        if said not in ("taken", "refused"):
-            print(f"{len(numbers):6} {said}   e.g. {numbers[:3]}")
+    for said, which in sorted(found.items(), key=lambda item: -len(item[1])):
+        counts[said.split()[0]] += len(which)
+        if not fine(said):
+            print(f"{len(which):6} {said}   e.g. {which[:3]}")
+        elif args.corpus and said != "taken":
+            name, number = min(which, key=lambda one: one[1])
+            print(f"{name} {number}  {said}")
+    counts["places"] = sum(said.startswith("refused") for said in found)
     print(json.dumps(dict(counts)))
-    return int(bool(set(counts) - {"taken", "refused"}))
+    return int(not all(map(fine, found)))
 
 
 if __name__ == "__main__":

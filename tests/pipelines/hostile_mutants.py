@@ -1,5 +1,5 @@
 """Mutants of sound checkpoints: by their bytes, by the pieces of a GGUF file, by the trees of JSON, and by what stands in place of
-a file. Mutant N is the same on every machine."""
+a file. Mutant N of a checkpoint is the same on every machine."""
 
 from __future__ import annotations
 
@@ -297,19 +297,23 @@ def mutate_directory(rng: random.Random, place: Path) -> None:
             path.write_bytes(dumped(tree))
 
 
-def mutant(number: int, sound: list[Path], folder: Path) -> Path:
-    """Writes mutant `number` below `folder` and returns its path."""
+def source_of(number: int, sound: list[Path]) -> Path:
+    """The one of the sound checkpoints that mutant `number` is of."""
     rng = random.Random(number)
-    ggufs, directories = [[p for p in sound if p.is_dir() == of] for of in (False, True)]
-    if rng.random() < 0.4:
-        source = rng.choice(ggufs)
+    directory = rng.random() >= 0.4
+    return rng.choice([path for path in sound if path.is_dir() == directory])
+
+
+def mutant(number: int, source: Path, folder: Path) -> Path:
+    """Writes mutant `number` of `source` below `folder` and returns its path; it is the same whatever other sources there are."""
+    rng = random.Random(f"{source.name} {number}")
+    if not source.is_dir():
         place = folder / "mutant.gguf"
         if rng.random() < 0.2:
             place.write_bytes(mutate_bytes(rng, source.read_bytes()))
         else:
             place.write_bytes(gguf_bytes(source.stem, *gguf_parts(source.stem), rng))
         return place
-    source = rng.choice(directories)
     place = folder / "mutant"
     shutil.copytree(source, place)
     mutate_directory(rng, place)

@@ -17,7 +17,7 @@ from castiron.pipelines.casting.calibrate import chunks_of
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
 from castiron.pipelines.errors import user_errors
 from tests.pipelines import hostile
-from tests.pipelines.hostile_mutants import RAW, dumped, mutant
+from tests.pipelines.hostile_mutants import RAW, dumped, mutant, source_of
 from tests.pipelines.hostile_sound import write_sound
 from tests.pipelines.tiny_gguf import write_llama
 
@@ -45,10 +45,10 @@ def test_mutants_are_taken_or_refused(sound, tmp_path):
     found = {}
     for number in range(MUTANTS):
         (place := tmp_path / str(number)).mkdir()
-        found[number] = hostile.limited(mutant(number, sound, place))
+        found[number] = hostile.limited(mutant(number, source_of(number, sound), place))
         shutil.rmtree(place)
-    assert {number: said for number, said in found.items() if said not in ("taken", "refused")} == {}
-    assert len(set(found.values())) == 2
+    assert {number: said for number, said in found.items() if not hostile.fine(said)} == {}
+    assert "taken" in found.values() and len(set(found.values())) > 20
 
 
 def change(directory, file="config.json", **keys):
