@@ -57,7 +57,9 @@ def test_links_of_the_page_lead_somewhere():
 
 
 def test_nothing_of_castirons_runs_what_a_file_holds():
-    paths = [path for package in ("emitter", "vmfb", "pipelines", "reference", "castiron") for path in (ROOT / package).rglob("*.py")]
+    paths = [
+        path for package in ("emitter", "vmfb", "pipelines", "reference", "castiron") for path in (ROOT / package).rglob("*.py")
+    ]
     assert len(paths) > 200
     assert [str(path) for path in paths if RUNS.search(path.read_text(encoding="utf-8"))] == []
     for line in ("import pickle", "    from yaml import load", "x = eval(text)", "f(trust_remote_code=True)"):
