@@ -5,7 +5,7 @@
     python -m tests.pipelines.hostile --mutants 20000 --workers 2
 
 prints how many were taken and refused, in how many places, and those that were neither; it ends with 1 if there are any. --only N
-shows one. --corpus prints one mutant of each place that refused, for `hostile_corpus.txt`.
+shows one. --corpus prints one mutant of each place that refused, for `hostile_corpus.txt`, of which --replay takes all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from tests.pipelines.hostile_sound import write_sound
 
 # What a refusal may be, in characters beside the path that was given; what a mutant may take of the machine.
 LONGEST, SECONDS, BYTES, WAIT = 300, 5.0, 1 << 30, 20.0
+CORPUS = Path(__file__).with_name("hostile_corpus.txt")
+# A sound checkpoint and the number of what becomes of it.
+Mutant = tuple[Path, int]
 
 
 def read_whole(path: Path) -> None:
@@ -113,17 +116,18 @@ def limited(path: Path) -> str:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def work(folder: str, sound: list[Path], numbers: Any, results: Any) -> None:
-    """Reads numbers until None, and answers each with its verdict."""
+def work(folder: str, sound: list[Path], mutants: Any, results: Any) -> None:
+    """Reads mutants until None, and answers each with its verdict."""
     import castiron.pipelines.casting.compile  # noqa: F401
 
     read_whole(next(p for p in sound if p.name == "llama"))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
-    while (number := numbers.recv()) is not None:
-        place = Path(folder) / str(number)
+    while (found := mutants.recv()) is not None:
+        source, number = found
+        place = Path(folder) / f"{source.name} {number}"
         place.mkdir()
-        said = limited(mutant(number, source_of(number, sound), place))
+        said = limited(mutant(number, source, place))
         shutil.rmtree(place)
         results.send(said)
 
@@ -133,17 +137,17 @@ class Worker:
 
     def __init__(self, folder: str, sound: list[Path]):
         self.folder, self.sound, self.process = folder, sound, None
-        self.number: int | None = None
+        self.mutant: Mutant | None = None
 
-    def start(self, number: int) -> None:
+    def start(self, mutant: Mutant) -> None:
         if self.process is None:
-            there, self.numbers = multiprocessing.Pipe(duplex=False)
+            there, self.mutants = multiprocessing.Pipe(duplex=False)
             self.results, here = multiprocessing.Pipe(duplex=False)
             self.process = multiprocessing.Process(target=work, args=(self.folder, self.sound, there, here))
             self.process.start()
             there.close(), here.close()
-        self.number, self.since = number, time.monotonic()
-        self.numbers.send(number)
+        self.mutant, self.since = mutant, time.monotonic()
+        self.mutants.send(mutant)
 
     def poll(self) -> str | None:
         """The verdict on its mutant, None while there is none."""
@@ -163,31 +167,35 @@ class Worker:
         return None
 
 
-def run(first: int, count: int, workers: int) -> dict[str, list[tuple[str, int]]]:
+def run(mutants: Sequence[Mutant], sound: list[Path], folder: str, workers: int) -> dict[str, list[tuple[str, int]]]:
     """Verdict -> the mutants it was passed on, each the name of its source and its number."""
     multiprocessing.set_start_method("fork", force=True)
+    os.environ["CASTIRON_CACHE"] = f"{folder}/cache"
     found: dict[str, list[tuple[str, int]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["CASTIRON_CACHE"] = f"{folder}/cache"
-        (Path(folder) / "sound").mkdir()
-        sound = write_sound(Path(folder) / "sound")
-        waiting = iter(range(first, first + count))
-        busy = [Worker(folder, sound) for _ in range(workers)]
-        for worker in busy:
-            worker.start(next(waiting))
-        while busy:
-            for worker in list(busy):
-                if (said := worker.poll()) is None:
-                    continue
-                found.setdefault(said, []).append((source_of(worker.number, sound).name, worker.number))
-                if (number := next(waiting, None)) is None:
-                    busy.remove(worker)
-                    if worker.process is not None:
-                        worker.numbers.send(None)
-                        worker.process.join()
-                else:
-                    worker.start(number)
+    waiting = iter(mutants)
+    busy = [Worker(folder, sound) for _ in range(workers)]
+    for worker in busy:
+        worker.start(next(waiting))
+    while busy:
+        for worker in list(busy):
+            if (said := worker.poll()) is None:
+                continue
+            source, number = worker.mutant
+            found.setdefault(said, []).append((source.name, number))
+            if (mutant := next(waiting, None)) is not None:
+                worker.start(mutant)
+                continue
+            busy.remove(worker)
+            if worker.process is not None:
+                worker.mutants.send(None)
+                worker.process.join()
     return found
+
+
+def corpus() -> list[tuple[str, int]]:
+    """The name of its source and the number of each mutant that is kept."""
+    lines = [line.split() for line in CORPUS.read_text().splitlines() if not line.startswith("#")]
+    return [(name, int(number)) for name, number, *_ in lines]
 
 
 def main() -> int:
@@ -197,6 +205,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", type=int, help="this mutant alone, with its traceback; its files stay where it says")
     parser.add_argument("--corpus", action="store_true", help="print one mutant of each place that refused")
+    parser.add_argument("--replay", action="store_true", help="those of the corpus, which are kept")
     args = parser.parse_args()
     if args.only is not None:
         folder = Path(tempfile.mkdtemp())
@@ -205,7 +214,16 @@ def main() -> int:
         print(path)
         read_whole(path)
         return 0
-    found = run(args.first, args.mutants, args.workers)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sound").mkdir()
+        kept = corpus() if args.replay else []
+        sound = write_sound(
+            Path(folder) / "sound", {"llama", *(name.replace("_with_", " with ") for name, _ in kept)} if kept else ()
+        )
+        by_name = {path.name: path for path in sound}
+        mutants = [(by_name[name], number) for name, number in kept]
+        mutants = mutants or [(source_of(number, sound), number) for number in range(args.first, args.first + args.mutants)]
+        found = run(mutants, sound, folder, args.workers)
     counts: Counter = Counter()
     for said, which in sorted(found.items(), key=lambda item: -len(item[1])):
         counts[said.split()[0]] += len(which)
