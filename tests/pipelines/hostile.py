@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.pipelines.hostile_beside import ADAPTER, BESIDE, write_beside
 from tests.pipelines.hostile_mutants import mutant, source_of
 from tests.pipelines.hostile_sound import write_sound
 
@@ -46,7 +47,9 @@ def read_whole(path: Path) -> None:
 
     # NumPy's warning of a number that is none would reach a user who cannot read it.
     warnings.simplefilter("error", RuntimeWarning)
-    options = Options(batch=(), speculate=(), lowering="portable", tuned=False)
+    adapter = path / ADAPTER
+    adapted = str(adapter) if adapter.is_dir() else None
+    options = Options(batch=(), speculate=(), lowering="portable", tuned=False, adapter=adapted)
     checkpoint = open_source(path, options)
     with sound(checkpoint, vocab_of(checkpoint.config)):
         # Of all widths of a prompt one: what differs among them is no checkpoint's.
@@ -120,7 +123,7 @@ def work(folder: str, sound: list[Path], mutants: Any, results: Any) -> None:
     """Reads mutants until None, and answers each with its verdict."""
     import castiron.pipelines.casting.compile  # noqa: F401
 
-    read_whole(next(p for p in sound if p.name == "llama"))
+    read_whole(next(p for p in sound if p.name in ("llama", "adapted")))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
     while (found := mutants.recv()) is not None:
@@ -198,6 +201,12 @@ def corpus() -> list[tuple[str, int]]:
     return [(name, int(number)) for name, number, *_ in lines]
 
 
+def sources_of(kept: list[tuple[str, int]], folder: Path) -> list[Path]:
+    """The sources of mutants that are kept, and llama."""
+    names = {"llama", *(name.replace("_with_", " with ") for name, _ in kept)}
+    return write_sound(folder, names) + (write_beside(folder) if names & {*BESIDE} else [])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutants", type=int, default=2000)
@@ -206,20 +215,20 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="this mutant alone, with its traceback; its files stay where it says")
     parser.add_argument("--corpus", action="store_true", help="print one mutant of each place that refused")
     parser.add_argument("--replay", action="store_true", help="those of the corpus, which are kept")
+    parser.add_argument("--beside", action="store_true", help="of adapters, and of the files of encoders and classifiers")
     args = parser.parse_args()
+    write = write_beside if args.beside else write_sound
     if args.only is not None:
         folder = Path(tempfile.mkdtemp())
         (folder / "sound").mkdir()
-        path = mutant(args.only, source_of(args.only, write_sound(folder / "sound")), folder)
+        path = mutant(args.only, source_of(args.only, write(folder / "sound")), folder)
         print(path)
         read_whole(path)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sound").mkdir()
         kept = corpus() if args.replay else []
-        sound = write_sound(
-            Path(folder) / "sound", {"llama", *(name.replace("_with_", " with ") for name, _ in kept)} if kept else ()
-        )
+        sound = sources_of(kept, Path(folder) / "sound") if kept else write(Path(folder) / "sound")
         by_name = {path.name: path for path in sound}
         mutants = [(by_name[name], number) for name, number in kept]
         mutants = mutants or [(source_of(number, sound), number) for number in range(args.first, args.first + args.mutants)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.pipelines.hostile_beside import BESIDE
 from tests.pipelines.hostile_sound import gguf_parts
 from tests.pipelines.tiny_gguf import entry, raw_gguf, string, tensor_info
 
@@ -263,45 +264,64 @@ def mutate_directory(rng: random.Random, place: Path) -> None:
                 (lambda: victim.mkdir(), lambda: os.mkfifo(victim), lambda: victim.symlink_to("/dev/zero"), lambda: None)
             )()
         case "weights":
-            data = weights.read_bytes()
-            size = int.from_bytes(data[:8], "little")
-            what = rng.randrange(3)
-            if what == 0:
-                weights.write_bytes(mutate_bytes(rng, data))
-            elif what == 1:
-                values = np.frombuffer(data[8 + size :], np.float32).copy()
-                values[rng.randrange(len(values))] = rng.choice((math.nan, math.inf, -math.inf))
-                weights.write_bytes(data[: 8 + size] + values.tobytes())
-            else:
-                header = json.loads(data[8 : 8 + size])
-                if rng.random() < 0.5:
-                    name = rng.choice(sorted(header))
-                    digits = "8" * rng.choice((2, 30, 5000))
-                    header[rng.choice((name + "x", f"model.layers.{digits}.mlp.up_proj.weight", "\x1b[2J\n", "x" * 5000))] = (
-                        header.pop(name)
-                    )
-                else:
-                    mutate_tree(rng, header)
-                raw = dumped(header)
-                weights.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + size :])
+            mutate_weights(rng, weights)
         case _:
             path = index if file == "index" else place / file
             tree = json.loads(path.read_text()) if path.exists() else {"weight_map": {"lm_head.weight": weights.name}}
             if file == "index" and not path.exists():
                 weights.rename(place / "model-1.safetensors")
-            if rng.random() < 0.1:
-                path.write_bytes(mutate_bytes(rng, dumped(tree)))
-                return
-            for _ in range(rng.choice((1, 1, 1, 2, 3))):
-                mutate_tree(rng, tree)
-            path.write_bytes(dumped(tree))
+            mutate_json(rng, path, tree)
+
+
+def mutate_json(rng: random.Random, path: Path, tree: Any) -> None:
+    if rng.random() < 0.1:
+        path.write_bytes(mutate_bytes(rng, dumped(tree)))
+        return
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        mutate_tree(rng, tree)
+    path.write_bytes(dumped(tree))
+
+
+def mutate_weights(rng: random.Random, weights: Path) -> None:
+    """Bytes, numbers or the header of a file of safetensors in f32."""
+    data = weights.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    what = rng.randrange(3)
+    if what == 0:
+        weights.write_bytes(mutate_bytes(rng, data))
+    elif what == 1:
+        values = np.frombuffer(data[8 + size :], np.float32).copy()
+        values[rng.randrange(len(values))] = rng.choice((math.nan, math.inf, -math.inf))
+        weights.write_bytes(data[: 8 + size] + values.tobytes())
+    else:
+        header = json.loads(data[8 : 8 + size])
+        if rng.random() < 0.5:
+            name = rng.choice(sorted(header))
+            digits = "8" * rng.choice((2, 30, 5000))
+            header[rng.choice((name + "x", f"model.layers.{digits}.mlp.up_proj.weight", "\x1b[2J\n", "x" * 5000))] = header.pop(
+                name
+            )
+        else:
+            mutate_tree(rng, header)
+        raw = dumped(header)
+        weights.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + size :])
+
+
+def mutate_beside(rng: random.Random, place: Path) -> None:
+    """One of the files that stand beside a model's, or its config."""
+    own = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    path = rng.choice([p for p in sorted(place.rglob("*")) if p.is_file() and not (p.parent == place and p.name in own)])
+    if path.suffix == ".json":
+        mutate_json(rng, path, json.loads(path.read_text()))
+    else:
+        mutate_weights(rng, path)
 
 
 def source_of(number: int, sound: list[Path]) -> Path:
     """The one of the sound checkpoints that mutant `number` is of."""
     rng = random.Random(number)
     directory = rng.random() >= 0.4
-    return rng.choice([path for path in sound if path.is_dir() == directory])
+    return rng.choice([path for path in sound if path.is_dir() == directory] or sound)
 
 
 def mutant(number: int, source: Path, folder: Path) -> Path:
@@ -316,5 +336,5 @@ def mutant(number: int, source: Path, folder: Path) -> Path:
         return place
     place = folder / "mutant"
     shutil.copytree(source, place)
-    mutate_directory(rng, place)
+    (mutate_beside if source.name in BESIDE else mutate_directory)(rng, place)
     return place
