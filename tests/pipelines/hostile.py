@@ -5,7 +5,8 @@
     python -m tests.pipelines.hostile --mutants 20000 --workers 2
 
 prints how many were taken and refused, in how many places, and those that were neither; it ends with 1 if there are any. --only N
-shows one. --corpus prints one mutant of each place that refused, for `hostile_corpus.txt`, of which --replay takes all.
+shows one. --beside takes those of what stands beside a model's weights. --corpus prints one mutant of each place that refused, for
+`hostile_corpus.txt`, of which --replay takes all.
 """
 
 from __future__ import annotations
