@@ -152,9 +152,9 @@ def nearby(rng: random.Random, kind: int, value: Any) -> Any:
     inner, values = value
     changed = list(values)
     match rng.randrange(4):
-        case 0:
+        case 0 if changed:
             changed[rng.randrange(len(changed))] = hostile_of(rng, inner)
-        case 1:
+        case 1 if changed:
             changed.pop()
         case 2:
             changed = changed * rng.choice((0, 2, 100))
