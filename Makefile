@@ -1,6 +1,7 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
 # make test          run the test suite
 # make test-aarch64  run bundles for aarch64 on aarch64 CPUs that qemu emulates: 15 minutes, 200 MB
+# make coverage      the same, and how much of each package the tests run
 # make lint          ruff and mypy, as CI runs them
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart
 # make docs          the pages of docs as a site with search, in build/site
@@ -37,7 +38,7 @@ export MODEL CONTEXT WEIGHTS PROMPT TOKENS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test test-aarch64 lint bench docs clean distclean
+.PHONY: compile-llm test test-aarch64 coverage lint bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -52,6 +53,16 @@ test: $(TEST_INSTALLED)
 test-aarch64: $(TEST_INSTALLED)
 	@$(BIN)/python -m tests.aarch64 build/aarch64
 	@CASTIRON_AARCH64=build/aarch64 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_aarch64.py
+
+# A line a package: the share of its lines that ran.
+coverage: $(TEST_INSTALLED)
+	@rm -rf build/coverage; mkdir -p build/coverage
+	@$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS); status=$$?; \
+	$(BIN)/python -m coverage combine --quiet; \
+	for package in emitter vmfb pipelines reference; do \
+		printf '%-9s %s %%\n' $$package $$($(BIN)/python -m coverage report --include="$$package/*" --format=total --precision=1); \
+	done; \
+	exit $$status
 
 lint: $(TEST_INSTALLED)
 	@$(BIN)/python -m ruff check

@@ -405,6 +405,18 @@ def test_a_failing_compile_is_not_followed_by_a_run(installed_tree):
     assert [call for call in (installed_tree / "calls").read_text().splitlines() if "|" not in call] == ["compile"]
 
 
+def test_make_coverage_says_a_line_a_package_and_passes_the_tests_status_on(installed_tree):
+    done = make("coverage", directory=installed_tree)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[0] for line in done.stdout.splitlines()) == sorted(PACKAGES)
+    assert ["python", "-m", "coverage", "run", "-m", "pytest"] in calls(installed_tree)
+    settings = tomllib.loads((installed_tree / "pyproject.toml").read_text())["tool"]["coverage"]["run"]
+    assert sorted(settings["source"]) == sorted(PACKAGES)
+    python = installed_tree / ".venv/bin/python"
+    python.write_text(python.read_text() + 'case "$*" in *pytest*) exit 3;; esac\n')
+    assert make("coverage", directory=installed_tree).returncode != 0
+
+
 def test_ci_runs_the_tests_and_passes_their_status_on(installed_tree):
     shutil.copytree(ROOT / ".ci", installed_tree / ".ci")
     python = installed_tree / ".venv/bin/python"

@@ -32,6 +32,10 @@ class Mamba:
     proj_bias: bool
     limit: tuple[float, float] = (0.0, inf)
 
+    def __post_init__(self) -> None:
+        if self.limit[0] < 0:
+            raise EmitError(f"the least step of time in the config is {self.limit[0]}, which is below 0")
+
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:
         """The keys that begin with `mamba_`. features: of all heads, else those of the config's expansion."""

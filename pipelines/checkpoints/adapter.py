@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.emitter.quantise import convert
+from castiron.emitter.shown import shown, shown_list, shown_text
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.hf_directory import chat_template
 from castiron.pipelines.checkpoints.json_files import json_object
@@ -37,6 +39,8 @@ _PASSED = set(
     modules_to_save parent_library peft_version qalora_group_size revision runtime_config target_modules task_type
     """.split()
 )
+# Of a number; of a pattern or a name in characters; where a pattern may go on in several ways; to look for all of them.
+_LARGEST, _LONGEST, _CHOICES, _SECONDS = 2**31, 200, 3, 2.0
 # Ways to begin that leave the checkpoint's weights alone; others (pissa, olora, ...) subtract what they begin with.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -75,10 +79,12 @@ def open_adapter(path: Path) -> Adapter:
     whole: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         own = name.removeprefix(_PREFIX)
+        if len(own) > _LONGEST:
+            raise CheckpointError(f"{path}: {shown_text(own)} is no tensor's name: save the adapter again")
         part = _PART.fullmatch(own)
         if part is None:
             if ".lora_" in own:
-                raise CheckpointError(f"{path}: {name} belongs to a kind of LoRA that is not merged here: {_MERGE}")
+                raise CheckpointError(f"{path}: {shown_text(name)} belongs to a kind of LoRA that is not merged here: {_MERGE}")
             # The weight or bias of a layer that is adapted stands one module deeper.
             own = own.replace(".base_layer.", ".")
             whole[own] = _as_tensor(path, own, tensor)
@@ -86,11 +92,14 @@ def open_adapter(path: Path) -> Adapter:
         module, embedding, side, _ = part.groups()
         values = _as_tensor(path, name, tensor).dequantise()
         if values.ndim != 2:
-            raise CheckpointError(f"{path}: {name} has the shape {list(tensor.shape)}, and a part of LoRA is a matrix")
+            raise CheckpointError(
+                f"{path}: {shown_text(name)} has the shape {shown(list(tensor.shape))}, and a part of LoRA is a matrix"
+            )
         # An embedding adds (B A) transposed, which is A' B'.
         key, values = ("AB"[side == "A"], values.T) if embedding else (side, values)
         parts.setdefault(module, {})[key] = values
-    pairs = {f"{module}.weight": _pair(path, config, module, sides) for module, sides in parts.items()}
+    until = time.process_time() + _SECONDS
+    pairs = {f"{module}.weight": _pair(path, config, module, sides, until) for module, sides in parts.items()}
     return Adapter(path, config["r"], pairs, whole, json_object(path / "tokenizer.json"), chat_template(path))
 
 
@@ -105,7 +114,9 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
     touched = {*adapter.pairs, *whole}
     for name in touched:
         if name not in tensors:
-            raise CheckpointError(f"{adapter.path} adapts {name}, which {checkpoint.path} has not: is it of another model?")
+            raise CheckpointError(
+                f"{adapter.path} adapts {shown_text(name)}, which {checkpoint.path} has not: is it of another model?"
+            )
         if CODECS[tensors[name].codec].quantised:
             raise CheckpointError(
                 f"{checkpoint.path} holds {name} in {tensors[name].codec}, in which an adapter would lose its digits: "
@@ -154,11 +165,13 @@ def _config(path: Path) -> dict:
     if config is None:
         raise CheckpointError(f"{path} has no {CONFIG}: give an adapter's directory, as peft's save_pretrained writes it")
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path} is an adapter of type {config.get('peft_type')!r}, and only LORA is merged: {_MERGE}")
+        raise CheckpointError(
+            f"{path} is an adapter of type {shown(config.get('peft_type'))}, and only LORA is merged: {_MERGE}"
+        )
     if used := sorted(key for key in config.keys() - _READ - _PASSED if config[key]):
-        raise CheckpointError(f"{path} uses {', '.join(used)}, which plain LoRA does not: {_MERGE}")
+        raise CheckpointError(f"{path} uses {shown_list(used, most=100)}, which plain LoRA does not: {_MERGE}")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        start = config["init_lora_weights"]
+        start = shown_text(str(config["init_lora_weights"]))
         raise CheckpointError(f"{path} began as {start}, which changes the weights that it is added to: {_MERGE}")
     for key, default in (("r", 8), ("lora_alpha", 8), ("rank_pattern", {}), ("alpha_pattern", {}), ("use_rslora", False)):
         config[key] = default if config.get(key) is None else config[key]
@@ -168,28 +181,42 @@ def _config(path: Path) -> dict:
         numbers += [number for pattern in patterns for number in pattern.values()]
     else:
         numbers.append(None)
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
-        raise CheckpointError(f"{path / CONFIG}: r, lora_alpha and their patterns are not numbers")
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < _LARGEST for n in numbers):
+        raise CheckpointError(f"{path / CONFIG}: r, lora_alpha and their patterns are not numbers below {_LARGEST}")
+    for key in {**patterns[0], **patterns[1]}:
+        # What may match in many ways may take years.
+        plain = re.sub(r"\\.|\[[^]]*\]", "", key)
+        if len(key) > _LONGEST or len(re.findall(r"[*+?{|]", plain)) > _CHOICES or re.search(r"\)[*+?{]", plain):
+            raise CheckpointError(f"{path / CONFIG} has the pattern {shown(key)}, which may match in too many ways: {_MERGE}")
     return config
 
 
-def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path: Path) -> float:
+def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path: Path, until: float) -> float:
     """The value of the first pattern that is the end of the module's name, as peft's `get_pattern_key` finds it."""
     try:
-        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-    except re.error as error:
-        raise CheckpointError(f"{path / CONFIG} has a pattern that is no regular expression ({error})") from None
+        for key, value in patterns.items():
+            if time.process_time() > until:
+                raise CheckpointError(f"{path / CONFIG} has more patterns than can be looked for: {_MERGE}")
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        return default
+    except (re.error, OverflowError) as error:
+        raise CheckpointError(
+            f"{path / CONFIG} has a pattern that is no regular expression ({shown_text(str(error))})"
+        ) from None
 
 
-def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:
+def _pair(
+    path: Path, config: dict, module: str, sides: dict[str, np.ndarray], until: float
+) -> tuple[np.ndarray, np.ndarray, float]:
     if sides.keys() != {"A", "B"}:
-        raise CheckpointError(f"{path} has only one of the two matrices of {module}: save the adapter again")
-    rank = _of_pattern(config["rank_pattern"], module, config["r"], path)
-    alpha = _of_pattern(config["alpha_pattern"], module, config["lora_alpha"], path)
+        raise CheckpointError(f"{path} has only one of the two matrices of {shown_text(module)}: save the adapter again")
+    rank = _of_pattern(config["rank_pattern"], module, config["r"], path, until)
+    alpha = _of_pattern(config["alpha_pattern"], module, config["lora_alpha"], path, until)
     a, b = sides["A"], sides["B"]
     if not len(a) == b.shape[1] == rank:
         raise CheckpointError(
-            f"{path} has matrices of rank {len(a)} and {b.shape[1]} for {module}, where {CONFIG} says {rank}: "
+            f"{path} has matrices of rank {len(a)} and {b.shape[1]} for {shown_text(module)}, where {CONFIG} says {rank}: "
             "save the adapter again"
         )
     return b, a, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
@@ -198,7 +225,9 @@ def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -
 def _as_tensor(path: Path, name: str, stored: StoredTensor) -> Tensor:
     codec = CODEC_OF_DTYPE.get(stored.dtype)
     if codec is None or not stored.shape or 0 in stored.shape:
-        raise CheckpointError(f"{path}: {name} is {stored.dtype} {list(stored.shape)}, not numbers: save the adapter again")
+        raise CheckpointError(
+            f"{path}: {shown_text(name)} is {stored.dtype} {shown(list(stored.shape))}, not numbers: save the adapter again"
+        )
     rows = stored.data.reshape(*stored.shape[:-1], -1)
     return Tensor(name, stored.shape, codec, name, lambda: rows)
 

@@ -24,7 +24,7 @@ _EXTENTS = (
     "num_key_value_heads", "head_dim", "hidden_size_per_layer_input", "n_embd", "n_head", "n_inner", "n_positions",
 )  # fmt: skip
 
-_KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.(?:weight|bias)")
+_KEY_OR_VALUE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:k_proj|v_proj|k_norm)\.(?:weight|bias)")
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -57,8 +57,10 @@ def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Ten
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors
-    own = {name: int(match[1]) for name in tensors if (match := _KEY_OR_VALUE.fullmatch(name))}
-    return {name: tensor for name, tensor in tensors.items() if own.get(name) not in range(layers - shared, layers)}
+    others = range(layers - shared, layers)
+    # Only whole numbers are looked for in a range at once.
+    left = {name for name in tensors if (match := _KEY_OR_VALUE.fullmatch(name)) and int(match[1]) in others}
+    return {name: tensor for name, tensor in tensors.items() if name not in left}
 
 
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:

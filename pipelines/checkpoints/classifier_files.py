@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from castiron.emitter.pooling import Dense, Pooling
+from castiron.emitter.shown import shown, shown_text
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, Tensor
 from castiron.pipelines.checkpoints.sentence_files import tokenizer_limit
 
@@ -55,9 +56,14 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     if not (isinstance(kinds, list) and kinds and isinstance(kinds[0], str) and kinds[0].endswith(KIND)):
         return None
     head, weight = HEADS.get(config["model_type"]), stored.get("classifier.weight")
-    if head is None or weight is None or weight.shape[0] != 1:
+    if head is None or weight is None or weight.shape[:1] != (1,):
+        kind = shown_text(kinds[0])
         raise CheckpointError(
-            f"{path} holds a {kinds[0]}: castiron takes such models of {', '.join(HEADS)}, with one label, to rerank texts"
+            f"{path} holds a {kind}: castiron takes such models of {', '.join(HEADS)}, with one label, to rerank texts"
+        )
+    if not isinstance(config.get("hidden_size"), int):
+        raise CheckpointError(
+            f"{path} gives hidden_size as {shown(config.get('hidden_size'))}, not as a number: fetch it again"
         )
     pooling = head.pooling(config)
     if pooling.mode not in ("cls", "mean") or any(dense.activation not in _ACTIVATIONS for dense in pooling.dense):
@@ -75,5 +81,7 @@ def _relevance(config: dict) -> str:
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
     if named not in ("Sigmoid", "Identity"):
-        raise CheckpointError(f"the config has {named} after its classifier, and castiron knows Sigmoid and Identity")
+        raise CheckpointError(
+            f"the config has {shown_text(named)} after its classifier, and castiron knows Sigmoid and Identity"
+        )
     return named.lower()

@@ -119,7 +119,11 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
 
 def _tensor(file: GgufFile, stored: GgufTensor, name: str, plus_one: bool) -> Tensor:
     if plus_one and name != stored.name:
-        minus_one = lambda: (dequantise(stored.codec, file.rows(stored)) - np.float32(1)).view(np.uint8)
+
+        @np.errstate(invalid="ignore")  # what is no number stays none, and is told where all are
+        def minus_one() -> np.ndarray:
+            return (dequantise(stored.codec, file.rows(stored)) - np.float32(1)).view(np.uint8)
+
         return Tensor(name, stored.shape, "f32", stored.name, minus_one)
     return Tensor(name, stored.shape, stored.codec, stored.name, lambda: file.rows(stored))
 
@@ -130,7 +134,8 @@ def _vector(file: GgufFile, stored: GgufTensor, name: str, order: np.ndarray | N
     def read() -> np.ndarray:
         values = dequantise(stored.codec, file.rows(stored)).reshape(-1)
         values = values if order is None else values[order]
-        return (np.log(-values) if name.endswith("A_log") else values).astype(np.float32).view(np.uint8)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return (np.log(-values) if name.endswith("A_log") else values).astype(np.float32).view(np.uint8)
 
     return Tensor(name, (prod(stored.shape),), "f32", stored.name, read)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from castiron.emitter.pooling import Dense, Pooling
+from castiron.emitter.shown import shown, shown_list, shown_text
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, Tensor
 from castiron.pipelines.checkpoints.json_files import json_object, json_value
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, read_safetensors
@@ -44,25 +45,26 @@ def read_encoding(path: Path) -> Encoding | None:
             tensors |= _dense_tensors(path / folder, folder)
             pooling = replace(pooling, dense=(*pooling.dense, dense))
         elif kind not in _TRAINING:
-            raise CheckpointError(f"{path / MODULES} has {kind} after what castiron knows: Dense layers, then Normalize")
+            raise CheckpointError(
+                f"{path / MODULES} has {shown_text(kind)} after what castiron knows: Dense layers, then Normalize"
+            )
     prompts = json_object(path / _PROMPTS) or {}
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
-    named = {name: text for name, text in (prompts.get("prompts") or {}).items() if isinstance(text, str)}
-    default = prompts.get("default_prompt_name")
-    if default is not None and default not in named:
-        raise CheckpointError(f"{path / _PROMPTS} has no prompt {default!r}, which it says is the usual one")
-    most = limits.get("max_seq_length")
-    return Encoding(
-        pooling, named, default, most if isinstance(most, int) else tokenizer_limit(path), limits.get("do_lower_case") is True,
-        tensors,
-    )  # fmt: skip
+    texts, default = prompts.get("prompts") or {}, prompts.get("default_prompt_name")
+    if not isinstance(texts, dict):
+        raise CheckpointError(f"{path / _PROMPTS} has {shown(texts)} for prompts, which is no object of texts: fetch it again")
+    named = {name: text for name, text in texts.items() if isinstance(text, str)}
+    if default is not None and (not isinstance(default, str) or default not in named):
+        raise CheckpointError(f"{path / _PROMPTS} has no prompt {shown(default)}, which it says is the usual one")
+    most = _tokens(limits.get("max_seq_length"))
+    return Encoding(pooling, named, default, most or tokenizer_limit(path), limits.get("do_lower_case") is True, tensors)
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
     """Kind and folder of a module; kinds have had several homes in sentence-transformers."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
-        if folder == Path(folder).name:
+        if folder == Path(folder).name != ".." and len(folder) < 100:
             return entry["type"].rpartition(".")[2], folder
     raise CheckpointError(f"{path / MODULES} does not name the type and the folder of each module")
 
@@ -73,9 +75,10 @@ def _mode(folder: Path) -> str:
     if modes is None:
         modes = [name for name, key in _OLD_MODES.items() if config.get(_OLD_PREFIX + key)]
         modes += [key for key, on in config.items() if key.startswith(_OLD_PREFIX) and on and key not in _OLD_KEYS]
-    modes = [modes] if isinstance(modes, str) else list(modes)
-    if len(modes) != 1 or modes[0] not in _MODES:
-        raise CheckpointError(f"{folder} pools by {', '.join(map(str, modes)) or 'nothing'}, not by one of {', '.join(_MODES)}")
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or modes[0] not in tuple(_MODES):
+        said = shown_list(map(str, modes), most=100) if modes else "nothing"
+        raise CheckpointError(f"{folder} pools by {said}, not by one of {', '.join(_MODES)}")
     if config.get("include_prompt") is False and modes != ["lasttoken"]:
         raise CheckpointError(f"{folder} leaves the prompt out of what it pools, which castiron does not do")
     return _MODES[modes[0]]
@@ -102,7 +105,9 @@ def _dense_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     for stored in read_safetensors(folder / _TENSORS).values():
         codec = CODEC_OF_DTYPE.get(stored.dtype)
         if codec is None:
-            raise CheckpointError(f"{folder / _TENSORS}: {stored.name} is stored as {stored.dtype}, which is not supported")
+            raise CheckpointError(
+                f"{folder / _TENSORS}: {shown_text(stored.name)} is stored as {stored.dtype}, which is not supported"
+            )
         rows = stored.data.reshape(*stored.shape[:-1], -1)
         full = f"{name}.{stored.name}"
         found[full] = Tensor(full, stored.shape, codec, stored.name, lambda rows=rows: rows)
@@ -118,9 +123,12 @@ def _config(folder: Path) -> dict:
 
 def tokenizer_limit(path: Path) -> int | None:
     """How many tokens of a text the tokenizer in the directory `path` keeps, None where it does not say."""
-    most = (json_object(path / "tokenizer_config.json") or {}).get("model_max_length")
-    # Some say 1e30 for none.
-    return int(most) if isinstance(most, int) and most < 2**31 else None
+    return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
+
+
+def _tokens(value: Any) -> int | None:
+    """A number of tokens, None for what is none: some say 1e30 where there is no limit."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
 def base_names(tensors: Mapping[str, Tensor], keep: Sequence[str] = ("lm_head.",)) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 """Mutants of sound checkpoints: by their bytes, by the pieces of a GGUF file, by the trees of JSON, and by what stands in place of
-a file. Mutant N is the same on every machine."""
+a file. Mutant N of a checkpoint is the same on every machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.pipelines.hostile_beside import BESIDE
 from tests.pipelines.hostile_sound import gguf_parts
 from tests.pipelines.tiny_gguf import entry, raw_gguf, string, tensor_info
 
@@ -151,9 +152,9 @@ def nearby(rng: random.Random, kind: int, value: Any) -> Any:
     inner, values = value
     changed = list(values)
     match rng.randrange(4):
-        case 0:
+        case 0 if changed:
             changed[rng.randrange(len(changed))] = hostile_of(rng, inner)
-        case 1:
+        case 1 if changed:
             changed.pop()
         case 2:
             changed = changed * rng.choice((0, 2, 100))
@@ -263,54 +264,77 @@ def mutate_directory(rng: random.Random, place: Path) -> None:
                 (lambda: victim.mkdir(), lambda: os.mkfifo(victim), lambda: victim.symlink_to("/dev/zero"), lambda: None)
             )()
         case "weights":
-            data = weights.read_bytes()
-            size = int.from_bytes(data[:8], "little")
-            what = rng.randrange(3)
-            if what == 0:
-                weights.write_bytes(mutate_bytes(rng, data))
-            elif what == 1:
-                values = np.frombuffer(data[8 + size :], np.float32).copy()
-                values[rng.randrange(len(values))] = rng.choice((math.nan, math.inf, -math.inf))
-                weights.write_bytes(data[: 8 + size] + values.tobytes())
-            else:
-                header = json.loads(data[8 : 8 + size])
-                if rng.random() < 0.5:
-                    name = rng.choice(sorted(header))
-                    digits = "8" * rng.choice((2, 30, 5000))
-                    header[rng.choice((name + "x", f"model.layers.{digits}.mlp.up_proj.weight", "\x1b[2J\n", "x" * 5000))] = (
-                        header.pop(name)
-                    )
-                else:
-                    mutate_tree(rng, header)
-                raw = dumped(header)
-                weights.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + size :])
+            mutate_weights(rng, weights)
         case _:
             path = index if file == "index" else place / file
             tree = json.loads(path.read_text()) if path.exists() else {"weight_map": {"lm_head.weight": weights.name}}
             if file == "index" and not path.exists():
                 weights.rename(place / "model-1.safetensors")
-            if rng.random() < 0.1:
-                path.write_bytes(mutate_bytes(rng, dumped(tree)))
-                return
-            for _ in range(rng.choice((1, 1, 1, 2, 3))):
-                mutate_tree(rng, tree)
-            path.write_bytes(dumped(tree))
+            mutate_json(rng, path, tree)
 
 
-def mutant(number: int, sound: list[Path], folder: Path) -> Path:
-    """Writes mutant `number` below `folder` and returns its path."""
+def mutate_json(rng: random.Random, path: Path, tree: Any) -> None:
+    if rng.random() < 0.1:
+        path.write_bytes(mutate_bytes(rng, dumped(tree)))
+        return
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        mutate_tree(rng, tree)
+    path.write_bytes(dumped(tree))
+
+
+def mutate_weights(rng: random.Random, weights: Path) -> None:
+    """Bytes, numbers or the header of a file of safetensors in f32."""
+    data = weights.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    what = rng.randrange(3)
+    if what == 0:
+        weights.write_bytes(mutate_bytes(rng, data))
+    elif what == 1:
+        values = np.frombuffer(data[8 + size :], np.float32).copy()
+        values[rng.randrange(len(values))] = rng.choice((math.nan, math.inf, -math.inf))
+        weights.write_bytes(data[: 8 + size] + values.tobytes())
+    else:
+        header = json.loads(data[8 : 8 + size])
+        if rng.random() < 0.5:
+            name = rng.choice(sorted(header))
+            digits = "8" * rng.choice((2, 30, 5000))
+            header[rng.choice((name + "x", f"model.layers.{digits}.mlp.up_proj.weight", "\x1b[2J\n", "x" * 5000))] = header.pop(
+                name
+            )
+        else:
+            mutate_tree(rng, header)
+        raw = dumped(header)
+        weights.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + size :])
+
+
+def mutate_beside(rng: random.Random, place: Path) -> None:
+    """One of the files that stand beside a model's, or its config."""
+    own = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    path = rng.choice([p for p in sorted(place.rglob("*")) if p.is_file() and not (p.parent == place and p.name in own)])
+    if path.suffix == ".json":
+        mutate_json(rng, path, json.loads(path.read_text()))
+    else:
+        mutate_weights(rng, path)
+
+
+def source_of(number: int, sound: list[Path]) -> Path:
+    """The one of the sound checkpoints that mutant `number` is of."""
     rng = random.Random(number)
-    ggufs, directories = [[p for p in sound if p.is_dir() == of] for of in (False, True)]
-    if rng.random() < 0.4:
-        source = rng.choice(ggufs)
+    directory = rng.random() >= 0.4
+    return rng.choice([path for path in sound if path.is_dir() == directory] or sound)
+
+
+def mutant(number: int, source: Path, folder: Path) -> Path:
+    """Writes mutant `number` of `source` below `folder` and returns its path; it is the same whatever other sources there are."""
+    rng = random.Random(f"{source.name} {number}")
+    if not source.is_dir():
         place = folder / "mutant.gguf"
         if rng.random() < 0.2:
             place.write_bytes(mutate_bytes(rng, source.read_bytes()))
         else:
             place.write_bytes(gguf_bytes(source.stem, *gguf_parts(source.stem), rng))
         return place
-    source = rng.choice(directories)
     place = folder / "mutant"
     shutil.copytree(source, place)
-    mutate_directory(rng, place)
+    (mutate_beside if source.name in BESIDE else mutate_directory)(rng, place)
     return place

@@ -157,7 +157,7 @@ def test_what_training_left_beside_it_is_used(base, adapter, tmp_path):
         ({"init_lora_weights": "pissa"}, "began as pissa"), ({"init_lora_weights": "olora"}, "began as olora"),
         ({"r": "4"}, "r, lora_alpha and their patterns are not numbers"), ({"rank_pattern": [1]}, "are not numbers"),
         ({"r": 5}, "matrices of rank 4 and 4 for .*q_proj, where adapter_config.json says 5"),
-        ({"rank_pattern": {"(": 1}}, "no regular expression"),
+        ({"rank_pattern": {"(": 1}}, "no regular expression"), ({"alpha_pattern": {"([a-z_]+)+x": 1}}, "in too many ways"),
     ],
 )  # fmt: skip
 def test_what_is_not_plain_lora_is_refused_by_name(adapter, tmp_path, change, says):

@@ -346,6 +346,7 @@ def test_what_a_directory_says_is_understood_or_refused(qwen, tmp_path):
         (modules, lambda value: value.append(dense), "Dense after what castiron knows"),
         (modules, lambda value: value.pop(0), "does not begin with a Transformer"),
         (modules, lambda value: value.insert(2, dense), "no config.json, and modules.json names it"),
+        (modules, lambda value: value.insert(2, dense | {"path": ".."}), "the folder of each module"),
         ("config_sentence_transformers.json", lambda value: value.update(default_prompt_name="q"), "no prompt 'q'"),
     ):
         with pytest.raises(CheckpointError, match=why):
