@@ -29,7 +29,7 @@ from castiron.pipelines.serve import dialects
 from castiron.pipelines.serve.api import Api, Job
 from castiron.pipelines.serve.clients import ASKER, Access, Bodies, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
-from castiron.pipelines.serve.errors import ApiError, api_error
+from castiron.pipelines.serve.errors import ApiError, api_error, http_error
 from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.page import PATHS, page, page_routes
 from castiron.pipelines.serve.responses_store import ResponseStore
@@ -44,7 +44,7 @@ from castiron.pipelines.serve.schemas import (
     TokenizeRequest,
     read,
 )
-from castiron.pipelines.serve.text_api import Limits, TextApi
+from castiron.pipelines.serve.text_api import Limits, TextApi, described_model, listed
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 # For the log alone: the client is no longer there to read it. nginx's number.
@@ -152,10 +152,10 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         return JSONResponse(api.tokenizer_info)
 
     def described(name: str) -> dict:
-        return {"id": name, "object": "model", "created": started, "owned_by": "castiron", **api.described}
+        return described_model(name, started, api.described)
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [described(api.names[0])]})
+        return JSONResponse(listed([described(api.names[0])]))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -202,7 +202,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
     handlers = {
         ApiError: _noted,
         PipelineError: lambda request, error: _noted(request, api_error(error)),
-        HTTPException: lambda request, error: _refusal(_plain(error), request.url.path, error.headers),
+        HTTPException: unknown,
         ClientLeft: lambda *_: Response(status_code=LEFT),
         ClientDisconnect: lambda *_: Response(status_code=LEFT),
         # Starlette raises it again for the log once this is sent.
@@ -390,17 +390,17 @@ def _noted(request: Request, error: ApiError) -> Response:
     return _refusal(error, request.url.path)
 
 
+def unknown(request: Request, error: HTTPException) -> Response:
+    """A path that is none, or a method that it has not."""
+    path = request.url.path
+    return _refusal(http_error(error.status_code, error.detail, path), path, error.headers)
+
+
 def _refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
     """In the shape of the API that has the path."""
     anthropic = path.startswith("/v1/messages")
     body, status = (error.anthropic_body, error.anthropic_status) if anthropic else (error.body, error.status)
     return JSONResponse(body, status, {**error.headers, **(headers or {})})
-
-
-def _plain(error: HTTPException) -> ApiError:
-    """An unknown path or a method that it does not have."""
-    words = {404: "there is no such path on this server", 405: "this path does not take that method"}
-    return ApiError(error.status_code, words.get(error.status_code, error.detail))
 
 
 def _json(value: dict) -> str:

@@ -88,12 +88,11 @@ def _store(request: Request) -> tuple[ResponseStore, bytes]:
 
 def _asked(request: Request, body: responses_request.PromptOfResponse):
     """The chat that a request for a response asks for, and the messages of its conversation."""
-    before = []
+    before, (store, owner) = [], _store(request)
     if (name := body.previous_response_id) is not None:
-        store, owner = _store(request)
         if (found := store.get(owner, name)) is None:
             message = f"there is no response {name!r:.80} on this server (any more); send the whole conversation"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
         before = list(found.messages)
-    messages = responses_request.messages_of(body.items())
+    messages = responses_request.messages_of(body.items(lambda name: store.item(owner, name)))
     return responses_request.chat_request(body, before, messages), [*before, *messages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -47,6 +47,8 @@ class FunctionCall(Body):
     call_id: str
     name: str
     arguments: str
+    # OpenAI's clients note what they have read of these.
+    parsed_arguments: Any = None
     id: str | None = None
     status: str | None = None
 
@@ -153,8 +155,20 @@ class PromptOfResponse(Body):
     truncation: Annotated[Any, Harmless("disabled")] = None
     conversation: Annotated[Any, Harmless()] = None
 
-    def items(self) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input or []
+    def items(self, kept: Callable[[str], dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Those of the input, what they refer to in place of references; `kept` finds an item by its id. ApiError for one that
+        is not there."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        found = list(self.input or ())
+        for index, item in enumerate(found):
+            if item.get("type") != "item_reference":
+                continue
+            name = item.get("id")
+            if (whole := kept(name) if isinstance(name, str) else None) is None:
+                raise unsupported(f"input.{index}.id", f"this server has no item {name!r:.80} (any more); send the item itself")
+            found[index] = whole
+        return found
 
 
 class InputTokensRequest(PromptOfResponse):
@@ -182,6 +196,7 @@ class ResponsesRequest(PromptOfResponse, Asking):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    client_metadata: dict[str, Any] | None = None
     # What a bundle cannot do, unless it asks for nothing; see Harmless.
     background: Annotated[Any, Harmless(False)] = None
     service_tier: Annotated[Any, Harmless("auto", "default")] = None
@@ -212,8 +227,6 @@ def messages_of(items: Sequence[dict[str, Any]], place: str = "input") -> list[M
 
     for index, item in enumerate(items):
         here = f"{place}.{index}"
-        if item.get("type") == "item_reference":
-            raise unsupported(f"{here}.type", "this server keeps no single items; send the item, or previous_response_id")
         match one_of(ITEMS, item, here, "message"):
             case InputMessage(role="assistant", content=content):
                 assistant("content", text_of(_without_refusals(content), f"{here}.content"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
@@ -174,6 +175,22 @@ class TextApi:
         if tokens and max(tokens) >= self.vocab:
             message = f"token {max(tokens)} is outside the vocabulary of {self.vocab} tokens"
             raise ApiError(400, message, param, "invalid_value")
+
+
+def described_model(name: str, started: int, described: Mapping[str, Any]) -> dict[str, Any]:
+    """A model as /v1/models shows it, by the names of OpenAI's API and of Anthropic's; `started`: when its server did, in
+    seconds since 1970."""
+    context, date = described["context_length"], datetime.fromtimestamp(started, UTC)
+    return {
+        "id": name, "object": "model", "created": started, "owned_by": "castiron", "type": "model", "display_name": name,
+        "created_at": f"{date:%Y-%m-%dT%H:%M:%SZ}", "lifecycle": "active", "max_input_tokens": context, "max_tokens": context,
+        **described,
+    }  # fmt: skip
+
+
+def listed(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """All of them, on one page."""
+    return {"object": "list", "data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
 
 
 def described_template(template: str | None) -> dict[str, Any]:
