@@ -20,12 +20,14 @@ class ToolGrammar:
     def __init__(self, form: ToolForm, special: Mapping[str, int]):
         self.form, self.special = form, special
         self.rules: list[str] = []
+        # Whether a text of JSON may be something else than a call.
+        self.mixed = False
 
     def text(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None) -> str:
         """Of one call of any function of `schemas`, by the JSON schemas of their parameters, or with `parallel` of more, or
         with `answer` of JSON that holds to that schema; PipelineError for parameters that a form without JSON cannot be held
         to."""
-        form = self.form
+        form, self.mixed = self.form, answer is not None and not self.form.begin
         write = getattr(self, f"_{form.kind}")
         calls = " | ".join(write(name, without_idle(schema)) for name, schema in schemas.items())
         self.rules.append(f"call: {calls}")
@@ -71,6 +73,10 @@ class ToolGrammar:
         return self._value({"type": "object", **schema}, {})
 
     def _json(self, name: str, schema: Any) -> str:
+        if self.mixed:
+            # In the lexemes that JSON of a schema has, of which the longest would leave no other.
+            words = ["{", '"name"', ":", json.dumps(name), ",", f'"{self.form.arguments}"', ":"]
+            return f"{' '.join(map(quoted, words))} {self._arguments(schema)} {quoted('}')}"
         head = f'{{"name": {json.dumps(name)}, "{self.form.arguments}": '
         return f"{quoted(head)} {self._arguments(schema)} {quoted('}')}"
 

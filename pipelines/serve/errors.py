@@ -41,7 +41,7 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict:
-        """{"type": "error", "error": {type, message}}, as Anthropic's API has it; of a refused thread its clients want details."""
+        """{"type": "error", "error": {type, message}}, as Anthropic's API has it; of a thread, its details too."""
         kind = ANTHROPIC_TYPES.get(self.anthropic_status, "invalid_request_error")
         refused = self.code == "thread_unsupported_request"
         details = {"details": {"error_code": self.code, "unsupported": [self.param]}} if refused else {}
