@@ -1,5 +1,6 @@
 """Whether a chat template takes notice of what a request says: what it would drop in silence is refused."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,19 @@ def check_noticed(render: Render, messages: Sequence[Mapping[str, Any]]) -> None
                 _refuse(f"messages.{index}.role", f"messages of role {role!r}")
             if ignored or len(seen) > MOST_FIELDS:
                 _refuse(f"messages.{index}.{name}", f"the field {name[:40]!r} of messages")
+
+
+def placed(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages, with all that the system says in one at the beginning if the template has no place for it further on."""
+    late = [message for message in messages[1:] if message["role"] == "system"]
+    if not late:
+        return messages
+    other = [{**message, "content": f"{message['content']}x"} if message in late else message for message in messages]
+    with contextlib.suppress(PipelineError):
+        if render(other) != render(messages):
+            return messages
+    words = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    return [{"role": "system", "content": words}, *(message for message in messages if message["role"] != "system")]
 
 
 def _refuse(param: str, what: str) -> None:

@@ -15,7 +15,7 @@ from castiron.pipelines.generation.chat_template import variables_of
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.tokenizing import encoded
 from castiron.pipelines.serve.errors import ApiError
-from castiron.pipelines.serve.messages import check_noticed
+from castiron.pipelines.serve.messages import check_noticed, placed
 from castiron.pipelines.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -144,9 +144,10 @@ class TextApi:
         self.check_length(sum(len(message["content"]) for message in plain), "messages")
 
         def encode() -> list[int]:
-            check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
+            render = lambda some: self.text.render_chat(some, **template_args)
+            check_noticed(render, said := placed(render, plain))
             written = self.text.encode_unfinished_chat if go_on else self.text.encode_chat
-            return written(plain, **template_args)
+            return written(said, **template_args)
 
         return await on_the_side(encode)
 

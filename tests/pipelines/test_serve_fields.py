@@ -140,6 +140,20 @@ def test_a_base_url_that_is_not_quite_right_is_told_so(client, path, says):
     assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
 
 
+@pytest.mark.parametrize("late", ["{{ raise_exception('late') }}", ""])
+def test_the_system_has_its_say_at_the_beginning_where_a_template_knows_no_other_place(tmp_path_factory, plain, late):
+    strict = f"{{% for m in messages %}}{{% if m.role == 'system' and not loop.first %}}{late}{{% else %}}{{{{ m.role[0] }}}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    system = [{"role": "system", "content": words} for words in ("b", "d")]
+    for messages, rendered, anywhere in (
+        ([system[0], *MESSAGES, system[1]], "sb..dubc", "sbubcsd"),
+        ([*MESSAGES, system[1]], "sdubc", "ubcsd"),
+        ([*system, *MESSAGES], "sb..dubc", "sbsdubc"),
+    ):
+        with TestClient(app(tmp_path_factory, strict)) as found:
+            assert size(found, messages=messages) == len(rendered)
+        assert size(plain, messages=messages) == len(anywhere)
+
+
 def test_reasoning_effort_reaches_a_template_that_reads_it(tmp_path_factory):
     with TestClient(app(tmp_path_factory, "{{ reasoning_effort }}{{ messages[0].content }}")) as found:
         assert size(found, reasoning_effort="low") == size(found) + len("low")
