@@ -21,6 +21,11 @@ JSON_OPTIONS = {"whitespace_flexible": False}
 STATES, BASE_BYTES, BYTES_EACH = 25_000, 1_000_000, 2
 # Of a schema, what no value has to hold.
 COMMENTS = ("description", "title", "examples", "default", "$comment", "$schema", "$id")
+# What writers of schemas put down that asks for nothing, and llguidance lacks.
+IDLE: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
+# Keywords whose value is schemas by name, and those whose value is a schema or several.
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+INNER = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
 # How llguidance words what it lacks, and what is said of it.
 REFUSALS = (
     (r"Unimplemented keys: \[(.*)\]", "{} cannot be honoured; leave it out"),
@@ -140,7 +145,7 @@ class Grammars:
             if isinstance(value, bool):
                 # The two schemas that are no object: everything, and nothing.
                 value = {} if value else {"enum": []}
-            return matcher.grammar_from_json_schema(json.dumps(value), overrides=JSON_OPTIONS)
+            return matcher.grammar_from_json_schema(json.dumps(without_idle(value)), overrides=JSON_OPTIONS)
         except Exception as error:
             # Of GBNF plain Exceptions, of a schema ValueError.
             raise GrammarError(kind, _sentence(kind, str(error))) from None
@@ -151,6 +156,23 @@ class Grammars:
         if matcher.is_error():
             raise GrammarError(kind, _sentence(kind, matcher.get_error()))
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition))
+
+
+def without_idle(schema: Any) -> Any:
+    """A JSON schema without keywords that ask for nothing as they stand."""
+    if isinstance(schema, list):
+        return [without_idle(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name in BY_NAME and isinstance(value, dict):
+            value = {key: without_idle(each) for key, each in value.items()}
+        elif name in INNER:
+            value = without_idle(value)
+        if value not in IDLE.get(name, ()):
+            found[name] = value
+    return found
 
 
 def _sentence(kind: str, message: str) -> str:

@@ -134,7 +134,7 @@ class Calls:
             if self._value is None:
                 # A mark between calls without an end is another beginning.
                 start = self._done + len(self.form.begin) * self._payload.startswith(self.form.begin or "\0", self._done)
-                if not (found := head.match(self._payload, start)):
+                if not (found := head.match(self._payload, start)) or not self._known(found[1]):
                     return
                 told.append(CallPart(self.count, found[1], ""))
                 self._value, self._done = _Value(), found.end()
@@ -159,12 +159,18 @@ class Calls:
         elif not self._done:
             try:
                 calls = read(self.form, payload, self.tools.schemas)
+                if not all(self._known(name) for name, _ in calls):
+                    raise ValueError("an answer that has a name")
             except ValueError:
                 told.append(f"{self.form.begin}{payload}{end}")
                 return
             for name, arguments in calls[:1] if self.tools.single else calls:
                 told.append(CallPart(self.count, name, arguments))
                 self.count += 1
+
+    def _known(self, name: str) -> bool:
+        """Whether it may be a function's; where no mark tells calls from JSON, only the functions' own names tell."""
+        return bool(self.form.begin) or not self.tools.schemas or name in self.tools.schemas
 
 
 class _Value:

@@ -1,4 +1,4 @@
-"""The grammar of a text that is calls of functions and nothing else, in the form of a template."""
+"""The grammar of a text that is calls of functions, or an answer of a form of its own, in the form of a template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.grammar import JSON_OPTIONS
+from castiron.pipelines.generation.grammar import JSON_OPTIONS, without_idle
 from castiron.pipelines.generation.tool_forms import ToolForm
 
 # Of a schema, what says nothing about its values.
@@ -20,12 +20,16 @@ class ToolGrammar:
     def __init__(self, form: ToolForm, special: Mapping[str, int]):
         self.form, self.special = form, special
         self.rules: list[str] = []
+        # Whether a text of JSON may be something else than a call.
+        self.mixed = False
 
-    def text(self, schemas: Mapping[str, Any], parallel: bool) -> str:
-        """Of one call of any function of `schemas`, by the JSON schemas of their parameters, or with `parallel` of more;
-        PipelineError for parameters that a form without JSON cannot be held to."""
-        form = self.form
-        calls = " | ".join(getattr(self, f"_{form.kind}")(name, schema) for name, schema in schemas.items())
+    def text(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None) -> str:
+        """Of one call of any function of `schemas`, by the JSON schemas of their parameters, or with `parallel` of more, or
+        with `answer` of JSON that holds to that schema; PipelineError for parameters that a form without JSON cannot be held
+        to."""
+        form, self.mixed = self.form, answer is not None and not self.form.begin
+        write = getattr(self, f"_{form.kind}")
+        calls = " | ".join(write(name, without_idle(schema)) for name, schema in schemas.items())
         self.rules.append(f"call: {calls}")
         begin, end = self.mark(form.begin), self.mark(form.end)
         several = f'"[" call{" (" + quoted(", ") + " call)*" if parallel else ""} "]"'
@@ -42,6 +46,8 @@ class ToolGrammar:
         whole, between = wholes[form.kind], line if form.kind in ("json", "xml") else ""
         if parallel and begin and form.kind in ("json", "xml", "named", "gemma"):
             whole = f"{whole} ({between} {whole})*"
+        if answer is not None:
+            whole = f"{whole} | {self._value(without_idle(answer), {})}"
         return "\n".join(["%llguidance {}", f"start: {whole}", *self.rules, ""])
 
     def mark(self, text: str) -> str:
@@ -67,6 +73,10 @@ class ToolGrammar:
         return self._value({"type": "object", **schema}, {})
 
     def _json(self, name: str, schema: Any) -> str:
+        if self.mixed:
+            # In the lexemes that JSON of a schema has, of which the longest would leave no other.
+            words = ["{", '"name"', ":", json.dumps(name), ",", f'"{self.form.arguments}"', ":"]
+            return f"{' '.join(map(quoted, words))} {self._arguments(schema)} {quoted('}')}"
         head = f'{{"name": {json.dumps(name)}, "{self.form.arguments}": '
         return f"{quoted(head)} {self._arguments(schema)} {quoted('}')}"
 

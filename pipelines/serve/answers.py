@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from castiron.pipelines.serve.api import Api, Job
-from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.errors import ApiError, http_error
 from castiron.pipelines.serve.schemas import Asking
 from castiron.pipelines.serve.text_api import TextApi
 
@@ -126,10 +126,10 @@ def refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None
     return JSONResponse(body, status, {**error.headers, **(headers or {})})
 
 
-def plain(error: HTTPException) -> ApiError:
-    """An unknown path or a method that it does not have."""
-    words = {404: "there is no such path on this server", 405: "this path does not take that method"}
-    return ApiError(error.status_code, words.get(error.status_code, error.detail))
+def unknown(request: Request, error: HTTPException) -> Response:
+    """A path that is none, or a method that it has not."""
+    path = request.url.path
+    return refusal(http_error(error.status_code, error.detail, path), path, error.headers)
 
 
 def _json(value: dict) -> str:

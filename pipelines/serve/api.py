@@ -1,7 +1,7 @@
 """Requests for completions into sequences, and what the sequences tell into answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from castiron.pipelines.serve.blocks import Blocks
 from castiron.pipelines.serve.clients import ASKER, Share
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Echo, Reply, usage
-from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool, ResponseFormat
 from castiron.pipelines.serve.text_api import Limits, TextApi, described_template, on_the_side
 from castiron.vmfb.manifest import Manifest
 
@@ -85,16 +85,18 @@ class Api(TextApi):
         tools, forced = self._tools(body)
         prompt = await self._prompt(body, tools, go_on or bool(body.continue_final_message))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
         top = (body.top_logprobs or 0) if body.logprobs else None
         answer = reply() if reply else ChatReply(self.names[0], self.token_bytes, top is not None)
-        grammar = await self._grammar(body)
-        if forced:
-            if grammar:
-                message = "tool_choice asks for calls, and another field for a text of another form; give one of them"
-                raise ApiError(400, message, "tool_choice", "invalid_value")
-            grammar = await self._call_grammar(forced, not tools.single)
+        grammar, schema = await self._grammar(body), _schema(body.response_format)
+        if forced and grammar and schema is None:
+            message = "tool_choice asks for calls, and another field for a text of another form; give one of them"
+            raise ApiError(400, message, "tool_choice", "invalid_value")
+        # Harmony's grammar begins with its final channel, behind any calls.
+        if tools and (forced or schema is not None and tools.form.kind != "harmony"):
+            # Of calls alone there is no text that a response_format speaks of.
+            grammar = await self._call_grammar(forced or tools.schemas, not tools.single, None if forced else schema)
         if bound and limit is not None:
             limit = at_most(limit, self._check_room(prompt, None, "messages"))
         return self._start(body, [prompt], "messages", limit, top, answer, thoughts=True, grammar=grammar, tools=tools)
@@ -156,10 +158,11 @@ class Api(TextApi):
             forced = {name: schemas[name]}
         return Tools(form, schemas, single=body.parallel_tool_calls is False or isinstance(choice, NamedTool)), forced
 
-    async def _call_grammar(self, schemas: dict[str, Any], parallel: bool) -> Grammar:
-        """What an answer has to be that is calls; ApiError for parameters that cannot be held to."""
+    async def _call_grammar(self, schemas: Mapping[str, Any], parallel: bool, answer: Any) -> Grammar:
+        """What an answer has to be that is calls, or with a schema of the `answer` either; ApiError for parameters that cannot
+        be held to."""
         try:
-            return await on_the_side(self.text.call_grammar, schemas, parallel)
+            return await on_the_side(self.text.call_grammar, schemas, parallel, answer)
         except PipelineError as error:
             raise ApiError(400, f"tools: {error}", "tools", "unsupported_parameter") from None
 
@@ -170,7 +173,7 @@ class Api(TextApi):
             if (form.json_schema is None) == (form.type == "json_schema"):
                 message = f"response_format: json_schema goes with the type json_schema, and the type is {form.type}"
                 raise ApiError(400, message, "response_format.json_schema", "invalid_value")
-            asked["response_format"] = "json_schema", form.json_schema.wanted if form.json_schema else {"type": "object"}
+            asked["response_format"] = "json_schema", _schema(form)
         asked |= {name: (name, value) for name in ("grammar", "regex") if (value := getattr(body, name)) is not None}
         if not asked:
             return None
@@ -324,3 +327,10 @@ class Api(TextApi):
         """Stops what has not finished; for the end of a request, however it ended."""
         self.engine.cancel([sequence for sequence in job.sequences if sequence not in job.ended])
         job.share.give_back()
+
+
+def _schema(form: ResponseFormat | None) -> dict[str, Any] | bool | None:
+    """The JSON schema that a response_format asks for; None for a text that may be anything."""
+    if form is None or form.type == "text":
+        return None
+    return form.json_schema.wanted if form.json_schema else {"type": "object"}

@@ -25,7 +25,7 @@ from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve import dialects
-from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, in_time, noted, plain, refusal, while_connected
+from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, in_time, noted, refusal, unknown, while_connected
 from castiron.pipelines.serve.api import Api, Job
 from castiron.pipelines.serve.clients import ASKER, Access, Shares, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
@@ -44,7 +44,7 @@ from castiron.pipelines.serve.schemas import (
     TokenizeRequest,
     read,
 )
-from castiron.pipelines.serve.text_api import Limits, TextApi
+from castiron.pipelines.serve.text_api import Limits, TextApi, described_model, listed
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 # A body of a few megabytes takes no longer on any network.
@@ -146,10 +146,10 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         return JSONResponse(api.tokenizer_info)
 
     def described(name: str) -> dict:
-        return {"id": name, "object": "model", "created": started, "owned_by": "castiron", **api.described}
+        return described_model(name, started, api.described)
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [described(api.names[0])]})
+        return JSONResponse(listed([described(api.names[0])]))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -196,7 +196,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
     handlers = {
         ApiError: noted,
         PipelineError: lambda request, error: noted(request, api_error(error)),
-        HTTPException: lambda request, error: refusal(plain(error), request.url.path, error.headers),
+        HTTPException: unknown,
         ClientLeft: lambda *_: Response(status_code=LEFT),
         ClientDisconnect: lambda *_: Response(status_code=LEFT),
         # Starlette raises it again for the log once this is sent.

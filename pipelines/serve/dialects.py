@@ -67,7 +67,9 @@ def routes(api: TextApi, take: Take, answer: Answer) -> list[Route]:
     async def count_tokens(request: Request) -> Response:
         body = await take(request, messages_request.CountTokensRequest)
         asked = messages_request.chat_request(body, api.variables)
-        return JSONResponse({"input_tokens": await api.count(asked, go_on=messages_request.goes_on(body))})
+        with named(messages_request.FIELDS):
+            count = await api.count(asked, go_on=messages_request.goes_on(body))
+        return JSONResponse({"input_tokens": count})
 
     posted = {
         "/v1/responses": respond, "/v1/responses/input_tokens": count_input,
@@ -98,11 +100,11 @@ def _store(request: Request) -> Keeper:
 
 def _asked(body: responses_request.PromptOfResponse, keeper: Keeper | None):
     """The chat that a request for a response asks for, and the messages of its conversation."""
-    before = []
+    before, (store, owner) = [], keeper or (None, b"")
     if (name := body.previous_response_id) is not None:
-        if (found := keeper[0].get(keeper[1], name) if keeper else None) is None:
+        if (found := store.get(owner, name) if store else None) is None:
             message = f"there is no response {name!r:.80} on this server (any more); send the whole conversation"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
         before = list(found.messages)
-    messages = responses_request.messages_of(body.items())
+    messages = responses_request.messages_of(body.items(lambda name: store.item(owner, name) if store else None))
     return responses_request.chat_request(body, before, messages), [*before, *messages]

@@ -10,6 +10,8 @@ from castiron.pipelines.serve.clients import TooMuch
 # What OpenAI calls the kinds of failure, by status.
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
+# What clients add to the base URL that they are given.
+ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models")
 
 # What Anthropic calls them, by the status that it has for them.
 ANTHROPIC_TYPES = {
@@ -39,9 +41,11 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict:
-        """{"type": "error", "error": {type, message}}, as Anthropic's API has it."""
+        """{"type": "error", "error": {type, message}}, as Anthropic's API has it; of a thread, its details too."""
         kind = ANTHROPIC_TYPES.get(self.anthropic_status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        refused = self.code == "thread_unsupported_request"
+        details = {"details": {"error_code": self.code, "unsupported": [self.param]}} if refused else {}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -60,6 +64,17 @@ FAILURES: dict[type[PipelineError], tuple[int, str]] = {
     Stopping: (503, "shutting_down"),
     ModelFailed: (500, "model_failure"),
 }
+
+
+def http_error(status: int, detail: str, path: str) -> ApiError:
+    """An unknown path, where a base URL that is not quite right leads, or a method that a path does not have."""
+    words = {404: "there is no such path on this server", 405: "this path does not take that method"}
+    message = words.get(status, detail)
+    if status == 404 and path in ENDPOINTS:
+        message += f"; end the base URL in /v1, so that it is /v1{path}"
+    elif status == 404 and path.startswith("/v1/v1/"):
+        message += f"; leave /v1 out of the base URL, so that it is {path.removeprefix('/v1')}"
+    return ApiError(status, message)
 
 
 def api_error(error: PipelineError) -> ApiError:

@@ -139,6 +139,8 @@ class PromptOfMessage(Body):
     speed: Annotated[Any, Harmless("standard")] = None
     mcp_servers: Annotated[Any, Harmless([])] = None
     context_management: dict[str, Objects] | None = None
+    # The code is one by which Anthropic's clients know to send the whole conversation.
+    thread: Annotated[Any, Harmless(code="thread_unsupported_request")] = None
 
 
 class CountTokensRequest(PromptOfMessage):

@@ -49,6 +49,15 @@ def _call_id() -> str:
     return uuid.uuid4().hex[:9]
 
 
+def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
+    """One piece of each call: clients read no more than the first of a chunk."""
+    found: dict[int, CallPart] = {}
+    for part in parts:
+        before = found.get(part.index)
+        found[part.index] = replace(before, arguments=before.arguments + part.arguments) if before else part
+    return list(found.values())
+
+
 def _part(part: CallPart) -> dict:
     """A piece of a call as a stream has it."""
     if part.name is None:
@@ -154,6 +163,14 @@ class ChatReply(Choices):
     def opening(self, index: int) -> dict:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, **ending(None)}
+
+    def go_on(self, index: int, more: Delta, end: Finished | None) -> list[dict]:
+        if not (more.text or more.thought or more.calls or end or self.logprobs):
+            # Tokens of a mark, which no client is told of.
+            return []
+        first, *others = _merged(more.calls) or [None]
+        deltas = [replace(more, calls=(first,) if first else ()), *(Delta("", calls=(part,)) for part in others)]
+        return [self.chunk([self.delta(index, each, end if each is deltas[-1] else None)]) for each in deltas]
 
     def delta(self, index: int, more: Delta, end: Finished | None = None) -> dict:
         delta: dict[str, Any] = _reasoning(more.thought)

@@ -9,6 +9,7 @@ from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve.blocks import Block, Blocks
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.responses_request import ResponsesRequest
+from castiron.pipelines.serve.responses_tools import names_of
 
 PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 # What goes back as it came.
@@ -27,7 +28,7 @@ class ResponsesReply(Blocks):
     ):  # fmt: skip
         """`sampling`: how its tokens are drawn. `keep` takes the response once it is whole."""
         super().__init__(model, token_bytes, body.logprobs)
-        self.keep = keep
+        self.keep, self.names = keep, names_of(body.tools or ())
         self._number = 0
         echoed = body.model_dump(include=set(ECHOED))
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
@@ -38,7 +39,7 @@ class ResponsesReply(Blocks):
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "service_tier": "default", "store": keep is not None, "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium", **text}, "tool_choice": body.tool_choice or "auto",
-            "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+            "tools": [tool if "tools" in tool else {"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled", "usage": None, **echoed,
         }  # fmt: skip
 
@@ -75,7 +76,7 @@ class ResponsesReply(Blocks):
                 text = {"text": block.text, "logprobs": block.logprobs}
                 yield self._event("response.output_text.done", **place, content_index=0, **text)
             case "call":
-                call = {"name": block.name, "arguments": block.text}
+                call = {"name": self._named(block)["name"], "arguments": block.text}
                 yield self._event("response.function_call_arguments.done", **place, **call)
         if block.kind != "call":
             yield self._event("response.content_part.done", **place, content_index=0, part=self._part(block))
@@ -122,7 +123,11 @@ class ResponsesReply(Blocks):
                 return {**head, "type": "reasoning", "summary": [], "content": [self._part(block)]}
             case "text":
                 return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
-        return {**head, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
+        return {**head, "type": "function_call", "call_id": block.call_id, **self._named(block), "arguments": block.text}
+
+    def _named(self, block: Block) -> dict[str, str]:
+        """The function's name, and its namespace if it is in one."""
+        return self.names.get(block.name, {"name": block.name})
 
     def _nothing(self, block: Block) -> dict:
         """What an item has before its content."""

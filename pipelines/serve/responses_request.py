@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from castiron.pipelines.serve.content import one_of, parsed, text_of, unsupported
+from castiron.pipelines.serve.content import one_of, text_of, unsupported
 from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.responses_tools import chosen_tools, full_name
 from castiron.pipelines.serve.schemas import (
     Asking,
     Body,
     ChatRequest,
-    Function,
-    FunctionIdentifier,
-    FunctionName,
     Harmless,
     JsonSchema,
     Message,
-    NamedTool,
     Objects,
     ResponseFormat,
-    Tool,
 )
 
 Content = str | Objects
@@ -48,6 +44,9 @@ class FunctionCall(Body):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+    # OpenAI's clients note what they have read of these.
+    parsed_arguments: Any = None
     id: str | None = None
     status: str | None = None
 
@@ -61,6 +60,7 @@ class FunctionCallOutput(Body):
     id: str | None = None
     status: str | None = None
     name: str | None = None
+    namespace: str | None = None
 
 
 class ReasoningItem(Body):
@@ -82,28 +82,6 @@ ITEMS: dict[str, type[Body]] = {
     "message": InputMessage, "function_call": FunctionCall, "function_call_output": FunctionCallOutput,
     "reasoning": ReasoningItem,
 }  # fmt: skip
-
-
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: FunctionIdentifier
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Literal[False] | None = None
-
-
-class AllowedTools(Body):
-    """Those of the tools that may be called now."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Objects
-
-
-class ChosenFunction(Body):
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(Body):
@@ -154,8 +132,20 @@ class PromptOfResponse(Body):
     truncation: Annotated[Any, Harmless("disabled")] = None
     conversation: Annotated[Any, Harmless()] = None
 
-    def items(self) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input or []
+    def items(self, kept: Callable[[str], dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Those of the input, what they refer to in place of references; `kept` finds an item by its id. ApiError for one that
+        is not there."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        found = list(self.input or ())
+        for index, item in enumerate(found):
+            if item.get("type") != "item_reference":
+                continue
+            name = item.get("id")
+            if (whole := kept(name) if isinstance(name, str) else None) is None:
+                raise unsupported(f"input.{index}.id", f"this server has no item {name!r:.80} (any more); send the item itself")
+            found[index] = whole
+        return found
 
 
 class InputTokensRequest(PromptOfResponse):
@@ -183,6 +173,7 @@ class ResponsesRequest(PromptOfResponse, Asking):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    client_metadata: dict[str, Any] | None = None
     # What a bundle cannot do, unless it asks for nothing; see Harmless.
     background: Annotated[Any, Harmless(False)] = None
     service_tier: Annotated[Any, Harmless("auto", "default")] = None
@@ -213,8 +204,6 @@ def messages_of(items: Sequence[dict[str, Any]], place: str = "input") -> list[M
 
     for index, item in enumerate(items):
         here = f"{place}.{index}"
-        if item.get("type") == "item_reference":
-            raise unsupported(f"{here}.type", "this server keeps no single items; send the item, or previous_response_id")
         match one_of(ITEMS, item, here, "message"):
             case InputMessage(role="assistant", content=content):
                 assistant("content", text_of(_without_refusals(content), f"{here}.content"))
@@ -224,7 +213,7 @@ def messages_of(items: Sequence[dict[str, Any]], place: str = "input") -> list[M
                 if thoughts.text:
                     assistant("reasoning_content", thoughts.text)
             case FunctionCall() as call:
-                function = {"name": call.name, "arguments": call.arguments}
+                function = {"name": full_name(call.namespace, call.name), "arguments": call.arguments}
                 made = {"id": call.call_id, "type": "function", "function": function}
                 if found and "tool_calls" in found[-1]:
                     found[-1]["tool_calls"].append(made)
@@ -252,7 +241,7 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
         given["reasoning_effort"] = body.reasoning.effort
     if body.text and body.text.format:
         given["response_format"] = _format(body.text.format)
-    given |= _tools(body) | {"parallel_tool_calls": body.parallel_tool_calls}
+    given |= chosen_tools(body.tools or (), body.tool_choice) | {"parallel_tool_calls": body.parallel_tool_calls}
     if isinstance(body, ResponsesRequest):
         given |= {name: getattr(body, name) for name in Asking.model_fields} | {"max_tokens": body.max_output_tokens}
         if body.logprobs:
@@ -273,19 +262,3 @@ def _format(asked: TextFormat) -> ResponseFormat:
     if asked.wanted is None:
         raise ApiError(400, "you must provide text.format.schema", "text.format.schema", "missing_required_parameter")
     return ResponseFormat(type=asked.type, json_schema=JsonSchema(name=asked.name, schema=asked.wanted, strict=asked.strict))
-
-
-def _tools(body: PromptOfResponse) -> dict[str, Any]:
-    """tools and tool_choice of a chat."""
-    tools = [one_of({"function": FunctionTool}, tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
-    choice: Any = body.tool_choice
-    if isinstance(choice, dict):
-        kinds = {"function": ChosenFunction, "allowed_tools": AllowedTools}
-        choice = one_of(kinds, choice, "tool_choice")
-        if isinstance(choice, AllowedTools):
-            names = [parsed(ChosenFunction, tool, f"tool_choice.tools.{index}").name for index, tool in enumerate(choice.tools)]
-            tools, choice = [tool for tool in tools if tool.name in names], choice.mode
-        else:
-            choice = NamedTool(type="function", function=FunctionName(name=choice.name))
-    functions = [Function(**tool.model_dump(exclude={"type", "defer_loading"})) for tool in tools]
-    return {"tools": [Tool(type="function", function=each) for each in functions] or None, "tool_choice": choice}

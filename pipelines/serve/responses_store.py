@@ -4,6 +4,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.schemas import Message
@@ -11,10 +12,11 @@ from castiron.pipelines.serve.schemas import Message
 
 @dataclass(frozen=True)
 class Kept:
-    """A response as JSON, and the messages of its conversation to its end, without its instructions."""
+    """A response as JSON, the ids of its items, and the messages of its conversation to its end, without its instructions."""
 
     owner: bytes
     body: bytes
+    items: tuple[str, ...]
     messages: Sequence[Message]
     bytes: int
 
@@ -26,13 +28,17 @@ class ResponseStore:
     def __init__(self, count: int = 1000, bytes: int = 64 << 20):
         self.count, self.bytes = count, bytes
         self._kept: OrderedDict[str, Kept] = OrderedDict()
+        # The response that each item is of.
+        self._items: dict[str, str] = {}
 
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         size = len(body) + sum(len(message.model_dump_json()) for message in messages)
-        self._kept[response["id"]] = Kept(owner, body, messages, size)
+        items = tuple(item["id"] for item in response.get("output", ()))
+        self._kept[response["id"]] = Kept(owner, body, items, messages, size)
+        self._items |= dict.fromkeys(items, response["id"])
         while self._kept and (len(self._kept) > self.count or sum(each.bytes for each in self._kept.values()) > self.bytes):
-            self._kept.popitem(last=False)
+            self._forget(next(iter(self._kept)))
 
     def get(self, owner: bytes, name: str) -> Kept | None:
         """None for one that is not kept, or not for this owner."""
@@ -51,4 +57,13 @@ class ResponseStore:
     def delete(self, owner: bytes, name: str) -> None:
         """ApiError 404 for one that is not kept."""
         self.need(owner, name)
-        del self._kept[name]
+        self._forget(name)
+
+    def item(self, owner: bytes, name: str) -> dict[str, Any] | None:
+        """An item of an answer that is kept; None for one that is not, or not for this owner."""
+        found = self.get(owner, self._items.get(name, ""))
+        return next((item for item in json.loads(found.body)["output"] if item["id"] == name), None) if found else None
+
+    def _forget(self, name: str) -> None:
+        for item in self._kept.pop(name).items:
+            del self._items[item]

@@ -35,10 +35,10 @@ Model = TypeVar("Model", bound="Body")
 
 
 class Harmless:
-    """Marks a field that a bundle cannot honour; of its values these, besides null, ask for nothing."""
+    """Marks a field that a bundle cannot honour; of its values these, besides null, ask for nothing. `code` tells programs."""
 
-    def __init__(self, *values: Any):
-        self.values = values
+    def __init__(self, *values: Any, code: str = "unsupported_parameter"):
+        self.values, self.code = values, code
 
     def has(self, value: Any) -> bool:
         # In Python 0 is False.
@@ -109,10 +109,19 @@ class Generating(Asking):
 
 
 class ContentPart(Body):
-    """A part of a message; a bundle reads text alone."""
+    """A part of a message; a bundle reads text alone. Beginnings that prompts share are computed once, whatever
+    `cache_control` says."""
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None
+
+
+class RefusalPart(Body):
+    """What an assistant said instead of an answer, in an earlier turn; its words are text too."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
 
 
 class Message(BaseModel):
@@ -120,7 +129,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart | RefusalPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict:
         """As chat templates want it: content is one string, and the developer's role has its older name."""
@@ -301,7 +310,7 @@ def read(kind: type[Model], data: bytes) -> Model:
     for name, value in given.items():
         for asked in type(body).model_fields[name].metadata:
             if isinstance(asked, Harmless) and not asked.has(value):
-                raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+                raise ApiError(400, f"{name} is not supported by this server", name, asked.code)
     for name, other in SAME:
         if name in given and given[name] != given.get(other, given[name]):
             raise ApiError(400, f"{name} and {other} say different things; give one of them", name, "invalid_value")

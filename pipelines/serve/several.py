@@ -24,7 +24,7 @@ from castiron.pipelines.generation.model_sampling import model_sampling, setting
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.measuring.memory import needed, slots_of, total_bytes
 from castiron.pipelines.progress import say
-from castiron.pipelines.serve.answers import noted, plain, refusal
+from castiron.pipelines.serve.answers import noted, refusal, unknown
 from castiron.pipelines.serve.api import TEMPERATURE
 from castiron.pipelines.serve.app import Front, _body
 from castiron.pipelines.serve.dialects import stored_routes
@@ -32,7 +32,7 @@ from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
 from castiron.pipelines.serve.page import page, page_routes
 from castiron.pipelines.serve.schemas import TokenizeRequest, read
-from castiron.pipelines.serve.text_api import Limits, described_template
+from castiron.pipelines.serve.text_api import Limits, described_model, described_template, listed
 from castiron.vmfb.bundle import Bundle
 
 
@@ -85,7 +85,7 @@ class Several:
         self.paths = {route.path for route in routes}
         handlers = {
             ApiError: lambda request, error: refusal(error, request.url.path),
-            HTTPException: lambda request, error: refusal(plain(error), request.url.path, error.headers),
+            HTTPException: unknown,
         }
         self.app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
@@ -193,7 +193,7 @@ class Several:
             self.stop()
 
     async def _list(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(model, model.name) for model in self.models]})
+        return JSONResponse(listed([self._described(model, model.name) for model in self.models]))
 
     async def _one(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -206,10 +206,8 @@ class Several:
         if self.limits.temperature is not None:
             sampling = replace(sampling, temperature=self.limits.temperature)
         draws = {} if manifest.encoder else {"sampling": settings(sampling), **described_template(model.template)}
-        return {
-            "id": name, "object": "model", "created": self.started, "owned_by": "castiron",
-            "context_length": manifest.context, **draws, "loaded": model.front is not None,
-        }  # fmt: skip
+        more = {"context_length": manifest.context, **draws, "loaded": model.front is not None}
+        return described_model(name, self.started, more)
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok" if self.healthy else "stopping"}, 200 if self.healthy else 503)

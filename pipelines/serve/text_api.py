@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
@@ -15,7 +16,7 @@ from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.tokenizing import encoded
 from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError
-from castiron.pipelines.serve.messages import check_noticed
+from castiron.pipelines.serve.messages import check_noticed, placed
 from castiron.pipelines.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -153,9 +154,10 @@ class TextApi:
         self.check_length(sum(len(message["content"]) for message in plain), "messages")
 
         def encode() -> list[int]:
-            check_noticed(lambda some: self.text.render_chat(some, **template_args), plain)
+            render = lambda some: self.text.render_chat(some, **template_args)
+            check_noticed(render, said := placed(render, plain))
             written = self.text.encode_unfinished_chat if go_on else self.text.encode_chat
-            return written(plain, **template_args)
+            return written(said, **template_args)
 
         async with self.rendering.of(ASKER.get().client):
             return await on_the_side(encode)
@@ -193,6 +195,22 @@ class TextApi:
         if tokens and max(tokens) >= self.vocab:
             message = f"token {max(tokens)} is outside the vocabulary of {self.vocab} tokens"
             raise ApiError(400, message, param, "invalid_value")
+
+
+def described_model(name: str, started: int, described: Mapping[str, Any]) -> dict[str, Any]:
+    """A model as /v1/models shows it, by the names of OpenAI's API and of Anthropic's; `started`: when its server did, in
+    seconds since 1970."""
+    context, date = described["context_length"], datetime.fromtimestamp(started, UTC)
+    return {
+        "id": name, "object": "model", "created": started, "owned_by": "castiron", "type": "model", "display_name": name,
+        "created_at": f"{date:%Y-%m-%dT%H:%M:%SZ}", "lifecycle": "active", "max_input_tokens": context, "max_tokens": context,
+        **described,
+    }  # fmt: skip
+
+
+def listed(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """All of them, on one page."""
+    return {"object": "list", "data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
 
 
 def described_template(template: str | None) -> dict[str, Any]:

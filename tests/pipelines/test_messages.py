@@ -9,7 +9,7 @@ from typing import Literal
 import anthropic
 import jsonschema
 import pytest
-from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, ModelInfo, RawMessageStreamEvent
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
@@ -174,6 +174,25 @@ def test_thoughts_words_and_calls_are_blocks_of_their_own(app, client, monkeypat
     assert count(client, turns) == len("u:hi;a:Well.<n a><n>;t:sun;t:Error: no;u:so?;a:")
 
 
+def test_who_wants_a_thread_sends_the_whole_conversation(app, client, monkeypatch):
+    """Anthropic's runner of tools, which asks for one first."""
+    talking.say(monkeypatch, app, talking.SAID)
+
+    @anthropic.beta_tool
+    def n(a: list[int] | None = None) -> str:
+        """Says a number."""
+        return "5"
+
+    found = client.beta.messages.tool_runner(
+        model="tiny", messages=HI, max_tokens=200, tools=[n], max_iterations=2
+    ).until_done()
+    assert found.stop_reason == "tool_use" and given(found.usage.model_dump()) == len(
+        "n <tool_call>;u:hi;a:Well.<n a><n>;t:5;t:5;a:"
+    )
+    with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
+        client.beta.messages.create(model="tiny", messages=HI, max_tokens=9, thread={"type": "create"})
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "w"}])
 def test_calls_that_are_asked_for_hold_to_the_schema(app, choice):
     more = {"tools": TOOLS, "tool_choice": {**choice, "disable_parallel_tool_use": True}, "max_tokens": 80, "ignore_eos": None}
@@ -256,7 +275,10 @@ def test_errors_have_anthropics_types(app, client, monkeypatch):
     bearer = anthropic.Anthropic(base_url="http://testserver", auth_token="key", max_retries=0, http_client=app)
     # The fixture's header is this client's too.
     assert count(bearer) == len("u:hi;a:")
-    assert [model.id for model in client.models.list()] == [app.get("/v1/models").json()["data"][0]["id"]]
+    page = app.get("/v1/models").json()
+    assert [model.id for model in client.models.list()] == [page["first_id"]] == [page["data"][0]["id"]]
+    ModelInfo.model_validate_json(json.dumps(page["data"][0]), strict=True)
+    assert client.models.retrieve(page["last_id"]).max_input_tokens == talking.CONTEXT
     for path, status, kind in (
         ("/v1/messages/batches", 404, "not_found_error"),
         ("/v1/messages", 405, "invalid_request_error"),

@@ -229,8 +229,11 @@ def test_a_response_is_gone_on_from_by_its_own_client_alone(app, client, monkeyp
     second = streamed(app, input=[result], previous_response_id=first.id, ignore_eos=None)[1]
     assert second["usage"]["input_tokens"] == len(prompt) and second["previous_response_id"] == first.id
     assert count(client, input="b", previous_response_id=second["id"]) == len(prompt + "ok;u:b;a:")
-    given = [{"role": "user", "content": "hi"}, *[item.model_dump() for item in first.output], result]
-    assert count(client, input=given) == len(prompt)
+    # Some of OpenAI's clients send what they have parsed too.
+    sent = [item.model_dump() | ({"parsed_arguments": {}} if item.type == "function_call" else {}) for item in first.output]
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    for items in (sent, references):
+        assert count(client, input=[{"role": "user", "content": "hi"}, *items, result]) == len(prompt)
     assert client.responses.retrieve(second["id"]).model_dump() == Response.model_validate(second).model_dump()
     other = openais(app, "two")
     for wrong in (lambda: other.responses.retrieve(first.id), lambda: other.responses.delete(first.id)):
@@ -239,11 +242,43 @@ def test_a_response_is_gone_on_from_by_its_own_client_alone(app, client, monkeyp
     with pytest.raises(openai.BadRequestError, match="send the whole conversation") as error:
         count(other, input="b", previous_response_id=first.id)
     assert error.value.code == "previous_response_not_found"
+    with pytest.raises(openai.BadRequestError, match="send the item itself"):
+        count(other, input=references)
     client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="send the item itself"):
+        count(client, input=references)
     unkept = client.responses.create(model="tiny", input="hi", store=False)
     for gone in (first.id, unkept.id):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(gone)
+
+
+def test_functions_of_a_namespace_go_by_both_names(app, client, monkeypatch):
+    tools = [{"type": "namespace", "name": "s", "description": "about", "tools": TOOLS}, TOOLS[1]]
+    prompt = "s.w s.n n <tool_call>;u:hi;a:"
+    assert count(client, input="hi", tools=tools) == len(prompt)
+    talking.say(
+        monkeypatch,
+        app,
+        '<tool_call>{"name": "s.n", "arguments": {}}</tool_call><tool_call>{"name": "n", "arguments": {}}</tool_call>',
+    )
+    more = {"tools": tools, "max_output_tokens": None, "ignore_eos": None, "client_metadata": {"a": "b"}}
+    whole = ask(app, **more)
+    assert bare(whole) == bare(streamed(app, **more)[1]) and whole["tools"][0] == tools[0]
+    assert [(call["name"], call.get("namespace")) for call in whole["output"]] == [("n", "s"), ("n", None)]
+    again = [{"role": "user", "content": "hi"}, *whole["output"]]
+    assert (
+        count(client, input=again)
+        == count(client, input="b", previous_response_id=whole["id"]) - len("u:b;")
+        == len("u:hi;a:<s.n><n>;a:")
+    )
+    monkeypatch.undo()
+    for choice in ({"type": "function", "name": "w", "namespace": "s"},
+                   {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "w", "namespace": "s"}]}):  # fmt: skip
+        (call,) = ask(app, **more, parallel_tool_calls=False, tool_choice=choice)["output"]
+        assert (call["name"], call["namespace"]) == ("w", "s") and jsonschema.validate(
+            json.loads(call["arguments"]), COLOUR
+        ) is None
 
 
 def test_what_is_kept_is_bounded():
@@ -255,6 +290,11 @@ def test_what_is_kept_is_bounded():
     assert [bool(store.get(b"me", name)) for name in "abcd"] == [True, False, True, True]
     store.put(b"me", {"id": "e", "text": "x" * 1500}, [message])
     assert [bool(store.get(b"me", name)) for name in "abcde"] == [False, False, True, True, True]
+    item = {"id": "item", "type": "message"}
+    store.put(b"me", {"id": "f", "output": [item]}, [])
+    assert store.item(b"me", "item") == item and not store.item(b"you", "item")
+    store.delete(b"me", "f")
+    assert not store.item(b"me", "item") and not store._items
 
 
 @pytest.mark.parametrize(
@@ -263,7 +303,9 @@ def test_what_is_kept_is_bounded():
         ({"input": []}, "input", "must provide input"),
         ({"input": 5}, "input", "a string or a list of items"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0", "reads text alone"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "send the item"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id", "send the item itself"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id", "send the item itself"),
+        ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom", "name": "x"}]}]}, "tools.0.tools.0.type", "takes function"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type", "'computer_call' is not supported"),
         ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "user"),
         ({"input": [{"type": "function_call", "name": "w", "arguments": "{}"}]}, "input.0.call_id", "must provide"),

@@ -69,6 +69,7 @@ def size(client, **body) -> int:
         ({"service_tier": "priority"}, "service_tier"),
         ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
         ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
         ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -102,10 +103,55 @@ def test_the_servers_variables_hold_where_a_request_gives_no_others(client, tmp_
 def test_what_asks_for_nothing_is_taken(client, plain):
     message = {"role": "assistant", "content": "c", "refusal": None, "annotations": [], "tool_calls": None, "audio": None,
                "reasoning_content": "so", "name": ""}  # fmt: skip
+    parts = [{"type": "text", "text": "c", "cache_control": {"type": "ephemeral"}}, {"type": "refusal", "refusal": "d"}]
+    message = {
+        **message,
+        "content": parts,
+        "provider_specific_fields": {"refusal": None},
+        "cache_control": {"type": "ephemeral"},
+    }
     fields = {"service_tier": "auto", "verbosity": "medium", "store": False, "reasoning_effort": None, "n": 1,
-              "max_completion_tokens": 1, "parallel_tool_calls": True, "user": "me", "metadata": {"a": "b"}}  # fmt: skip
+              "max_completion_tokens": 1, "parallel_tool_calls": True, "user": "me", "metadata": {"a": "b"}, "top_logprobs": 0}  # fmt: skip
     assert size(client, messages=[*MESSAGES, message, *MESSAGES], **fields)
     assert size(plain, reasoning_effort="none") == size(plain)
+
+
+def test_a_name_that_tells_nobody_apart_asks_for_nothing(plain):
+    """With a template that shows none."""
+    named = [{**MESSAGES[0], "name": "ann"}, {"role": "assistant", "content": "c", "name": "helper"},
+             {"role": "tool", "content": "d", "tool_call_id": "1", "name": "look"},
+             {"role": "tool", "content": "d", "tool_call_id": "2", "name": "hear"}]  # fmt: skip
+    assert size(plain, messages=named) == size(plain, messages=[{**message, "name": None} for message in named])
+    for other in ({"name": "bob"}, {}, {"name": {}}):
+        error = ask(plain, messages=[*named, {**MESSAGES[0], **other}]).json()["error"]
+        assert error["param"] == "messages.0.name" and "ignores the field 'name'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "it is /v1/chat/completions"),
+        ("/v1/v1/messages", "it is /v1/messages"),
+        ("/v2/models", "on this server"),
+    ],
+)
+def test_a_base_url_that_is_not_quite_right_is_told_so(client, path, says):
+    answer = client.post(path, json={})
+    assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
+
+
+@pytest.mark.parametrize("late", ["{{ raise_exception('late') }}", ""])
+def test_the_system_has_its_say_at_the_beginning_where_a_template_knows_no_other_place(tmp_path_factory, plain, late):
+    strict = f"{{% for m in messages %}}{{% if m.role == 'system' and not loop.first %}}{late}{{% else %}}{{{{ m.role[0] }}}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    system = [{"role": "system", "content": words} for words in ("b", "d")]
+    for messages, rendered, anywhere in (
+        ([system[0], *MESSAGES, system[1]], "sb..dubc", "sbubcsd"),
+        ([*MESSAGES, system[1]], "sdubc", "ubcsd"),
+        ([*system, *MESSAGES], "sb..dubc", "sbsdubc"),
+    ):
+        with TestClient(app(tmp_path_factory, strict)) as found:
+            assert size(found, messages=messages) == len(rendered)
+        assert size(plain, messages=messages) == len(anywhere)
 
 
 def test_reasoning_effort_reaches_a_template_that_reads_it(tmp_path_factory):

@@ -262,6 +262,17 @@ def test_a_text_that_the_vocabulary_has_no_bytes_for_is_refused(text):
     assert text.grammar(json_schema={"description": "in €", "enum": ["1"]})
 
 
+def test_keywords_that_ask_for_nothing_are_passed_over(text):
+    idle = {"type": "object", "properties": {"uniqueItems": {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": False, "maxItems": 1}},
+            "propertyNames": {"type": "string"}, "additionalProperties": False, "required": ["uniqueItems"]}  # fmt: skip
+    assert schemas.say(text, text.grammar(json_schema={"anyOf": [idle]}), 1)[0] in (
+        '{"uniqueItems":[]}',
+        '{"uniqueItems":["a"]}',
+    )
+    with pytest.raises(GrammarError, match='"propertyNames" cannot be honoured'):
+        text.grammar(json_schema={**idle, "propertyNames": {"maxLength": 3}})
+
+
 def test_a_vocabulary_without_an_end_ends_where_the_grammar_does():
     text = Text(schemas.tokenizer())
     assert schemas.say(text, text.grammar(regex="ab|cd"), 1)[1] == "stop"

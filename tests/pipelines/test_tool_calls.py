@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import jsonschema
+import numpy as np
 import openai
 import pytest
 from hypothesis import given, settings
@@ -197,6 +198,7 @@ def gathered(chunks) -> tuple[list[tuple[str, str]], str, str]:
         (choice,) = chunk.choices
         content += choice.delta.content or ""
         end = choice.finish_reason or end
+        assert len(choice.delta.tool_calls or []) <= 1, "some clients read the first of a chunk alone"
         for part in choice.delta.tool_calls or []:
             if part.index not in calls:
                 assert part.id and part.type == "function"
@@ -226,6 +228,50 @@ def test_required_and_named_calls_hold_to_the_schema_whole_and_streamed(client, 
     assert cut.finish_reason == "length"
 
 
+ANSWER = {"type": "object", "properties": {"name": {"enum": ["w", "Ulm"]}}, "required": ["name"], "additionalProperties": False}
+
+
+def test_beside_a_response_format_the_model_has_the_choice(app, client):
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+    letter = app.app.api.text.tokenizer.token_to_id
+    likely = lambda mark: {"logit_bias": {str(letter(mark)): 100}, "response_format": form, "parallel_tool_calls": False}
+    said = ask(client, **likely("{")).choices[0]
+    assert not said.message.tool_calls and jsonschema.validate(json.loads(said.message.content), ANSWER) is None
+    called = ask(client, **likely("<")).choices[0]
+    (call,) = called.message.tool_calls
+    if call.function.name == "w":
+        jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
+    assert called.finish_reason == "tool_calls" and not called.message.content
+    assert gathered(ask(client, **likely("<"), stream=True)) == (
+        [(call.function.name, call.function.arguments)],
+        "",
+        "tool_calls",
+    )
+    # Of calls alone there is no text.
+    assert ask(client, **likely("{"), tool_choice="required").choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("name", FORMS.keys() - {"harmony"})
+def test_a_form_leaves_the_choice_of_an_answer(name):
+    text, functions = with_marks(name), {"now": {"properties": {}, "additionalProperties": False}, "weather": WEATHER}
+    call, _ = schemas.say(text, text.call_grammar({"now": functions["now"]}, False), 1)
+    grammar = text.call_grammar(functions, False, ANSWER)
+    for words in (call if FORMS[name].begin else call.replace(" ", ""), '{"name":"w"}', '{"name":"Ulm"}'):
+        constraint, left = grammar.constraint(), words.encode()
+        while left:
+            allowed = [
+                i
+                for i in np.flatnonzero(constraint.mask(len(text.grammars.tokens)))
+                if left.startswith(text.grammars.tokens[i] or b"?")
+            ]
+            assert allowed, (words, left)
+            constraint.accept(int(allowed[-1]))
+            left = left.removeprefix(text.grammars.tokens[allowed[-1]])
+        assert constraint.done or constraint.allows(text.eos[0])
+        _, rest, calls = told(Tools(FORMS[name], functions), words, [7] * 20)
+        assert (rest, calls) == (("", [("now", "{}")]) if "now" in words else (words, []))
+
+
 @pytest.fixture
 def saying(app, monkeypatch):
     return lambda words: talking.say(monkeypatch, app, words)
@@ -238,6 +284,7 @@ def test_calls_of_the_models_own_accord_are_told_from_its_words(client, saying):
     assert [(c.function.name, c.function.arguments) for c in answer.message.tool_calls] == [("n", "{}")]
     assert gathered(ask(client, stream=True)) == ([("n", "{}")], "Well.", "tool_calls")
     saying('<think>Hm.</think>Well. <tool_call>{"name":"n","arguments":{}}</tool_call>')
+    assert gathered(ask(client, stream=True)) == ([("n", "{}")], "Well.", "tool_calls")
     message = ask(client).choices[0].message
     assert (message.reasoning_content, message.content, len(message.tool_calls)) == ("Hm.", "Well.", 1)
     for more in ({"tool_choice": "none"}, {"tools": openai.omit}):
@@ -267,7 +314,7 @@ def test_the_template_gets_tools_calls_and_results(client):
         ({"tool_choice": "required", "tools": openai.omit}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x', which is none"),
         ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "give one"),
+        ({"tool_choice": "required", "extra_body": {"regex": "a"}}, "tool_choice", "give one"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "tools",
          '"not"'),

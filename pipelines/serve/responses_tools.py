@@ -1,0 +1,93 @@
+"""The functions of a request to OpenAI's /v1/responses, by themselves and in namespaces, and which of them it wants called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from castiron.pipelines.serve.content import one_of, parsed
+from castiron.pipelines.serve.schemas import Body, Function, FunctionIdentifier, FunctionName, NamedTool, Objects, Tool
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: FunctionIdentifier
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class Namespace(Body):
+    """Functions that go by its name and theirs."""
+
+    type: Literal["namespace"]
+    name: FunctionIdentifier
+    description: str | None = None
+    tools: Objects
+
+
+class AllowedTools(Body):
+    """Those of the tools that may be called now."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Objects
+
+
+class ChosenFunction(Body):
+    type: Literal["function"]
+    name: str
+    namespace: str | None = None
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function of a namespace."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def names_of(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Name and namespace of each function that is in one, by its full name; of tools that are sound."""
+    spaces = [tool for tool in tools if tool.get("type") == "namespace"]
+    return {
+        full_name(space["name"], each["name"]): {"name": each["name"], "namespace": space["name"]}
+        for space in spaces
+        for each in space["tools"]
+    }
+
+
+def functions(tools: Iterable[dict[str, Any]]) -> list[Function]:
+    """All of them, by their full names; ApiError for tools that a server would have to run itself."""
+    found: list[Function] = []
+
+    def add(one: FunctionTool, space: Namespace | None = None, about: str | None = None) -> None:
+        described = " ".join(filter(None, [about, one.description])) or None
+        name = full_name(space and space.name, one.name)
+        found.append(Function(name=name, description=described, parameters=one.parameters, strict=one.strict))
+
+    for index, tool in enumerate(tools):
+        here = f"tools.{index}"
+        one = one_of({"function": FunctionTool, "namespace": Namespace}, tool, here)
+        if isinstance(one, FunctionTool):
+            add(one)
+            continue
+        for place, each in enumerate(one.tools):
+            # The first says what all of them are about.
+            add(one_of({"function": FunctionTool}, each, f"{here}.tools.{place}"), one, None if place else one.description)
+    return found
+
+
+def chosen_tools(tools: Sequence[dict[str, Any]], choice: str | dict[str, Any] | None) -> dict[str, Any]:
+    """tools and tool_choice of a chat."""
+    given, chosen = functions(tools), choice if isinstance(choice, str) else None
+    named: NamedTool | None = None
+    if isinstance(choice, dict):
+        one = one_of({"function": ChosenFunction, "allowed_tools": AllowedTools}, choice, "tool_choice")
+        if isinstance(one, AllowedTools):
+            allowed = [parsed(ChosenFunction, tool, f"tool_choice.tools.{index}") for index, tool in enumerate(one.tools)]
+            names = {full_name(each.namespace, each.name) for each in allowed}
+            given, chosen = [each for each in given if each.name in names], one.mode
+        else:
+            named = NamedTool(type="function", function=FunctionName(name=full_name(one.namespace, one.name)))
+    return {"tools": [Tool(type="function", function=each) for each in given] or None, "tool_choice": named or chosen}
