@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.pausing import Paused, yielding
+from castiron.pipelines.generation.pausing import Paused
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
@@ -256,7 +256,7 @@ class Scheduler:
         running = {**self.reading, **self.decoding}
         if not self.waiting or len(running) < self.slots:
             return
-        if (slot := yielding(running.items(), self.waiting[0].priority)) is None:
+        if (slot := _yielding(running, self.waiting[0].priority)) is None:
             return
         # Who would have the slot if it were free; some wait for what is being read or fetched.
         ready = self._candidates(1)
@@ -385,3 +385,13 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         return None
+
+
+def _yielding(running: dict[int, Sequence], priority: int) -> int | None:
+    """The slot of the sequence, of those that run, that gives way to one of this priority: of the largest number the one that
+    came last; None if there is none of a larger one that can pause."""
+    # The scores of a prompt are its slot's as well.
+    found = [
+        (s.priority, s.arrived, slot) for slot, s in running.items() if s.priority > priority and s.prompt_logprobs is None
+    ]
+    return max(found)[2] if found else None
