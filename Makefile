@@ -1,6 +1,7 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
 # make test          run the test suite
 # make lint          ruff and mypy, as CI runs them
+# make mutants       put small faults into castiron, one at a time: a test has to notice each
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart
 # make docs          the pages of docs as a site with search, in build/site
 # make clean         remove what was built; make distclean removes .venv too
@@ -20,6 +21,8 @@ THREADS ?= 2
 PYTHON ?= python3
 # Arguments for pytest: make test PYTEST_ARGS='-k kernels'
 PYTEST_ARGS ?=
+# Words in names or files of mutants; empty means all: make mutants MUTANTS='window grammar'
+MUTANTS ?=
 
 BIN := .venv/bin
 key = $(shell cat $(1) pyproject.toml | cksum | cut -d ' ' -f 1)
@@ -32,11 +35,11 @@ DOCS_INSTALLED := .venv/installed-docs-$(call key,requirements-docs.lock)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # The shell sees user text through the environment, so that quotes in it need no care.
-export MODEL CONTEXT WEIGHTS PROMPT TOKENS
+export MODEL CONTEXT WEIGHTS PROMPT TOKENS MUTANTS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test lint bench docs clean distclean
+.PHONY: compile-llm test lint mutants bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -52,6 +55,9 @@ lint: $(TEST_INSTALLED)
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check --quiet
 	@$(BIN)/python -m mypy
+
+mutants: $(TEST_INSTALLED)
+	@$(BIN)/python -m tests.mutants $$MUTANTS
 
 bench: $(BENCH_INSTALLED)
 	@$(OUT); set -e; \
