@@ -1,8 +1,9 @@
 """Applies mutants one at a time to a copy of castiron and runs the tests that are to notice them.
 
 The checkout is never changed: its folders are copied, the copy is what Python imports, and it goes at the end. Nothing that
-was made of sound code stands in for faulty code: bytecode is not written for mutants, every run has a cache of its own, and
-what of the user's cache it shares, iree-compile's results, has the module's text in its key.
+was made of other code stands in for a mutant's: its file has a time that no other has had, by which Python knows bytecode,
+every run has a cache of its own, and what of the user's cache it shares, iree-compile's results, has the module's text in its
+key.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.server import FAILED, PASSED
 
 COPIED = ("castiron", "emitter", "vmfb", "pipelines", "reference", "tests", "docs", "pyproject.toml", "README.md", "Makefile")
-# What is loaded once for all runs, where there are many; loading it takes seconds.
-LARGE = ("numpy", "hypothesis", "pytest", "iree.runtime", "tokenizers", "torch", "transformers.models.auto.modeling_auto",
-         "transformers.models.llama.modeling_llama")  # fmt: skip
-SMALL = ("numpy", "hypothesis", "pytest", "iree.runtime")
+# Of pytest's plugins those that the tests use: others take longer to load than most tests.
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
+# What is loaded once for all runs; where there are many, what takes seconds to load too.
+SMALL = ("numpy", "hypothesis", "pytest", *PLUGINS, "iree.runtime")
+LARGE = (*SMALL, "torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 MANY = 5
 SECONDS = 180  # for the tests of one mutant
 SECONDS_OF_ALL = 1800  # for all tests of the catalogue on sound code
@@ -51,7 +53,7 @@ class Copy:
     """A copy of the checkout below `folder`, in which a mutant can stand."""
 
     def __init__(self, folder: Path):
-        self.root = folder / "copy"
+        self.root, self.held = folder / "copy", 0
         self.root.mkdir()
         for name in COPIED:
             source = ROOT / name
@@ -66,8 +68,9 @@ class Copy:
         path = self.root / mutant.file
         before, sound = path.stat(), path.read_bytes()
         path.write_text(mutant.mutated(self.root))
-        # Bytecode counts as the source's of this time and size.
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**10))
+        # Bytecode counts as that of a source of this second and size.
+        self.held += 1
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + self.held * 10**10))
         try:
             yield
         finally:
@@ -80,7 +83,12 @@ class Runner:
 
     def __init__(self, folder: Path, copy: Copy, modules: Sequence[str]):
         self.folder, self.copy, self.count = folder, copy, 0
-        environment = {**os.environ, "PYTHONPATH": str(copy.root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy.root),
+            "OMP_NUM_THREADS": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.mutants.server", *modules], cwd=copy.root, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -91,32 +99,22 @@ class Runner:
         self._process.stdin.close()
         self._process.wait()
 
-    def run(self, tests: Sequence[str], seconds: float, sound: bool = False) -> tuple[int | None, dict]:
-        """pytest's exit status (`server`) for these tests, up to the first that fails, and what was told. sound: without a
-        mutant, so that bytecode may be kept."""
+    def run(self, tests: Sequence[str], seconds: float) -> tuple[int | None, dict]:
+        """pytest's exit status (`server`) for these tests, up to the first that fails, and what was told."""
         self.count += 1
         place = self.folder / str(self.count)
         # The modules that iree-compile has made here before are the same ones.
         (place / "cache").mkdir(parents=True)
         (store := cache_root() / "compile").mkdir(parents=True, exist_ok=True)
         (place / "cache" / "compile").symlink_to(store)
-        options = [
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            str(self.copy.root / "pyproject.toml"),
-            "--rootdir",
-            str(self.copy.root),
-        ]
+        root, plugins = str(self.copy.root), [word for plugin in PLUGINS for word in ("-p", plugin)]
+        options = ["-x", "-q", *plugins, "-p", "no:cacheprovider", "-c", f"{root}/pyproject.toml", "--rootdir", root]
         request = {
             "arguments": [*options, "--basetemp", str(place / "tmp"), *tests],
             "log": str(place / "log"),
             "report": str(place / "report"),
             "seconds": seconds,
             "environment": {"CASTIRON_CACHE": str(place / "cache"), "TMPDIR": str(place)},
-            "keep_bytecode": sound,
         }
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -151,7 +149,7 @@ def examine(mutants: Sequence[Mutant], sound: bool = True) -> Iterator[tuple[Mut
 
 def _check_sound(runner: Runner, mutants: Sequence[Mutant]) -> None:
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-    status, report = runner.run(tests, SECONDS_OF_ALL, sound=True)
+    status, report = runner.run(tests, SECONDS_OF_ALL)
     if status != PASSED:
         test, why = report["failed"] or ("pytest", report["log"].strip()[-300:])
         raise SoundCodeFails(f"{test} fails without a mutant: {why}")

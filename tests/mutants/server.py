@@ -1,7 +1,7 @@
 """Runs pytest in forked children that have the large libraries loaded already, and castiron never: started by `running`.
 
-A request is a line of JSON on stdin, {"arguments", "log", "report", "seconds", "environment", "keep_bytecode"}; the answer is a
-line on stdout, {"status": pytest's exit status, or minus the signal that ended it, or null where it ran past its seconds}.
+A request is a line of JSON on stdin, {"arguments", "log", "report", "seconds", "environment"}; the answer is a line on stdout,
+{"status": pytest's exit status, or minus the signal that ended it, or null where it ran past its seconds}.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ class Told:
     def pytest_collectreport(self, report) -> None:
         self._note(report)
 
+    def pytest_collection_finish(self) -> None:
+        """That an example fails is enough; nobody wants the smallest."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("mutants", parent=settings.default, phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutants")
+
     def _note(self, report) -> None:
         if report.failed and self.failed is None:
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -48,7 +55,6 @@ def child(request: dict) -> None:
         os.dup2(log, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environment"])
-    sys.dont_write_bytecode = not request["keep_bytecode"]
     status = 70
     try:
         import pytest
