@@ -44,10 +44,12 @@ def test_logits_of_a_slot_stay_while_others_go_on(bundle):
     batch = Batch(bundle, 1)
     for slot, session in enumerate(batch.slots[:2]):
         session.prefill(prompt(6, seed=slot))
-    batch.step({0: 5, 1: 6})
+    batch.step({0: 5, 1: 6, 2: 4})
     kept = batch.slots[0].logits()
-    batch.step({1: 7, 2: 8})
-    assert (batch.slots[0].logits() == kept).all()
+    # By the same function as before, and by another.
+    for others in ({1: 7, 2: 8}, {1: 9}):
+        batch.step(others)
+        assert (batch.slots[0].logits() == kept).all()
 
 
 def test_a_full_slot_is_refused_and_disturbs_nobody(bundle):

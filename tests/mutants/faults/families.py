@@ -150,7 +150,7 @@ FAULTS = (
         "emitter/rotary.py",
         "angle = np.arange(positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]",
         "angle = np.arange(positions, dtype=np.float64)[:, None] * self.inv_freq[None, :]",
-        ("tests/emitter/test_rotary.py::test_the_table_is_the_angle_of_each_position",),
+        ("tests/emitter/test_rotary.py::test_far_away_the_angle_is_rounded_as_hf_rounds_it",),
     ),
     Mutant(
         "mean of a text over its padding",

@@ -39,7 +39,7 @@ FAULTS = (
         "vmfb/session.py",
         "return next(kept for kept in self._kept if kept.position == position)",
         "return next(kept for kept in self._kept)",
-        (f"{_STATES}::test_few_places_are_kept_the_last_ones[decaying_sum-kernels]",),
+        (f"{_STATES}::test_a_session_goes_back_where_it_remembers_and_nowhere_else[decaying_sum-kernels]",),
     ),
     Mutant(
         "stale snapshots believed",
@@ -137,14 +137,14 @@ FAULTS = (
         "vmfb/chunks.py",
         "room = space - (rest - left)",
         "room = space",
-        ("tests/vmfb/test_chunks.py::test_calls_take_every_token_once_and_never_write_past_the_context",),
+        ("tests/vmfb/test_chunks.py",),
     ),
     Mutant(
         "prefix cache key without the weights",
         "vmfb/state_file.py",
         "for name in (MODEL, WEIGHTS)).encode()",
         "for name in (MODEL,)).encode()",
-        (_PREFIX,),
+        (f"{_PREFIX}::test_another_program_and_other_weights_are_another_bundle",),
     ),
     Mutant(
         "prefix cache key without the bundle",
