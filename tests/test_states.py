@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from castiron.pipelines.generation.positions import stand
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.session import KEPT, Session, SessionError
@@ -80,6 +81,18 @@ def test_a_session_goes_back_where_it_remembers_and_nowhere_else(cast, expected)
     session.prefill(TOKENS[:30])
     agrees(session, expected)
     assert session.reachable(24) == (24 if ringed(cast) else 0), "what was kept of the tokens before is forgotten"
+
+
+def test_what_no_state_remembers_is_read_again(cast, expected):
+    session = Session(cast, 1)
+    session.prefill(TOKENS[:9])
+    session.keep()
+    session.prefill(TOKENS[9:50])
+    for position in (13, 7):
+        stand(session, position, TOKENS[:position])
+        assert session.position == position
+        session.step(TOKENS[position])
+        agrees(session, expected)
 
 
 def test_a_ring_goes_back_as_far_as_its_rows_reach(cast, expected):

@@ -205,7 +205,9 @@ def test_a_state_of_another_bundle_is_refused(cast, llama, tmp_path, capsys):
 
 def test_another_program_and_other_weights_are_another_bundle(llama):
     files = llama.manifest.files
-    others = [replace(llama.manifest, files={**files, name: replace(files[name], sha256="0" * 64)}) for name in (MODEL, WEIGHTS)]
+    others = [
+        replace(llama.manifest, files={**files, name: replace(files[name], sha256="0" * 64)}) for name in (MODEL, WEIGHTS)
+    ]
     assert len({identity(manifest) for manifest in (llama.manifest, *others)}) == 3
 
 

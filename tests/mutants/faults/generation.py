@@ -5,7 +5,6 @@ from tests.mutants.mutant import Mutant
 GENERATION = "pipelines/generation"
 _GENERATE, _SCHEDULER = "tests/pipelines/test_generate.py", "tests/pipelines/test_scheduler.py"
 _SPECULATE, _STRUCTURED = "tests/pipelines/test_speculate.py", "tests/pipelines/test_structured.py"
-_TEXT = "tests/pipelines/test_generate_text.py"
 
 FAULTS = (
     Mutant(
@@ -20,7 +19,7 @@ FAULTS = (
         f"{GENERATION}/choosing.py",
         "self.recent = [*self.recent[1 - REPEAT_WINDOW :], token]",
         "self.recent = [*self.recent[2 - REPEAT_WINDOW :], token]",
-        (_GENERATE,),
+        (f"{_GENERATE}::test_the_repeat_penalty_sees_the_last_tokens_of_prompt_and_answer",),
     ),
     Mutant(
         "penalty of negative logits the wrong way",
@@ -34,14 +33,14 @@ FAULTS = (
         f"{GENERATION}/sampling.py",
         "logits[token] -= count * sampling.frequency_penalty + sampling.presence_penalty",
         "logits[token] -= sampling.frequency_penalty + sampling.presence_penalty",
-        ("tests/pipelines/test_serve_text.py",),
+        ("tests/pipelines/test_serve_text.py::test_what_was_generated_is_counted_and_the_prompt_is_not",),
     ),
     Mutant(
         "bias in place of a logit",
         f"{GENERATION}/sampling.py",
         "logits[ids] += biases",
         "logits[ids] = biases",
-        ("tests/pipelines/test_serve_text.py",),
+        ("tests/pipelines/test_serve_text.py::test_penalties_and_biases_are_openais",),
     ),
     Mutant(
         "top-k keeps one more",
@@ -76,7 +75,7 @@ FAULTS = (
         f"{GENERATION}/sampling.py",
         "_draw(weights(np.log(probability), sampling.temperature), number)",
         "_draw(weights(np.log(probability)), number)",
-        (_GENERATE, "tests/pipelines/test_serve_text.py"),
+        (f"{_GENERATE}::test_the_temperature_bends_what_the_cuts_have_left",),
     ),
     Mutant(
         "seed lost",
@@ -104,7 +103,7 @@ FAULTS = (
         f"{GENERATION}/sampling.py",
         'sums.searchsorted(goal, side="right")',
         'sums.searchsorted(goal, side="left")',
-        (_GENERATE,),
+        (f"{_GENERATE}::test_what_has_no_probability_is_not_drawn_by_the_least_number",),
     ),
     Mutant(
         "block of a draw counted twice",
@@ -239,28 +238,28 @@ FAULTS = (
         f"{GENERATION}/positions.py",
         "session.prefill(fed[len(fed) - (position - found) :])",
         "session.prefill(fed[len(fed) - (position - found) + 1 :])",
-        (_TEXT, "tests/pipelines/test_states_text.py"),
+        ("tests/test_states.py::test_what_no_state_remembers_is_read_again[decaying_sum-kernels]",),
     ),
     Mutant(
         "of two stop strings the later one",
         f"{GENERATION}/stops.py",
         "return min(found, key=lambda one: one[0], default",
         "return max(found, key=lambda one: one[0], default",
-        (_TEXT,),
+        ("tests/pipelines/test_serve_text.py::test_text_ends_before_the_first_stop_string_however_it_comes",),
     ),
     Mutant(
         "the beginning of a stop string told",
         f"{GENERATION}/stops.py",
         "starts = range(max(0, len(text) - len(string) + 1), len(text))",
         "starts = range(max(0, len(text) - len(string) + 2), len(text))",
-        (_TEXT,),
+        ("tests/pipelines/test_serve_text.py::test_text_ends_before_the_first_stop_string_however_it_comes",),
     ),
     Mutant(
         "stop strings of one sequence end its neighbours",
         f"{GENERATION}/stops.py",
         "        self.strings = tuple(strings)\n",
         '        StopStrings.all = self.strings = (*getattr(StopStrings, "all", ()), *strings)\n',
-        (f"{_SCHEDULER}", "tests/pipelines/test_many.py"),
+        (f"{_SCHEDULER}::test_a_stop_string_ends_its_own_sequence_alone",),
     ),
     Mutant(
         "a circle ends one turn early",
