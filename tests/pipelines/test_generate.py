@@ -138,7 +138,7 @@ def test_greedy_takes_the_lowest_of_equals(logits, history):
 def test_cuts_leave_the_likeliest_and_no_fewer_than_they_must(logits, top_k, top_p, min_p):
     ids, _ = candidates(logits.astype(np.float64), Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p))
     order = sorted(range(VOCAB), key=lambda token: (-logits[token], token))
-    assert list(ids) == order[: len(ids)]
+    assert list(ids) == order[: len(ids)] and len(ids) <= (top_k or VOCAB)
     kept = order[: top_k or VOCAB]
     p = np.exp(logits[kept].astype(np.float64))
     p /= p.sum()
