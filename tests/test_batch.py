@@ -76,6 +76,10 @@ def test_slots_that_are_not_stepped_keep_every_position(bundle):
     assert batch.slots[0].position == CONTEXT
     for was, now in zip(before, states, strict=True):
         assert (was == now).all()
+    # One that began with this step was no slot at rest.
+    alone = Session(bundle, 1)
+    alone.step(6)
+    np.testing.assert_allclose(batch.slots[3].logits(), alone.logits(), atol=2e-5 * np.ptp(alone.logits()))
 
 
 def test_a_copied_prefix_goes_on_as_its_origin(bundle):
