@@ -3,6 +3,7 @@
 # make test-aarch64  run bundles for aarch64 on aarch64 CPUs that qemu emulates: 15 minutes, 200 MB
 # make coverage      the same, and how much of each package the tests run
 # make lint          ruff and mypy, as CI runs them
+# make mutants       put small faults into castiron, one at a time: a test has to notice each
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart
 # make docs          the pages of docs as a site with search, in build/site
 # make clean         remove what was built; make distclean removes .venv too
@@ -22,6 +23,8 @@ THREADS ?= 2
 PYTHON ?= python3
 # Arguments for pytest: make test PYTEST_ARGS='-k kernels'
 PYTEST_ARGS ?=
+# Words in names or files of mutants; empty means all: make mutants MUTANTS='window grammar'
+MUTANTS ?=
 
 BIN := .venv/bin
 key = $(shell cat $(1) pyproject.toml | cksum | cut -d ' ' -f 1)
@@ -34,11 +37,11 @@ DOCS_INSTALLED := .venv/installed-docs-$(call key,requirements-docs.lock)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # The shell sees user text through the environment, so that quotes in it need no care.
-export MODEL CONTEXT WEIGHTS PROMPT TOKENS
+export MODEL CONTEXT WEIGHTS PROMPT TOKENS MUTANTS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test test-aarch64 coverage lint bench docs clean distclean
+.PHONY: compile-llm test test-aarch64 coverage lint mutants bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -68,6 +71,9 @@ lint: $(TEST_INSTALLED)
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check --quiet
 	@$(BIN)/python -m mypy
+
+mutants: $(TEST_INSTALLED)
+	@$(BIN)/python -m tests.mutants $$MUTANTS
 
 bench: $(BENCH_INSTALLED)
 	@$(OUT); set -e; \

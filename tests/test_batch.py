@@ -58,10 +58,12 @@ def test_logits_of_a_slot_stay_while_others_go_on(bundle):
     batch = Batch(bundle, 1)
     for slot, session in enumerate(batch.slots[:2]):
         session.prefill(prompt(6, seed=slot))
-    batch.step({0: 5, 1: 6})
+    batch.step({0: 5, 1: 6, 2: 4})
     kept = batch.slots[0].logits()
-    batch.step({1: 7, 2: 8})
-    assert (batch.slots[0].logits() == kept).all()
+    # By the same function as before, and by another.
+    for others in ({1: 7, 2: 8}, {1: 9}):
+        batch.step(others)
+        assert (batch.slots[0].logits() == kept).all()
 
 
 def test_a_full_slot_is_refused_and_disturbs_nobody(bundle):
@@ -88,6 +90,10 @@ def test_slots_that_are_not_stepped_keep_every_position(bundle):
     assert batch.slots[0].position == CONTEXT
     for was, now in zip(before, states, strict=True):
         assert (was == now).all()
+    # One that began with this step was no slot at rest.
+    alone = Session(bundle, 1)
+    alone.step(6)
+    np.testing.assert_allclose(batch.slots[3].logits(), alone.logits(), atol=2e-5 * np.ptp(alone.logits()))
 
 
 def test_a_copied_prefix_goes_on_as_its_origin(bundle):

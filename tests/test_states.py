@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from castiron.pipelines.generation.pausing import Paused
+from castiron.pipelines.generation.positions import stand
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.session import KEPT, Session, SessionError
@@ -63,10 +64,11 @@ def test_logits_of_every_proposed_token(cast, expected):
 
 def test_a_session_goes_back_where_it_remembers_and_nowhere_else(cast, expected):
     session = Session(cast, 1)
-    session.prefill(TOKENS[:20])
-    session.keep()
+    for start, end in ((0, 11), (11, 20)):
+        session.prefill(TOKENS[start:end])
+        session.keep()
     session.prefill(TOKENS[20:])
-    assert [session.reachable(p) for p in (60, 25, 20, 19, 0)] == [60, 20, 20, 0, 0]
+    assert [session.reachable(p) for p in (60, 25, 20, 19, 0)] == [60, 20, 20, 11, 0]
     with pytest.raises(SessionError, match="does not remember its state at position 25: it can go back to 20"):
         session.rewind(25)
     session.rewind(20)
@@ -80,6 +82,18 @@ def test_a_session_goes_back_where_it_remembers_and_nowhere_else(cast, expected)
     session.prefill(TOKENS[:30])
     agrees(session, expected)
     assert session.reachable(24) == (24 if ringed(cast) else 0), "what was kept of the tokens before is forgotten"
+
+
+def test_what_no_state_remembers_is_read_again(cast, expected):
+    session = Session(cast, 1)
+    session.prefill(TOKENS[:9])
+    session.keep()
+    session.prefill(TOKENS[9:50])
+    for position in (13, 7):
+        stand(session, position, TOKENS[:position])
+        assert session.position == position
+        session.step(TOKENS[position])
+        agrees(session, expected)
 
 
 def test_a_ring_goes_back_as_far_as_its_rows_reach(cast, expected):
@@ -109,6 +123,13 @@ def test_a_ring_goes_back_as_far_as_its_rows_reach(cast, expected):
     session.rewind(0)
     session.prefill(TOKENS[:9])
     assert session.reachable(1) == 1
+    # Padding of a call takes no row: the last one here has two tokens of it.
+    session.prefill(TOKENS[9:38])
+    session.prefill(TOKENS[38:52])
+    assert [session.reachable(p) for p in (19, 18)] == [19, 0]
+    session.rewind(19)
+    session.step(TOKENS[19])
+    agrees(session, expected)
 
 
 def ringed(cast: Bundle) -> bool:

@@ -252,15 +252,16 @@ def test_scores_far_apart_and_far_from_the_first(directory, cases):
     for case, (decode, _, prefill) in kernels:
         if case.scores or case.rope or case.options.get("qk_norm"):
             continue
-        position = 100
-        operands = fill(np.random.default_rng(1), decode, position, position=position)
-        operands["qkv"][:] = 1.0
-        ramp = np.linspace(-40, 40, position)[:, None, None] * np.ones((case.kv_heads, case.head_dim)) * case.scale
-        operands["k_cache"][LAYER, :position] = case.rows.stored(ramp)
-        close(decode.name, runner(decode, **operands)["out"], decode.reference(**operands)["out"], 1e-4)
-        chunk = fill(np.random.default_rng(1), prefill, position, start=position - 5, length=5)
-        chunk |= {"q": np.ones_like(chunk["q"]), "k_cache": operands["k_cache"], "v_cache": operands["v_cache"]}
-        close(prefill.name, runner(prefill, **chunk)["out"], prefill.reference(**chunk)["out"], 1e-4)
+        # In one part, which has the token itself before the scores that rise, and in several.
+        for position in (20, 100):
+            operands = fill(np.random.default_rng(1), decode, position, position=position)
+            operands["qkv"][:] = 1.0
+            ramp = np.linspace(-40, 40, position)[:, None, None] * np.ones((case.kv_heads, case.head_dim)) * case.scale
+            operands["k_cache"][LAYER, :position] = case.rows.stored(ramp)
+            close(decode.name, runner(decode, **operands)["out"], decode.reference(**operands)["out"], 1e-4)
+            chunk = fill(np.random.default_rng(1), prefill, position, start=position - 5, length=5)
+            chunk |= {"q": np.ones_like(chunk["q"]), "k_cache": operands["k_cache"], "v_cache": operands["v_cache"]}
+            close(prefill.name, runner(prefill, **chunk)["out"], prefill.reference(**chunk)["out"], 1e-4)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -269,8 +270,9 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
     runner, kernels = running(stored_as(cache, [REAL[0], REAL[2], REAL[-1]]), target, 2, directory)
     for case, (decode, append, prefill) in kernels:
         check_decode(runner, case, decode, 100)
-        check_prefill(runner, case, prefill, 47, case.tokens - 3)
-        check_append(runner, case, append, 3, case.tokens)
+        # Past the window, and with padding.
+        check_prefill(runner, case, prefill, 130, case.tokens - 3)
+        check_append(runner, case, append, 3, case.tokens - 3)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

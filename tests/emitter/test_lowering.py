@@ -9,10 +9,12 @@ import pytest
 
 from castiron.emitter.caches import CACHES
 from castiron.emitter.codecs import CODECS, row_bytes
-from castiron.emitter.lowering import lower
+from castiron.emitter.ir import current_function
+from castiron.emitter.layers import route
+from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import build
 from castiron.emitter.step import ModelModule
-from castiron.emitter.types import EmitError
+from castiron.emitter.types import F32, EmitError, TensorType
 from castiron.reference import interpreter
 
 CONTEXT, WIDTH = 40, 8
@@ -77,6 +79,18 @@ def test_both_lowerings_round_what_a_cache_holds(overrides, cache, limit):
 @pytest.mark.parametrize("codec", [lambda name: "f16", lambda name: "q4_1", mixed], ids=["f16", "q4_1", "mixed"])
 def test_both_lowerings_compute_the_same_experts(codec):
     compare_lowerings({**CONFIG, **MIXTRAL}, codec)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_of_experts_as_likely_the_lower_numbers_are_chosen(lowering):
+    logits = np.array([[1, 3, 3, 0, 3], [2, 2, 2, 2, 2], [0, 1, 0, 1, 0]], np.float32)
+    module = ModelModule("alone", lambda name: "f32")
+    with module.function("route", logits=TensorType(logits.shape, F32)) as (given,):
+        chosen, weights = route(given, 3, normalised=True)
+        current_function().returns({}, chosen=chosen, weights=weights)
+    chosen, weights = interpreter.run(lower(module, lowering), "route", [logits], {})
+    assert chosen.tolist() == [[1, 2, 4], [0, 1, 2], [1, 3, 0]]
+    np.testing.assert_allclose(weights[:2], 1 / 3, rtol=1e-6)
 
 
 def compare_lowerings(config, codec, cache="f32", limit=2e-5):

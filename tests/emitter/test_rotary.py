@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from castiron.emitter.rotary import rotary
+from castiron.emitter.rotary import Rotary, rotary
 from castiron.emitter.types import EmitError
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -95,6 +95,18 @@ def test_a_frequency_of_an_odd_rotary_dim_counts_as_a_pair():
 def test_the_table_is_the_angle_of_each_position():
     table = rotary(100.0, 4, None, 8)
     np.testing.assert_allclose(table.table(8, np.sin)[5], [math.sin(5), math.sin(0.5)], rtol=1e-6)
+
+
+def test_far_away_the_angle_is_rounded_as_hf_rounds_it():
+    """Of 100,000 radians f32 holds two digits behind the point: the exact angle would be another one."""
+    positions = 100_001
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, max_position_embeddings=positions)
+    theirs = LlamaRotaryEmbedding(config)
+    ours = Rotary(theirs.inv_freq.numpy(), positions)
+    places = np.arange(0, positions, 7919)
+    found = theirs(torch.zeros(1), torch.from_numpy(places)[None])
+    for function, table in zip((np.cos, np.sin), found, strict=True):
+        np.testing.assert_allclose(ours.table(positions, function)[places], table[0, :, :8], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.generate import Generation
-from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, Sampling, candidates, penalise
+from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, Sampling, _draw, candidates, penalise
 from castiron.pipelines.generation.sequence import Sequence
 from castiron.pipelines.generation.text import Text
 from tests.pipelines.served import tokenizer
@@ -133,11 +133,12 @@ def test_greedy_takes_the_lowest_of_equals(logits, history):
 
 
 @given(LOGITS, st.integers(0, VOCAB + 5), st.floats(0.01, 1), st.floats(0, 1))
+@example(np.zeros(VOCAB, np.float32), 3, 1.0, 0.0)
 @example(np.repeat(np.array([0, 0.25, 0.75], np.float32), [VOCAB - 2, 1, 1]), VOCAB, 0.5, 0.5)
 def test_cuts_leave_the_likeliest_and_no_fewer_than_they_must(logits, top_k, top_p, min_p):
     ids, _ = candidates(logits.astype(np.float64), Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p))
     order = sorted(range(VOCAB), key=lambda token: (-logits[token], token))
-    assert list(ids) == order[: len(ids)]
+    assert list(ids) == order[: len(ids)] and len(ids) <= (top_k or VOCAB)
     kept = order[: top_k or VOCAB]
     p = np.exp(logits[kept].astype(np.float64))
     p /= p.sum()
@@ -155,6 +156,19 @@ def test_tokens_come_as_often_as_their_probability_says():
         counts = np.bincount([sampler.choose(logits, ()) for _ in range(4000)], minlength=4)
         expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
         assert np.abs(counts / 4000 - expected).max() < 0.03
+
+
+def test_the_temperature_bends_what_the_cuts_have_left():
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    sampler = Sampler(Sampling(temperature=0.5, top_k=2, seed=3))
+    counts = np.bincount([sampler.choose(logits, ()) for _ in range(4000)], minlength=4)
+    assert np.abs(counts / 4000 - [0.64, 0.36, 0, 0]).max() < 0.03
+
+
+def test_what_has_no_probability_is_not_drawn_by_the_least_number():
+    weight = np.zeros(600, np.float32)
+    weight[300:302] = 1
+    assert [_draw(weight, number)[0] for number in (0.0, 0.49, 0.5, 1 - 2**-53)] == [300, 300, 301, 301]
 
 
 def test_a_large_vocabulary_is_drawn_from_end_to_end():
@@ -198,6 +212,10 @@ def test_the_repeat_penalty_sees_the_last_tokens_of_prompt_and_answer():
 
     tokens = list(Generation(CountingSession(), [7, 8], sampler=Spy(Sampling(repeat_penalty=1.5)), max_tokens=3))
     assert seen == [[7, 8], [7, 8, *tokens[:1]], [7, 8, *tokens[:2]]]
+    del seen[:]
+    prompt = [i % VOCAB for i in range(REPEAT_WINDOW + 3)]
+    tokens = list(Generation(CountingSession(200), prompt, sampler=Spy(Sampling(repeat_penalty=1.5)), max_tokens=70))
+    assert [history[-REPEAT_WINDOW:] for history in seen] == [[*prompt, *tokens[:i]][-REPEAT_WINDOW:] for i in range(70)]
     # Token 1 is likelier than 0 unless it is penalised; token 2 never matters.
     logits, sampler = np.array([1.0, 1.5, -9.0], np.float32), Sampler(Sampling(repeat_penalty=2.0))
     assert sampler.choose(logits, [2, 1] + [2] * (REPEAT_WINDOW - 1)) == 0

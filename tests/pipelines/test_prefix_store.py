@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.sequence import Sequence
 from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.manifest import MODEL, WEIGHTS
 from castiron.vmfb.session import Session
-from castiron.vmfb.state_file import read_head, read_rows, write_state
+from castiron.vmfb.state_file import identity, read_head, read_rows, write_state
 from tests.families.checkpoints import VOCAB, bundle
 from tests.pipelines import served
 
@@ -228,6 +230,14 @@ def test_a_state_of_another_bundle_is_refused(cast, llama, tmp_path, capsys):
     os.rename(path, others.folder / path.name)
     assert read(Session(cast, 1), stored(cast, tmp_path), TOKENS) == 0
     assert "is a state of another bundle; it is not used" in capsys.readouterr().err
+
+
+def test_another_program_and_other_weights_are_another_bundle(llama):
+    files = llama.manifest.files
+    others = [
+        replace(llama.manifest, files={**files, name: replace(files[name], sha256="0" * 64)}) for name in (MODEL, WEIGHTS)
+    ]
+    assert len({identity(manifest) for manifest in (llama.manifest, *others)}) == 3
 
 
 def test_the_least_used_goes(llama, tmp_path):

@@ -314,6 +314,20 @@ def test_equal_seeds_are_equal_in_any_company():
     assert choices(0) == choices(1) == choices(6) != alone([3, 4, 5], 15)
 
 
+def test_a_stop_string_ends_its_own_sequence_alone():
+    """Of three that say the same, one at a time or together."""
+    said = TEXT.decode(alone([7, 3], 12))
+    cuts = [said[4], said[6:8], None]
+    scheduler = Scheduler(FakeBatch(3))
+    requests = [Request([7, 3], 12, stop_strings=cut or ()) for cut in cuts]
+    for request in requests:
+        scheduler.submit(request.sequence)
+    run(scheduler)
+    assert len(said) == 12
+    assert [request.text for request in requests] == [said[: said.find(cut)] if cut else said for cut in cuts]
+    assert [request.end.stop_string for request in requests] == cuts
+
+
 def test_a_prompt_that_breaks_the_model_ends_alone():
     batch = FakeBatch(2)
     batch.broken_prompt = 9

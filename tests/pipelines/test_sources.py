@@ -56,11 +56,11 @@ def test_files_are_those_that_are_imported_however_deep(tree):
 
 @pytest.fixture
 def touched(monkeypatch):
-    """Hashes files as if the module it is told had changed."""
+    """Hashes files as if the module it is told had changed, and were as long as before."""
     found = sources.source_files
 
     def touch(module: str, path: Path) -> None:
-        path.write_text("changed")
+        path.write_bytes(found(module)[module].read_bytes()[::-1])
         monkeypatch.setattr(
             sources, "source_files", lambda *names: {n: path if n == module else p for n, p in found(*names).items()}
         )

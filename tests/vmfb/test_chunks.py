@@ -13,7 +13,9 @@ def prompts(draw):
     widths = tuple(draw(st.sets(st.integers(2, 40), max_size=3)))
     context = draw(st.integers(max([1, *widths]), 120))
     start = draw(st.integers(0, context - 1))
-    return draw(st.integers(1, context - start)), start, context, widths, draw(st.sampled_from([0.0, 1.0]))
+    # Up to the end of the context more often than not: there padding has no room.
+    total = draw(st.integers(1, context - start)) if draw(st.booleans()) else context - start
+    return total, start, context, widths, draw(st.sampled_from([0.0, 1.0]))
 
 
 @given(prompts())
@@ -40,3 +42,4 @@ def test_where_padding_is_free_the_end_is_one_call():
     assert chunks(300, 0, 2048, (16, 128), 0.0) == [(128, 128)] * 2 + [(128, 44)]
     assert chunks(12, 0, 2048, (16, 128), 0.0) == [(16, 12)]
     assert chunks(100, 1948, 2048, (16, 128), 0.0) == [(16, 16)] * 6 + [(1, 1)] * 4
+    assert chunks(7, 33, 40, (4, 10), 0.0) == [(4, 4)] + [(1, 1)] * 3
