@@ -9,6 +9,7 @@ A request of more than `SECONDS` of the processor ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -27,7 +28,9 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, BYTES)):
         hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        # Some systems, macOS among them, do not limit addresses.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     _environment()
     while data := receive(sys.stdin.buffer):
         signal.setitimer(signal.ITIMER_PROF, SECONDS)

@@ -3,6 +3,7 @@
 Prints one JSON object: {"error": what it says} or {"largest": the largest id that the sample got, with special tokens}.
 """
 
+import contextlib
 import json
 import resource
 import sys
@@ -15,7 +16,9 @@ def main() -> None:
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_AS, BYTES)):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, hard))
+        # Some systems, macOS among them, do not limit addresses.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most, hard))
     from tokenizers import Tokenizer
 
     try:
