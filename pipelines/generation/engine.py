@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.constraint import CannotFollow
 from castiron.pipelines.generation.scheduler import Events, Scheduler
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 
@@ -125,7 +126,8 @@ class Engine:
                 # The scheduler deals with what a sequence can cause; whatever this is, the others to come are served.
                 events = self.scheduler.give_up(error)
             for failure in {event.error for _, event in events if isinstance(event, Failed)}:
-                traceback.print_exception(failure)
+                if not isinstance(failure, CannotFollow):
+                    traceback.print_exception(failure)
             # Once the loop is closed nobody listens any more.
             with contextlib.suppress(RuntimeError):
                 if events:
