@@ -104,7 +104,8 @@ OPERATIONS = {
     ),
     "POST /v1/messages": _asked(
         "an answer, as Anthropic's messages have it", messages_request.MessagesRequest,
-        fields(id=TEXT, type="message", role="assistant", model=TEXT, content=LIST, stop_reason=TEXT, usage=OBJECT), streams=True,
+        fields(id=TEXT, type="message", role="assistant", model=TEXT, content=LIST, stop_reason=TEXT, usage=OBJECT),
+        streams=True,
     ),
     "POST /v1/messages/count_tokens": _asked(
         "the tokens of a message's prompt", messages_request.CountTokensRequest, fields(input_tokens=COUNT), works=False
