@@ -112,7 +112,7 @@ def test_answers_are_as_described(server):
                     case.body.pop("model", None)
                 check(case)
 
-            @settings(max_examples=6)
+            @settings(max_examples=12)
             @given(operation.as_strategy(GenerationMode.NEGATIVE))
             def invalid(case) -> None:
                 check(case)
