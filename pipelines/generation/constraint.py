@@ -12,6 +12,10 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.thoughts import Marks
 
 
+class CannotFollow(PipelineError):
+    """The text has come to where no token of the vocabulary goes on as its grammar wants."""
+
+
 class Constraint:
     """Holds a text to its grammar from behind the model's thoughts on, where it has any.
 
@@ -58,7 +62,7 @@ class Constraint:
         return bool(self._ends) or token in self._begins or self._matcher.validate_tokens([token]) == 1
 
     def mask(self, vocab: int) -> np.ndarray:
-        """Which tokens may come next, bool [vocab]; PipelineError if none may."""
+        """Which tokens may come next, bool [vocab]; CannotFollow if none may."""
         found = np.full(vocab, bool(self._ends) and not self.forced)
         if self.forced:
             found[self.forced[0]] = True
@@ -66,8 +70,11 @@ class Constraint:
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")[:vocab]
             found[: len(bits)] = bits
             found[list(self._begins)] = True
+            # Of a text that is forced llguidance gives the first token that there is, though bytes before it have none.
+            if np.count_nonzero(bits) == 1 and self._matcher.validate_tokens([int(bits.argmax())]) != 1:
+                found[int(bits.argmax())] = False
             if self._matcher.is_error() or not found.any():
-                self._fail()
+                raise CannotFollow(self._reason())
         return found
 
     def best(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
@@ -118,5 +125,9 @@ class Constraint:
             self.forced.extend(tokens[: self._matcher.validate_tokens(tokens)])
 
     def _fail(self) -> None:
-        reason = next(iter(self._matcher.get_error().splitlines()), "") or "no token fits"
-        raise PipelineError(f"the grammar cannot be followed any further: {reason}")
+        raise PipelineError(self._reason())
+
+    def _reason(self) -> str:
+        reason = next(iter(self._matcher.get_error().splitlines()), "")
+        # llguidance's names for its ends are single words.
+        return f"the grammar cannot be followed any further: {reason if ' ' in reason else 'no token of this model fits'}"

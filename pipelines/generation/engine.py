@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.constraint import CannotFollow
 from castiron.pipelines.generation.scheduler import Events, Scheduler
 from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
 from castiron.vmfb.program import FileChanged
@@ -130,7 +131,7 @@ class Engine:
             for failure in {event.error for _, event in events if isinstance(event, Failed)}:
                 if isinstance(failure.__cause__, FileChanged):
                     self.lost = failure.__cause__
-                else:
+                elif not isinstance(failure, CannotFollow):
                     traceback.print_exception(failure)
             # Once the loop is closed nobody listens any more.
             with contextlib.suppress(RuntimeError):

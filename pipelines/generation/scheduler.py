@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.constraint import CannotFollow
 from castiron.pipelines.generation.pausing import Paused
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
@@ -367,8 +368,8 @@ class Scheduler:
             self.observer.ended(sequence, reason)
 
     def _fail(self, sequences: list[Sequence], error: BaseException, events: Events) -> None:
-        """Ends sequences and forgets what their slots hold."""
-        failure = ModelFailed(error)
+        """Ends sequences and forgets what their slots hold; a grammar that no token can follow is no failure of the model."""
+        failure = error if isinstance(error, CannotFollow) else ModelFailed(error)
         for sequence in sequences:
             if (slot := self._remove(sequence)) is not None:
                 stand(self.batch.slots[slot], 0)

@@ -31,6 +31,7 @@ from castiron.pipelines.serve.clients import ASKER, Access, Shares, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.openapi import description_route
 from castiron.pipelines.serve.page import PATHS, page, page_routes
 from castiron.pipelines.serve.responses_store import ResponseStore
 from castiron.pipelines.serve.schemas import (
@@ -193,6 +194,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         Route("/", home),
         *page_routes(),
     ]
+    routes.append(description_route(routes))
     handlers = {
         ApiError: noted,
         PipelineError: lambda request, error: noted(request, api_error(error)),

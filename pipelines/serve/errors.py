@@ -57,6 +57,11 @@ class ApiError(Exception):
         return self.message
 
 
+def speaks_anthropic(path: str) -> bool:
+    """Whether what is refused at `path` is refused in Anthropic's shape."""
+    return path.startswith("/v1/messages")
+
+
 # Status and code of what may go wrong behind the HTTP; anything else is the request's fault.
 FAILURES: dict[type[PipelineError], tuple[int, str]] = {
     QueueFull: (503, "queue_full"),

@@ -44,6 +44,9 @@ class Harmless:
         # In Python 0 is False.
         return any(value == nothing and type(value) is type(nothing) for nothing in self.values)
 
+    def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
+        return {"enum": [None, *self.values]}
+
 
 class Body(BaseModel):
     """The body of a request: JSON of exactly these fields, where null is the same as leaving a field out."""

@@ -21,11 +21,15 @@ LAST_BYTES_SECONDS = 5
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; PipelineError if the address cannot be had. Port 0 takes any that is free."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512)
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512)
     except OSError as error:
         # create_server puts the address into the system's words; those of getaddrinfo are its own.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno)
         raise PipelineError(f"cannot listen on {host}, port {port} ({reason}): choose another --host or --port") from None
+    # Connections have it from here. asyncio sets it for sockets that were made by the protocol's number alone; without it what
+    # is written after the headers waits for the client's acknowledgement, which Linux holds back for 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def url(listening: socket.socket) -> str:

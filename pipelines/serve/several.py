@@ -30,6 +30,7 @@ from castiron.pipelines.serve.app import Front, _body
 from castiron.pipelines.serve.dialects import stored_routes
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.openapi import POSTED, description_route
 from castiron.pipelines.serve.page import page, page_routes
 from castiron.pipelines.serve.schemas import TokenizeRequest, read
 from castiron.pipelines.serve.text_api import Limits, described_model, described_template, listed
@@ -81,6 +82,7 @@ class Several:
             Route("/", self._page),
             *page_routes(),
         ]
+        routes.append(description_route(routes, POSTED))
         # Those of the bundles are known when one is open.
         self.paths = {route.path for route in routes}
         handlers = {

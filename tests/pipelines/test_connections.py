@@ -15,6 +15,7 @@ from castiron.pipelines.generation.tokenizing import LONG, encoded
 from castiron.pipelines.serve import connections
 from castiron.pipelines.serve.clients import Access, Asker, Shares, TooMuch
 from castiron.pipelines.serve.connections import Acceptor, Connection
+from castiron.pipelines.serve.server import listen
 from tests.pipelines.served import LETTERS, SPECIAL, tokenizer
 
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -41,6 +42,14 @@ class Answers:
                 return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
         await send({"type": "http.response.body", "body": b"yes"})
+
+
+def test_no_connection_holds_small_writes_back():
+    """Nagle's way: what comes after the headers would wait 40 ms for a client's acknowledgement."""
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def over_sockets(test, most: int = 8) -> None:

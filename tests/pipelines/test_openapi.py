@@ -1,0 +1,141 @@
+"""The description of the HTTP API: every route stands in it, and what schemathesis makes of it is answered as it says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+from starlette.testclient import TestClient
+
+from castiron.pipelines.serve import app, several
+from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.openapi import OPERATIONS, PATH, operations
+from castiron.vmfb.bundle import open_bundle
+from tests.pipelines.served import bundle, served
+
+KEY = {"Authorization": "Bearer key"}
+CHECKS = [
+    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_headers_conformance,
+    checks.response_schema_conformance,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return bundle(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def front(path):
+    return app.open_app(path, threads=1, api_keys=["key"])
+
+
+def described(front) -> dict[tuple[str, str], dict]:
+    """What the application says of itself, by method and path."""
+    paths = TestClient(front, headers=KEY).get(PATH).json()["paths"]
+    return {(method.upper(), path): each for path, methods in paths.items() for method, each in methods.items()}
+
+
+def test_every_route_is_described_and_nothing_else(front):
+    found = described(front)
+    for route in front.app.routes:
+        for method in route.methods - {"HEAD"}:
+            templates = (re.sub(r"{\w+}", ".+", path) for known, path in found if known == method)
+            assert any(re.fullmatch(each, route.path) for each in templates), (method, route.path)
+    assert set(operations(front.app.routes)) == set(OPERATIONS), "what is described of no route"
+
+
+def test_bodies_and_keys_are_described_as_they_are_read_and_asked_for(front, monkeypatch):
+    kinds = []
+
+    def read(kind, _: bytes):
+        kinds.append(kind)
+        raise ApiError(400, "read")
+
+    monkeypatch.setattr(app, "read", read)
+    client = TestClient(front)
+    for (method, path), operation in described(front).items():
+        url = path.format(name="x", file="chat.js")
+        open_to_all = operation.get("security") == []
+        assert (client.request(method, url).status_code == 401) != open_to_all, path
+        assert ("401" in operation["responses"]) != open_to_all, path
+        if method == "POST":
+            assert client.request(method, url, headers=KEY, json={}).status_code == 400
+            (schema,) = (each["schema"]["$ref"] for each in operation["requestBody"]["content"].values())
+            assert schema == f"#/components/schemas/{kinds.pop().__name__}", path
+
+
+def test_a_server_of_several_models_describes_theirs_too(path, front):
+    one, many = described(front), described(several.Several([open_bundle(path)], app.open_app, keep=1))
+    assert {each for each in one if each[0] == "POST"} == {each for each in many if each[0] == "POST"}
+    assert set(one) - set(many) == {("GET", "/tokenizer_info")}
+
+
+@pytest.fixture(scope="module")
+def server(path, tmp_path_factory):
+    log = tmp_path_factory.mktemp("openapi") / "log"
+    with served(path, log, "--temperature", "0", "--queue", "200", "--quiet", CASTIRON_API_KEY="key") as running:
+        yield running
+
+
+def test_answers_are_as_described(server):
+    """Of requests that hold to the description and of such that do not, for this model, another or with no key."""
+    with requests.Session() as session:
+        # Nothing between this machine and itself.
+        session.trust_env = False
+        schema = schemathesis.openapi.from_url(server.url + PATH, headers=KEY)
+        schema.validate()
+        statuses = {}
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            found = statuses[operation.label] = set()
+
+            def check(case, headers=KEY, found=found) -> None:
+                response = case.call(base_url=server.url, session=session, headers=headers)
+                found.add(response.status_code)
+                # To schemathesis a body that is too large for the server is no refusal of what is wrong in it.
+                rejected = [] if response.status_code == 413 else [checks.negative_data_rejection]
+                case.validate_response(response, checks=CHECKS + rejected)
+
+            @settings(max_examples=8)
+            @given(operation.as_strategy(), st.booleans())
+            def valid(case, here) -> None:
+                if here and isinstance(case.body, dict):
+                    case.body.pop("model", None)
+                check(case)
+
+            @settings(max_examples=12)
+            @given(operation.as_strategy(GenerationMode.NEGATIVE))
+            def invalid(case) -> None:
+                check(case)
+
+            @settings(max_examples=1)
+            @given(operation.as_strategy())
+            def nameless(case) -> None:
+                check(case, {})
+
+            valid()
+            nameless()
+            if operation.body:
+                invalid()
+        assert all(found & {200, 400, 404} for found in statuses.values())
+        assert sum(200 in found for found in statuses.values()) > 10 and sum(401 in found for found in statuses.values()) > 10
+        assert "Traceback" not in server.errors and "Warning" not in server.errors
+
+
+@pytest.mark.parametrize("regex", ["\x0b", "\x0b÷"])
+def test_a_text_that_the_vocabulary_lacks_is_no_failure_of_the_model(server, regex):
+    body = {"prompt": "Hello", "max_tokens": 5, "regex": regex}
+    with requests.Session() as session:
+        session.trust_env = False
+        answer = session.post(f"{server.url}/v1/completions", json=body, headers=KEY)
+    assert answer.status_code == 400 and "no token of this model fits" in json.loads(answer.content)["error"]["message"]
+    assert "Traceback" not in server.errors
