@@ -80,8 +80,11 @@ def _create(threads: int) -> rt.HalDevice:
     rt.flags.parse_flags(f"--task_topology_group_count={threads}", f"--task_worker_spin_us={SPIN_US}")
     before = _workers()
     made = create_hal_driver("local-task").create_default_device()
-    if threads == len(cpus := _cpus()):
-        _spread(before, cpus)
+    new, cpus = _begun(before, threads), _cpus()
+    # See `task_flags`.
+    for worker, cpu in zip(new, cpus) if threads == len(cpus) else ():
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(worker, {cpu})
     return made
 
 
@@ -101,15 +104,12 @@ def _workers() -> set[int]:
     return found
 
 
-def _spread(before: set[int], cpus: list[int]) -> None:
-    """Puts the workers that were not there `before` on a CPU each: see `task_flags`."""
+def _begun(before: set[int], threads: int) -> list[int]:
+    """The workers of a device, which were not there `before`. They take their names when they begin to run."""
     until = time.monotonic() + NAMED
-    # They take their names when they begin to run.
-    while len(new := sorted(_workers() - before)) < len(cpus) and time.monotonic() < until:
+    while len(new := sorted(_workers() - before)) < threads and time.monotonic() < until and _cpus():
         time.sleep(0.0005)
-    for worker, cpu in zip(new, cpus):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(worker, {cpu})
+    return new
 
 
 def task_flags(threads: int) -> tuple[str, ...]:
