@@ -128,7 +128,7 @@ def parts_of(path: Path) -> dict[str, Part]:
                 if magic != b"PK\3\4" or not stored or part.offset % ALIGNMENT or part.offset + part.size > end:
                     raise BundleError(f"{wrong} ({entry.filename} is not stored on a page of its own); {remedy}")
                 found[entry.filename] = part
-    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as error:
         raise BundleError(f"{wrong} ({error}); {remedy}") from None
     if MANIFEST not in found:
         raise BundleError(f"{wrong} (it has no manifest.json); {remedy}")

@@ -23,6 +23,7 @@ from castiron.vmfb.program import NoNumbers, SessionError
 if TYPE_CHECKING:
     from castiron.pipelines.generation.draft import Draft
     from castiron.pipelines.generation.speculate import Speculator
+    from castiron.vmfb.manifest import Manifest
 
 # Tokens of a prompt that are read between two decode steps: what others wait for, against what a narrow chunk wastes.
 INTERLEAVED = 32
@@ -116,9 +117,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.reading: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        widths = self.manifest.prefill_widths
-        self.widest = max(widths, default=1)
-        self.interleaved = max((w for w in widths if w <= INTERLEAVED), default=1)
+        self.widest = max(self.manifest.prefill_widths, default=1)
+        self.interleaved = interleaved(self.manifest)
         # Whether all prompts for which there are slots are read before the next step: where nobody waits for a token, so that
         # no step is for fewer than it might be.
         self.fills = False
@@ -386,6 +386,11 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         return None
+
+
+def interleaved(manifest: Manifest) -> int:
+    """Tokens of a prompt that are read between two decode steps."""
+    return max((width for width in manifest.prefill_widths if width <= INTERLEAVED), default=1)
 
 
 def _yielding(running: dict[int, Sequence], priority: int) -> int | None:

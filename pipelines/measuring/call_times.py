@@ -12,7 +12,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.positions import stand
-from castiron.pipelines.generation.scheduler import INTERLEAVED
+from castiron.pipelines.generation.scheduler import interleaved
 from castiron.pipelines.measuring.plan import Times
 from castiron.pipelines.measuring.workload import amount
 from castiron.vmfb.bundle import Bundle
@@ -36,11 +36,6 @@ class Limits:
 def positions(prompt: int, gen: int) -> int:
     """Where an answer's token stands, on the average."""
     return prompt + gen // 2
-
-
-def interleaved(manifest: Manifest) -> int:
-    """Tokens of a prompt that the scheduler reads between two decode steps."""
-    return max((width for width in manifest.prefill_widths if width <= INTERLEAVED), default=1)
 
 
 def check(manifest: Manifest, prompt: int, gen: int) -> None:
