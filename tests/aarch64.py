@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.utils import canonicalize_name
 
@@ -44,10 +46,16 @@ class Machine:
 
     def run(self, *arguments: object, timeout: float = 600) -> subprocess.CompletedProcess:
         """What Python's `arguments` did there: castiron and tests are this clone's."""
+        return subprocess.run(**self._started(arguments), capture_output=True, text=True, timeout=timeout)
+
+    def start(self, *arguments: object) -> subprocess.Popen:
+        """Python there, with pipes for its outputs."""
+        return subprocess.Popen(**self._started(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def _started(self, arguments: Iterable[object]) -> dict[str, Any]:
         places = {"PYTHONPATH": f"{self.folder / 'wheels'}:{CLONE}", "CASTIRON_CACHE": str(self.folder / "cache")}
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "QEMU_CPU": self.cpu, **places}
-        command = [str(word) for word in (self.python, *arguments)]
-        return subprocess.run(command, cwd=CLONE, env=environment, capture_output=True, text=True, timeout=timeout)
+        return {"args": [str(word) for word in (self.python, *arguments)], "cwd": CLONE, "env": environment}
 
 
 def make_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import resource
+import subprocess
 import sys
 import time
 import zipfile
@@ -19,6 +20,7 @@ from castiron.pipelines.checkpoints.catalogue import CATALOGUE, CatalogueModel, 
 from castiron.pipelines.cli import explain
 from castiron.vmfb.bundle import BundleWriter, open_bundle, pack_bundle
 from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.cut_short import SENTENCE
 from castiron.vmfb.manifest import MODEL, WEIGHTS
 from castiron.vmfb.targets import TARGETS
 from castiron.vmfb.weights import write_irpa
@@ -146,3 +148,35 @@ def contents(place: Path) -> dict[str, str]:
         name = str(path.relative_to(place)) if path.parent.name != "verified" else "own/verified"
         found[name] = hashlib.sha256(known).hexdigest()
     return found
+
+
+# Nobody is the first to have written its sentence before all threads have come: the pipe is full until it is read.
+CUT_ON_THREADS = """
+import ctypes, mmap, os, tempfile, threading
+from castiron.vmfb.cut_short import say_when_cut_short
+say_when_cut_short()
+with tempfile.TemporaryFile() as file:
+    os.truncate(file.fileno(), 4 * mmap.PAGESIZE)
+    data = mmap.mmap(file.fileno(), 0)
+    os.truncate(file.fileno(), 0)
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, bytes(4096))
+except BlockingIOError:
+    os.set_blocking(2, True)
+place, libc = ctypes.addressof(ctypes.c_char.from_buffer(data)), ctypes.CDLL(None)
+read = lambda: libc.memcmp(ctypes.c_void_p(place), ctypes.c_void_p(place + 8), ctypes.c_size_t(8))
+for _ in range(8):
+    threading.Thread(target=read, daemon=True).start()
+threading.Timer(0.5, lambda: os.write(1, b"all")).run()
+libc.pause()
+"""
+
+
+def check_said_once(process: subprocess.Popen) -> None:
+    """The process, which runs `CUT_ON_THREADS` with pipes, ends with one sentence."""
+    with process:
+        assert process.stdout.read(3) == b"all"
+        assert process.stderr.read().lstrip(b"\0") == SENTENCE
+    assert process.returncode == 1

@@ -22,6 +22,7 @@ from castiron.pipelines.casting.compile import Options, compile_model
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.targets import TARGETS, resolve
+from tests import faults
 from tests.aarch64 import Machine
 from tests.emitter.kernel_calls import read_results, write_calls
 from tests.emitter.kernel_runner import compile_kernels
@@ -104,6 +105,10 @@ def test_a_bundle_runs_where_the_cpu_has_what_it_demands_and_is_refused_elsewher
 def test_a_bundle_for_another_architecture_is_refused(machine, bundles):
     done = machine.run("-m", "castiron", "run", bundles["x86-64-v3"], "--tokens", "1")
     assert done.returncode == 1 and "is compiled for x86_64 and this machine is aarch64" in done.stderr
+
+
+def test_threads_that_find_a_file_cut_short_say_it_once(machine):
+    faults.check_said_once(machine.start("-c", faults.CUT_ON_THREADS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

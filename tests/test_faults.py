@@ -199,6 +199,12 @@ def test_weights_that_are_cut_short_while_they_are_read_end_in_a_sentence(thread
         assert ended.returncode and b"Bus error" in ended.stderr
 
 
+@pytest.mark.skipif(cut_short._instructions() is None, reason="the sentence is for Linux on x86-64 and aarch64")
+def test_threads_that_find_it_at_once_say_it_once():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    faults.check_said_once(subprocess.Popen([sys.executable, "-c", faults.CUT_ON_THREADS], **pipes, cwd=ROOT))
+
+
 def test_what_was_left_makes_room(tmp_path, monkeypatch):
     """It may be as large as what is to be written."""
     left = tmp_path / ".model.gguf.castiron-0123abcd"
