@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.constraint import CannotFollow
-from castiron.pipelines.generation.pausing import Paused
+from castiron.pipelines.generation.pausing import Paused, yielding
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
@@ -152,7 +152,7 @@ class Scheduler:
     def give_up(self, error: BaseException) -> Events:
         """Ends every sequence and forgets every slot."""
         events: Events = []
-        self._fail([*self.reading.values(), *self.decoding.values(), *self.waiting], error, events)
+        self._fail([*self._running.values(), *self.waiting], error, events)
         return events
 
     def _unread(self, slot: int, sequence: Sequence) -> list[int]:
@@ -160,8 +160,13 @@ class Scheduler:
         return sequence.tokens[self.batch.slots[slot].position - len(sequence.prompt) :]
 
     @property
+    def _running(self) -> dict[int, Sequence]:
+        """Those that have a slot."""
+        return {**self.reading, **self.decoding}
+
+    @property
     def _free(self) -> int:
-        return self.batch.size - len(self.reading) - len(self.decoding)
+        return self.slots - len(self.reading) - len(self.decoding)
 
     def _read(self, forced: dict[int, Sequence], events: Events) -> bool:
         """The next chunk of the prompt, or of the `forced` tokens, whose turn it is; False where it is nobody's."""
@@ -171,7 +176,7 @@ class Scheduler:
         try:
             if slot is None:
                 resumed, slot = sequence.paused, self._begin(sequence)
-                if (resumed or self.decoding and sequence.cached) and not self.fills:
+                if resumed or self.decoding and sequence.cached:
                     # It was copied, or came from disk, which may take as long as a chunk.
                     return True
             session = self.batch.slots[slot]
@@ -221,8 +226,8 @@ class Scheduler:
 
     def _candidates(self, free: int) -> list[tuple[int, None, Sequence]]:
         """Those that a free slot may go to now, with the tokens that are to be read."""
-        held = Counter(s.client for s in (*self.reading.values(), *self.decoding.values()))
-        share = ceil(self.batch.size / len({*held, *(s.client for s in self.waiting)}))
+        held = Counter(s.client for s in self._running.values())
+        share = ceil(self.slots / len({*held, *(s.client for s in self.waiting)}))
         seen: Counter[str] = Counter()
         found: dict[tuple[int, int], list[tuple[int, None, Sequence]]] = {}
         for sequence in self.waiting:
@@ -254,10 +259,10 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Frees a slot for a sequence that goes before one that runs."""
-        running = {**self.reading, **self.decoding}
-        if not self.waiting or len(running) < self.slots:
+        if not self.waiting or self._free:
             return
-        if (slot := _yielding(running, self.waiting[0].priority)) is None:
+        running = self._running
+        if (slot := yielding(running, self.waiting[0].priority)) is None:
             return
         # Who would have the slot if it were free; some wait for what is being read or fetched.
         ready = self._candidates(1)
@@ -274,8 +279,8 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> int:
         """Gives the sequence a slot; returns it."""
-        taken = {**self.reading, **self.decoding}
-        free = [slot for slot in range(self.batch.size) if slot not in taken]
+        running = self._running
+        free = [slot for slot in range(self.slots) if slot not in running]
         if paused := sequence.paused:
             slot = self.cache.give(paused, [*sequence.prompt, *sequence.tokens], free, sequence.owner)
             self.waiting.remove(sequence)
@@ -391,13 +396,3 @@ class Scheduler:
 def interleaved(manifest: Manifest) -> int:
     """Tokens of a prompt that are read between two decode steps."""
     return max((width for width in manifest.prefill_widths if width <= INTERLEAVED), default=1)
-
-
-def _yielding(running: dict[int, Sequence], priority: int) -> int | None:
-    """The slot of the sequence, of those that run, that gives way to one of this priority: of the largest number the one that
-    came last; None if there is none of a larger one that can pause."""
-    # The scores of a prompt are its slot's as well.
-    found = [
-        (s.priority, s.arrived, slot) for slot, s in running.items() if s.priority > priority and s.prompt_logprobs is None
-    ]
-    return max(found)[2] if found else None
