@@ -7,6 +7,7 @@ import pytest
 
 from castiron.pipelines.casting.compile import Options, compile_model
 from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.generation.scores import rows
 from castiron.pipelines.generation.sequence import Failed, Sequence
 from castiron.reference import tiny
 from castiron.vmfb.batch import Batch
@@ -131,8 +132,10 @@ def test_a_slot_without_numbers_fails_alone(bundle):
         spoil(batch.slots[0])
         assert batch.step(dict(enumerate(first))) == {0: -1, 1: expected[1]}
     spoil(session := batch.slots[1])
-    with pytest.raises(SessionError, match="logits are not numbers"):
-        session.verify(tokens[:4])
+    assert session.verify(tokens[:4]) == [-1] * 4
+    for few in (3, 4):
+        with pytest.raises(SessionError, match="logits are not numbers"):
+            list(rows(session, tokens[:few], 4))
 
     scheduler = Scheduler(bundle, 1)
     running = [Sequence(tokens, CONTEXT, max_tokens=4) for _ in range(3)]

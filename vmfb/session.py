@@ -11,7 +11,7 @@ import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
-from castiron.vmfb.program import Buffer, Call, NoNumbers, Program, SessionError, alone
+from castiron.vmfb.program import Buffer, Call, Program, SessionError, alone
 from castiron.vmfb.states import KINDS, Snapshot
 
 # Positions that a session can come back to where its states do not remember them by themselves.
@@ -133,10 +133,11 @@ class Session:
 
     @alone
     def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Appends `tokens`, as many as a verify function takes, and returns the most probable token after each.
+        """Appends `tokens`, as many as a verify function takes, and returns the most probable token after each, -1 where its
+        logits are no numbers.
 
         `rewind` takes back those that were not wanted. SessionError for another number of tokens, an id outside the
-        vocabulary or an end past the context, and for logits that are no numbers.
+        vocabulary or an end past the context.
         """
         if len(tokens) not in self._verify:
             widths = ", ".join(map(str, self._verify)) or "none: compile the bundle with --speculate"
@@ -148,9 +149,7 @@ class Session:
         call.invoke()
         self._position += len(tokens)
         self._last = Row(call, len(tokens) - 1)
-        if -1 in (found := call.argmaxes(len(tokens))):
-            raise NoNumbers
-        return found
+        return call.argmaxes(len(tokens))
 
     @alone
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:

@@ -136,7 +136,7 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
     from castiron.pipelines.cluster.batch import answering_on_cluster, connected
 
     # Every option is refused here, before a node has heard of the job.
-    requests, _ = prepare(argparse.Namespace(**vars(args)), bundle, runs=False)
+    requests, _ = prepare(args, bundle, runs=False)
     with connected(args.ray):
         yield requests.key, answering_on_cluster(args, bundle, prepare)
 
@@ -178,11 +178,9 @@ def generating(args: argparse.Namespace, bundle: "Bundle", schema: Any) -> "tupl
 
     if args.prompt_name or args.dimensions:
         raise PipelineError("--prompt-name and --dimensions are for --embed")
-    seed, args.seed = args.seed, None
-    sampling, (most, usual) = sampling_of(args), length_of(args)
-    if seed is not None:
-        # For its range alone: each row has one that follows from it.
-        replace(sampling, seed=seed)
+    # Each row has a seed that follows from the job's, of which the range alone is looked at here.
+    sampling, (most, usual) = sampling_of(argparse.Namespace(**{**vars(args), "seed": None})), length_of(args)
+    replace(sampling, seed=args.seed)
     text = load_text(bundle, template_args(args))
     wanted = Wanted(
         most, usual, sampling, args.stop, args.ignore_eos, args.repetition_stop, args.raw, args.system, json_schema=schema

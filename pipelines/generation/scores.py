@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from castiron.pipelines.generation.sampling import Score, log_probabilities
+from castiron.vmfb.program import NoNumbers
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.sequence import Sequence as Generated
@@ -22,7 +23,7 @@ def width_of(widths: Sequence[int], most: int) -> int:
 
 def rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
     """Appends `tokens` and gives the logits after each, f32 [vocab]: by calls of `width` tokens (`width_of`), or where the rest
-    is no whole call and cannot be a part of one, by steps."""
+    is no whole call and cannot be a part of one, by steps. NoNumbers for logits that are none."""
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]
         if len(part) == width > 1:
@@ -32,7 +33,10 @@ def rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.nda
                 session.step(token)
                 yield session.logits()
             continue
-        yield from session.verified_rows()
+        for row in session.verified_rows():
+            if np.isnan(row.max()):
+                raise NoNumbers
+            yield row
 
 
 def score_chunk(session: Session, sequence: Generated, count: int, width: int) -> int:

@@ -22,6 +22,7 @@ from castiron.pipelines.generation.ngrams import Ngrams, Odds
 from castiron.pipelines.generation.positions import stand_after
 from castiron.pipelines.generation.sequence import Event
 from castiron.pipelines.generation.sequence import Sequence as Text
+from castiron.vmfb.program import NoNumbers
 from castiron.vmfb.states import Snapshot
 
 # Share of the time that proposals from the text may lose in all, and those of both sources; with what a first try costs it
@@ -173,6 +174,8 @@ class Speculator:
         """The most probable token behind `found.tokens[at]`, the logits, and what is chosen of them. What was checked together
         is looked at twice: where its sums might decide, a step does."""
         argmax, chooser, session = found.says[at], self.text.chooser, self.session
+        if argmax < 0:
+            raise NoNumbers
         if found.before is None:
             return argmax, session.logits, chooser.pick(argmax, session.logits)
         start = self.clock()

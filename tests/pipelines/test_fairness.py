@@ -193,11 +193,12 @@ PRIORITISED = st.lists(
 )  # fmt: skip
 
 
-@given(st.integers(1, 3), PRIORITISED)
-def test_who_gives_its_slot_to_a_lower_priority_says_the_same(size, arrivals):
+@given(st.integers(1, 3), PRIORITISED, st.booleans())
+def test_who_gives_its_slot_to_a_lower_priority_says_the_same(size, arrivals, fills):
     """Wherever it is interrupted, reading, decoding or under a grammar."""
     batch = FakeBatch(size)
     scheduler = Scheduler(batch)
+    scheduler.fills = fills
     requests, bound, gone = [], [], []
 
     def turn() -> None:
