@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -93,9 +94,7 @@ def swap(aside: Path, place: Path) -> None:
     That is one step where the system can exchange two names, so that who opens `place` finds the one or the other. Elsewhere
     (NFS) it is two, and `restore` puts right what a kill between them left.
     """
-    if not place.exists():
-        os.rename(aside, place)
-    elif not _exchange(aside, place):
+    if not (_exchange(aside, place) or _moved(aside, place)):
         before = _before(place)
         with _held(place):
             os.rename(place, before)
@@ -118,6 +117,17 @@ def restore(place: Path) -> None:
 
 def _before(place: Path) -> Path:
     return place.with_name(f".{place.name}.before")
+
+
+def _moved(aside: Path, place: Path) -> bool:
+    """Whether the folder `aside` stands at `place` now, where there was none, or an empty one."""
+    try:
+        os.rename(aside, place)
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -117,7 +117,6 @@ def pack_bundle(
 ) -> None:
     """Writes `bundle` as one archive, its files' sha256 checked on the way; see `castiron.vmfb.archive.write_archive`. It is
     signed by the private key in the file `key`, or as it was."""
-
     place, out = bundle.path, Path(out)
     if out.exists() and place.exists() and out.samefile(place):
         raise BundleError(f"{out} is the bundle itself; give another file")

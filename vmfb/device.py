@@ -7,6 +7,7 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import iree.runtime as rt
@@ -76,16 +77,24 @@ def _create(threads: int) -> rt.HalDevice:
     if threads == 1:
         # The caller's own thread: no hand-over to a worker at all.
         return create_hal_driver("local-sync").create_default_device()
-    # The driver reads the process-wide flags while it is made. Those of task_flags that are lists would grow each time.
-    rt.flags.parse_flags(f"--task_topology_group_count={threads}", f"--task_worker_spin_us={SPIN_US}")
+    # The driver reads the process-wide flags while it is made. One that is a list, as that of places, would grow each time.
+    rt.flags.parse_flags(*_flags(threads, ()))
     before = _workers()
     made = create_hal_driver("local-task").create_default_device()
-    new, cpus = _begun(before, threads), _cpus()
-    # See `task_flags`.
-    for worker, cpu in zip(new, cpus) if threads == len(cpus) else ():
+    for worker, cpu in zip(_begun(before, threads), _places(threads)):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(worker, {cpu})
     return made
+
+
+def _places(threads: int) -> list[int]:
+    """The CPU of each of so many workers; none where they are left to the system.
+
+    Workers for all CPUs that this process may use stand one on each: the kernel's scheduler now and then stacks two on
+    one and leaves another idle for whole tokens. Fewer workers are left to it, since others may need the CPUs more.
+    """
+    cpus = _cpus()
+    return cpus if threads == len(cpus) else []
 
 
 def _cpus() -> list[int]:
@@ -113,13 +122,10 @@ def _begun(before: set[int], threads: int) -> list[int]:
 
 
 def task_flags(threads: int) -> tuple[str, ...]:
-    """The flags with which the runtime's own tools make such a device for `threads` > 1 workers.
+    """The flags with which the runtime's own tools make the device of `device(threads)`, for more than one."""
+    return _flags(threads, _places(threads))
 
-    Workers for all CPUs that this process may use stand one on each: the kernel's scheduler now and then stacks two on
-    one and leaves another idle for whole tokens. Fewer workers are left to it, since others may need the CPUs more.
-    """
-    cpus = _cpus()
-    topology = f"--task_topology_group_count={threads}"
-    if threads == len(cpus):
-        topology = f"--task_topology_cpu_ids={','.join(map(str, cpus))}"
+
+def _flags(threads: int, places: Sequence[int]) -> tuple[str, ...]:
+    topology = f"--task_topology_cpu_ids={','.join(map(str, places))}" if places else f"--task_topology_group_count={threads}"
     return topology, f"--task_worker_spin_us={SPIN_US}"

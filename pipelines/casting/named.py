@@ -27,7 +27,7 @@ def bundle_of(place: str, *, full_check: bool = False, verify_key: str | None = 
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
     if path.exists() or place in CATALOGUE or HubName.read(place):
-        return cast(place, tells=True)
+        return open_bundle(cast(place, tells=True), full_check=full_check)
     raise PipelineError(
         f"{place} is neither a bundle, as castiron compile makes them, nor a GGUF file, nor an HF directory, nor org/name "
         f"on the hub, nor a name of the catalogue, which has {', '.join(CATALOGUE)}"

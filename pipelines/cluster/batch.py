@@ -56,9 +56,10 @@ class Engine:
     def answers(self, rows: list[Keyed], stored: Stored | None) -> list[tuple[int, Outcome]]:
         """What becomes of some rows, by their index; `stored` where there is no bundle at the path."""
         if self.answer is None:
+            # What --verify-key says was asked of the manifest, which is the same here.
+            found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
             # By the name that it has there.
-            bundle = open_bundle(self.path) if stored is None else replace(bundle_at(stored), path=self.path)
-            requests, scheduler = self.prepare(self.args, bundle)
+            requests, scheduler = self.prepare(self.args, replace(found, path=self.path))
             self.answer = answering(scheduler, requests)
         return [(row.index, outcome) for row, _, outcome in self.answer(iter(rows))]
 

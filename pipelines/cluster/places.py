@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.archive import MANIFEST
-from castiron.vmfb.aside import scratch
+from castiron.vmfb.aside import folder_aside, scratch
 from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
 from castiron.vmfb.cache import cache_folder
 from castiron.vmfb.manifest import FILES, BundleError, dump, parse
@@ -104,16 +104,12 @@ def _fetch_directory(files, path: str, out: Path) -> None:
 
 def _once(key: str, source: str, fetch: Callable[[Path], None]) -> Bundle:
     """The bundle that `fetch(path)` writes, or that of whoever did so before; BundleError where its bytes do not hold."""
-    folder = cache_folder("fetched")
-    place, partial = folder / key, folder / f".{key}.partial"
-    with _locked(folder / f".{key}.lock"):
+    place = cache_folder("fetched") / key
+    with _locked(place.with_name(f".{key}.lock")):
         if not place.exists():
-            _remove(partial)
-            try:
-                fetch(partial)
-                os.rename(partial, place)
-            finally:
-                _remove(partial)
+            with folder_aside(place) as aside:
+                fetch(aside / "bundle")
+                os.rename(aside / "bundle", place)
         try:
             open_bundle(place, run=False)
         except BundleError as error:

@@ -258,7 +258,7 @@ def test_the_old_bundle_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
     rename = os.rename
 
     def fail(source, target):
-        if ".castiron-" in str(source):
+        if ".castiron-" in str(source) and not target.exists():
             raise OSError(errno.EIO, "no", source)
         rename(source, target)
 
@@ -284,6 +284,18 @@ def test_an_incomplete_or_wrong_bundle_is_not_committed(tmp_path):
 
 def test_a_new_bundle_replaces_all_of_the_old(tmp_path):
     write(tmp_path / "b", **{TOKENIZER: "old"})
+    write(tmp_path / "b")
+    assert os.listdir(tmp_path) == ["b"] and not (tmp_path / "b" / TOKENIZER).exists()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_bundle_that_came_meanwhile_is_replaced(exchanges, tmp_path, monkeypatch):
+    if not exchanges:
+        monkeypatch.setattr(aside, "_exchange", lambda *_: False)
+    write(tmp_path / "b", **{TOKENIZER: "another's"})
+    exists = Path.exists
+    # The other came after a look.
+    monkeypatch.setattr(Path, "exists", lambda path: path != tmp_path / "b" and exists(path))
     write(tmp_path / "b")
     assert os.listdir(tmp_path) == ["b"] and not (tmp_path / "b" / TOKENIZER).exists()
 
