@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.vmfb.aside import ABANDONED_SECONDS, sweep, write_atomically
+from castiron.vmfb.disk import reason
 
 # What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
 KINDS = {
@@ -73,10 +74,10 @@ def cache_folder(kind: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return folder
-        reason = "no permission to write"
+        why = "no permission to write"
     except OSError as error:
-        reason = error.strerror or str(error)
-    unwritable(cache_root(), reason)
+        why = reason(error)
+    unwritable(cache_root(), why)
     folder = _temporary() / kind
     folder.mkdir(exist_ok=True)
     return folder
@@ -88,7 +89,7 @@ def keep(path: Path, data: bytes) -> bool:
         write_atomically(path, data)
         return True
     except OSError as error:
-        unwritable(cache_root(), error.strerror or str(error))
+        unwritable(cache_root(), reason(error))
         return False
 
 
@@ -96,12 +97,12 @@ def keep(path: Path, data: bytes) -> bool:
 _told: list[str] = []
 
 
-def unwritable(place: Path | str, reason: str) -> None:
+def unwritable(place: Path | str, why: str) -> None:
     """Says on stderr, once in a process, that nothing is kept."""
     if not _told:
-        _told.append(reason)
+        _told.append(why)
         print(
-            f"castiron: the cache in {place} cannot be written ({reason}), so nothing is kept for the next time; "
+            f"castiron: the cache in {place} cannot be written ({why}), so nothing is kept for the next time; "
             "CASTIRON_CACHE names another folder",
             file=sys.stderr,
         )

@@ -134,6 +134,20 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class KernelWork:
+    """What a kernel does in one call of a function: in how many `calls` of its own, and in one of these FLOP and bytes as [at
+    position 0, per position, largest]. weights: those of the bytes that are weights. paths: the modules that it is of. tokens:
+    how many rows a product has."""
+
+    calls: int
+    flops: tuple[int, ...]
+    bytes: tuple[int, ...]
+    weights: int = 0
+    paths: tuple[str, ...] = ()
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class File:
     """Size in bytes and sha256 in hex of one file."""
 
@@ -143,8 +157,9 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, as it
-    does `accuracy`, which is there where `numerics` are not exact and were compared. `hidden` is the length of a hidden state
+    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, but for
+    the `KernelWork` of each function's kernels in `compile["work"]`, and `accuracy`, which is there where `numerics` are not
+    exact and were compared. `hidden` is the length of a hidden state
     where a function gives them, that of a text's vector with an `encoder`, else 0; `tool_form` is how the chat template writes
     calls of functions, None where it does not. `codecs` counts the weights' tensors by codec. `files` is filled in by
     BundleWriter.
@@ -254,11 +269,20 @@ def check(manifest: Manifest) -> None:
             raise RecordError(f"files.{name} is not a file that this version knows")
         if file.size < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
             raise RecordError(f"files.{name} has no proper size and sha256")
+    _check_work(manifest.compile.get("work", {}))
     if manifest.encoder:
         _check_encoder(manifest, manifest.encoder)
     tokens = (manifest.tokens.bos, *manifest.tokens.eos)
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
         raise RecordError(f"tokens names {bad[0]}, outside the vocabulary of {manifest.vocab}")
+
+
+def _check_work(work: Json) -> None:
+    functions = from_json(dict[str, dict[str, KernelWork]], work, "compile.work")
+    for name, kernel in [pair for kernels in functions.values() for pair in kernels.items()]:
+        amounts = (kernel.calls, kernel.weights, *kernel.flops, *kernel.bytes)
+        if len(kernel.flops) != 3 or len(kernel.bytes) != 3 or min(amounts) < 0 or max(amounts) >= 2**63:
+            raise RecordError(f"compile.work says of {short(name)} what no kernel does")
 
 
 def _check_encoder(manifest: Manifest, encoder: Encoder) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import io
 import json
-import zipfile
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +77,8 @@ def importance_of(
     told = [identity, text_sha256(text), WIDTH, CHUNK, MOST_CHUNKS, "experts"]
     key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     kept = cache_place(KIND) / f"{key}.npz"
-    # A file that is spoilt counts for nothing.
-    with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile):
+    # A file that is spoilt, in whatever way NumPy finds out, counts for nothing.
+    with contextlib.suppress(Exception):
         with np.load(kept) as found:
             return dict(found)
     chunks = chunks_of(checkpoint, text)

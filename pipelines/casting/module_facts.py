@@ -36,9 +36,8 @@ def arithmetic_of(products: Sequence[Product], target: Target) -> dict[str, int]
 def work_of(function: Function, context: int) -> dict[str, dict]:
     """What each kernel of a function does in one call of the function, for `castiron explain` and `castiron bench`.
 
-    By kernel name: module paths (layer numbers as `*`), calls, and of one call FLOP and bytes as [at position 0, per
-    position, largest]: work grows with the position until a window is full. weights: those of the bytes that are weights,
-    tokens: how many rows a product has.
+    By kernel name what `castiron.vmfb.manifest.KernelWork` has, layer numbers in paths as `*`: work grows with the position
+    until a window is full.
     """
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}

@@ -217,7 +217,7 @@ class PrefixStore:
             return written
         except OSError as error:
             self._writable = False
-            say(f"{self.directory} cannot be written ({error.strerror}), so no more states are kept there")
+            say(f"{self.directory} cannot be written ({reason(error)}), so no more states are kept there")
             return 0
 
     def _make_room(self) -> None:

@@ -20,6 +20,7 @@ from castiron.pipelines.casting.quantise import quantise
 from castiron.pipelines.checkpoints import Checkpoint, open_checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import hf, tiny
+from castiron.vmfb.cache import cache_place
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_weights_are_quantised_by_what_was_found(directory, tmp_path, told):
 
 def test_what_was_found_is_kept_by_weights_and_text(directory, tmp_path, told):
     checkpoint, one, other = open_checkpoint(directory), text(tmp_path / "one"), text(tmp_path / "other", 800)
-    run = run_of(checkpoint)
+    run, others = run_of(checkpoint), set(cache_place("calibrated").glob("*"))
     first = importance_of(checkpoint, "a", one, run, quiet)
     second = importance_of(checkpoint, "a", one, run, quiet)
     assert len(told) == 1 and first.keys() == second.keys()
@@ -170,6 +171,10 @@ def test_what_was_found_is_kept_by_weights_and_text(directory, tmp_path, told):
     importance_of(checkpoint, "b", one, run, quiet)
     importance_of(checkpoint, "a", other, run, quiet)
     assert len(told) == 3
+    for kept in {*cache_place("calibrated").iterdir()} - others:
+        kept.write_bytes(b"")
+    again = importance_of(checkpoint, "a", one, run, quiet)
+    assert len(told) == 4 and all(np.array_equal(first[name], again[name]) for name in first)
 
 
 def test_a_text_is_cut_into_whole_calls(directory, tmp_path):
