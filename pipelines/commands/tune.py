@@ -40,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.casting.compile import build_model, open_source
+    from castiron.pipelines.casting.compile import build_model, context_of, open_source
     from castiron.pipelines.errors import PipelineError
     from castiron.pipelines.tuning import store
+    from castiron.pipelines.tuning.exact import check_room, prompts_of
     from castiron.pipelines.tuning.search import Bench, search
     from castiron.vmfb.aside import scratch
 
@@ -50,20 +51,23 @@ def main(args: argparse.Namespace) -> int:
     if options.target != "host" or options.lowering != "kernels":
         raise PipelineError("tuning measures this machine's kernels; drop --target and --lowering")
     with scratch("tune") as directory, Progress() as progress:
-        # Compiling takes half a minute, and a wrong name is seen before it.
+        # Compiling takes half a minute, and what cannot be tuned is seen before it.
         checkpoint = open_source(args.model, options, progress)
         if checkpoint.encoding:
             raise PipelineError(f"{checkpoint.path} encodes texts, and castiron tune is for models that generate")
-        names = list(build_model(checkpoint, options).functions)
-        if unknown := sorted(set(args.functions) - set(names)):
-            raise PipelineError(f"the model has no function {unknown[0]!r}; --functions takes {', '.join(names)}")
+        functions = build_model(checkpoint, options).functions
+        if unknown := sorted(set(args.functions) - set(functions)):
+            raise PipelineError(f"the model has no function {unknown[0]!r}; --functions takes {', '.join(functions)}")
+        widths = [function.width for function in functions.values() if function.role == "verify"]
+        check_room(context_of(checkpoint.config, options.context), widths)
         bench = Bench(args.model, options, args.functions, directory, progress)
+        prompts = prompts_of(bench.bundle)
         key = store.key_of(bench.target, bench.threads)
         known = {} if args.again else store.findings_of(key)
         trials = {name: trial for name, trial in bench.products().items() if name not in known}
         refused = search(bench, trials, progress)
         found = {name: trial.tiles for name, trial in trials.items() if trial.tiles is not None}
-        kept, decode = accept(bench, found, progress)
+        kept, decode = accept(bench, prompts, found, progress)
         findings = [
             store.Finding(
                 key, name, asdict(kept[name]) if name in kept else None, round(trial.gain, 3) if name in kept else 1.0
@@ -94,14 +98,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def accept(bench, found: dict, progress) -> tuple[dict, dict | None]:
-    """Those of the tiles that leave the tokens as they are, and what they bring to decoding."""
-    from castiron.pipelines.tuning.exact import answers, exact_part, prompts_of
+def accept(bench, prompts: list[list[int]], found: dict, progress) -> tuple[dict, dict | None]:
+    """Those of the tiles that leave the tokens after the prompts as they are, and what they bring to decoding."""
+    from castiron.pipelines.tuning.exact import answers, exact_part
     from castiron.vmfb.session import Session
 
     if not found:
         return {}, None
-    prompts = prompts_of(bench.bundle)
     wanted = answers(bench.bundle, bench.threads, prompts)
     kept = exact_part(found, lambda tiles: answers(bench.compiled(tiles, "tuned", progress), bench.threads, prompts) == wanted)
     if not kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from castiron.pipelines.checking.verify import encoded_prompts
 from castiron.pipelines.errors import PipelineError
@@ -13,13 +13,19 @@ from castiron.vmfb.session import Session
 PROMPTS, TOKENS, BATCHED = 12, 32, 8
 
 
+def check_room(context: int, verify: Collection[int], shortest: int = 1) -> int:
+    """How many tokens a prompt may have where passes over so many tokens are compared; PipelineError for less than it has."""
+    room = context - TOKENS - max(verify, default=0)
+    if room < shortest:
+        raise PipelineError(f"a context of {context} leaves no room to compare answers; tune with a larger one")
+    return room
+
+
 def prompts_of(bundle: Bundle) -> list[list[int]]:
     """The first of verify's that leave room for an answer; PipelineError if none does."""
-    room = bundle.manifest.context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
-    found = [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= room][:PROMPTS]
-    if not found:
-        raise PipelineError(f"a context of {bundle.manifest.context} leaves no room to compare answers; tune with a larger one")
-    return found
+    manifest, prompts = bundle.manifest, [tokens for _, tokens in encoded_prompts(bundle)]
+    room = check_room(manifest.context, manifest.widths("verify"), min(map(len, prompts)))
+    return [tokens for tokens in prompts if len(tokens) <= room][:PROMPTS]
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:

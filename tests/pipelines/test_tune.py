@@ -206,7 +206,8 @@ def test_answers_cover_every_function(checkpoint, tmp_path):
         (["--context", "16"], "a context of 16 leaves no room"),
     ],
 )
-def test_what_cannot_be_tuned_is_one_sentence(checkpoint, five_chains_are_faster, more, sentence, capsys):
+def test_what_cannot_be_tuned_is_one_sentence_before_anything_is_compiled(checkpoint, monkeypatch, more, sentence, capsys):
+    monkeypatch.setattr(Bench, "compiled", None)
     assert cli.main(["tune", checkpoint, *TUNE, *more]) == 1
     out, err = capsys.readouterr()
     assert out == "" and sentence in err and err.count("\n") == 1
