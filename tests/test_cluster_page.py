@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -22,6 +23,9 @@ import castiron
 from castiron.pipelines import cli
 from castiron.pipelines.casting.compile import Options, compile_model
 from castiron.reference.tiny import tiny_model
+from castiron.vmfb.archive import Part
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.manifest import dump
 from tests.pipelines import served as serving
 
 # Ray is imported by the tests that need it: it takes seconds, which everyone who collects tests would wait for.
@@ -157,6 +161,22 @@ def test_a_batch_job_on_a_cluster_has_the_results_of_one_process(bundle, rows, c
     (tmp_path / "there.jsonl").unlink()
     assert run("there.jsonl", "--threads", "1") == 0
     assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_engine_trusts_the_files_as_the_job_does(stored, bundle, tmp_path, monkeypatch):
+    from castiron.pipelines.cluster import batch
+
+    hashed, opened, sha256 = [], open_bundle(bundle), Part.sha256
+    monkeypatch.setattr(Part, "sha256", lambda part: hashed.append(part.path.name) or sha256(part))
+    monkeypatch.setattr(batch, "bundle_at", lambda _: opened)
+    path = tmp_path if stored else bundle
+    for trust, times in (("once", 0), ("never", 1)):
+        prepared = []
+        args = argparse.Namespace(trust=trust)
+        engine = batch.Engine(args, path, dump(opened.manifest), lambda _, found: prepared.append(found) or (None, None))
+        assert engine.answers([], object() if stored else None) == []
+        assert sorted(hashed) == sorted(opened.manifest.files) * times and prepared[0].path == path
 
 
 @pytest.fixture(scope="module")

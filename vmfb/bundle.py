@@ -145,8 +145,10 @@ def _parts_in(path: Path) -> dict[str, Part]:
     parts, problem = dict[str, Part](), "has no manifest.json"
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BundleError(f"{path} is not a directory: it is not a bundle; make one with castiron compile") from None
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {reason(error)}") from None
     try:
         for name in (MANIFEST, SIGNATURE, *FILES):
             try:
@@ -225,7 +227,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
         try:
             digest = parts[name].sha256()
         except OSError as error:
-            raise BundleError(f"{path / name} cannot be read: {error.strerror}") from None
+            raise BundleError(f"{path / name} cannot be read: {reason(error)}") from None
         if digest != file.sha256:
             raise other_bytes(path / name)
     keep(stamp, json.dumps(marks).encode())

@@ -22,7 +22,7 @@ from pathlib import Path
 from castiron.vmfb.aside import folder_aside, write_atomically
 from castiron.vmfb.cache import cache_folder, cache_root, unwritable
 from castiron.vmfb.children import own_group
-from castiron.vmfb.disk import naming, reason
+from castiron.vmfb.disk import reason, write_text
 from castiron.vmfb.targets import Target
 
 # The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
@@ -144,8 +144,7 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> tuple[
     compiler = compiler_path()
     with folder_aside(store / "work") as work:
         source, product = work / "module.mlir", work / "module.vmfb"
-        with naming(source):
-            source.write_text(text, encoding="utf-8")
+        write_text(source, text)
         command = [str(compiler), source.name, *flags, "-o", product.name]
         start = time.perf_counter()
         status, output = _run(command, work)

@@ -25,6 +25,12 @@ def reason(error: OSError) -> str:
     return f"{said}; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else said
 
 
+def write_text(path: Path | str, text: str) -> None:
+    """Writes a file in UTF-8; an OSError names it."""
+    with naming(path):
+        Path(path).write_text(text, encoding="utf-8")
+
+
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
     """Gives an OSError that names no file, as that of a full disk, the name of what is being written."""

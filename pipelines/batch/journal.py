@@ -6,6 +6,7 @@ output has been written, and after it, so that a row that was changed is all tha
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -71,7 +72,7 @@ class Journal:
             begun = file.read(len(TITLE))
         if not TITLE.startswith(begun):
             raise PipelineError(f"{self.path} is no journal of castiron batch: name another output, or move it away")
-        self.file.write(TITLE[len(begun) :])
+        self._write(TITLE[len(begun) :])
         return len(TITLE)
 
     def _open(self) -> Any:
@@ -113,17 +114,19 @@ class Journal:
         """Writes the line of a row that is done; returns where. It outlives this process at once, and the machine soon."""
         line = dumps({"key": key, "failed": outcome.failed, "kept": kept, "added": outcome.added}) + b"\n"
         place = self.end
-        with naming(self.path):
-            written = self.file.write(line)
-        if written != len(line):
-            # A full disk takes part of it; the next run cuts that off.
-            raise OSError(28, os.strerror(28), str(self.path))
+        self._write(line)
         self.end += len(line)
         self.lines += 1
         if time.monotonic() - self.synced > SYNC:
             os.fsync(self.file.fileno())
             self.synced = time.monotonic()
         return place
+
+    def _write(self, data: bytes) -> None:
+        with naming(self.path):
+            # A full disk takes part of it; the next run cuts that off.
+            if self.file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def entries(self, places: Sequence[int] | np.ndarray) -> Iterator[Entry]:
         """The lines at these places."""

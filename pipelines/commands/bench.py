@@ -19,7 +19,7 @@ from castiron.pipelines.casting.named_kernel import KINDS
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.measuring.known_shapes import SHAPES
 from castiron.pipelines.progress import Progress, say
-from castiron.vmfb.disk import naming
+from castiron.vmfb.disk import write_text
 
 KERNELS = ", ".join(f"{name} {kind.shape}" for name, kind in KINDS.items())
 # Positions of what is measured without a bundle.
@@ -215,8 +215,7 @@ def speculation(bundle, settings, args: argparse.Namespace) -> int:
     with Progress() as progress:
         result = summarise(measure(session, load_text(bundle), settings.gen, settings.rounds, progress, draft))
     if args.save:
-        with naming(args.save):
-            Path(args.save).write_text(json.dumps(result, indent=2) + "\n")
+        write_text(args.save, json.dumps(result, indent=2) + "\n")
     print(json.dumps(result) if args.json else table(result))
     return 0 if result["tokens_equal"] else 1
 
@@ -291,8 +290,7 @@ def publish(result: dict, words: Callable[[dict], str], baseline: dict | None, a
     from castiron.pipelines.measuring.baseline import table as compared
 
     if args.save:
-        with naming(args.save):
-            Path(args.save).write_text(json.dumps(result, indent=2) + "\n")
+        write_text(args.save, json.dumps(result, indent=2) + "\n")
     if args.chart:
         from castiron.pipelines.measuring.chart import draw
 

@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 from collections import Counter
-from pathlib import Path
 
 from castiron.emitter.ir import Function, Module
 from castiron.emitter.printer import print_module
@@ -18,7 +17,7 @@ from castiron.pipelines.casting.named_kernel import KINDS, named_kernel
 from castiron.pipelines.commands.options import add_compile_arguments, add_model, compile_options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import Progress
-from castiron.vmfb.disk import naming
+from castiron.vmfb.disk import write_text
 
 KERNELS = "\n".join(f"  {name:<18} {kind.shape:<24} {kind.tokens_words}" for name, kind in KINDS.items())
 EXAMPLES = f"""\
@@ -59,8 +58,7 @@ def main(args: argparse.Namespace) -> int:
     module = _kernel(args) if args.kernel else _model(args)
     text = print_module(module, args.weights_as)
     if args.output:
-        with naming(args.output):
-            Path(args.output).write_text(text, encoding="utf-8")
+        write_text(args.output, text)
     if args.json:
         facts = {
             "text": None if args.output else text,

@@ -4,9 +4,8 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 
-from castiron.vmfb.disk import naming
+from castiron.vmfb.disk import write_text
 
 EXAMPLES = """\
 examples:
@@ -77,8 +76,7 @@ def main(args: argparse.Namespace) -> int:
     result["rest_ms"] = rest_ms(result)
     result["peak_share"] = peak_share(result)
     if args.html:
-        with naming(args.html):
-            Path(args.html).write_text(page(result, bundle.manifest.name, list(work)), encoding="utf-8")
+        write_text(args.html, page(result, bundle.manifest.name, list(work)))
     print(json.dumps(result) if args.json else "\n".join(table(result)))
     return 0
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import select
 import subprocess
 import sys
@@ -288,6 +289,22 @@ def test_what_was_changed_is_done_again_and_nothing_else(job, tmp_path):
     for options in (["-n", "4"], ["-n", "5", "--temperature", "1"], ["-n", "5", "--temperature", "1", "--seed", "3"]):
         assert job(place, out, *options)["before"] == 0
     assert job(place, out, "-n", "5", "--temperature", "1", "--seed", "3")["before"] == 6
+
+
+def test_where_there_is_no_room_for_a_journal_is_said_and_it_is_begun_again(tmp_path):
+    out, (_, hard) = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A full disk takes nothing, or a part.
+    for room in (0, len(TITLE) // 2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            with pytest.raises(OSError) as told:
+                Journal(out)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert told.value.filename == f"{out}.journal"
+        del told
+    Journal(out).close()
+    assert Path(f"{out}.journal").read_bytes() == TITLE
 
 
 def test_an_output_has_one_writer_and_is_no_input(path, tmp_path, capsys):

@@ -170,6 +170,8 @@ def test_a_file_that_changed_is_refused(copy, name):
 def test_what_is_no_bundle_is_refused(tmp_path):
     assert "is not a directory" in refusal(tmp_path / "absent")
     assert "has no manifest.json: it is not a bundle" in refusal(tmp_path)
+    (tmp_path / "circle").symlink_to("circle")
+    assert "circle cannot be read: Too many levels of symbolic links" in refusal(tmp_path / "circle")
 
 
 def test_a_second_opening_hashes_nothing_until_a_file_is_touched(copy, monkeypatch):
