@@ -13,12 +13,12 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.vmfb.aside import ABANDONED_SECONDS, sweep, write_atomically
-from castiron.vmfb.disk import reason
+from castiron.vmfb.disk import files_below, reason
 
 # What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
 KINDS = {
@@ -125,7 +125,7 @@ def _temporary() -> Path:
 
 def held() -> tuple[Held, ...]:
     """What there is of each kind, in the order of `KINDS`."""
-    return tuple(_held(kind, [stat for _, stat in _files(kind)]) for kind in KINDS)
+    return tuple(_held(kind, [stat for _, stat in files_below(cache_place(kind))]) for kind in KINDS)
 
 
 def _held(kind: str, stats: Sequence[os.stat_result]) -> Held:
@@ -141,9 +141,9 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
     now, removed = time.time(), []
     for kind in kinds:
         gone, place = [], cache_place(kind)
-        for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
-            sweep(folder)
-        for path, stat in list(_files(kind)):
+        for folder, _, _ in os.walk(place):
+            sweep(Path(folder))
+        for path, stat in list(files_below(place)):
             least = older_than_days * 86400
             # What belongs to a process at work, which may be a lock only.
             if _is_hidden(path):
@@ -162,15 +162,6 @@ def _remove_empty(folder: Path) -> None:
         while folder != cache_root():
             folder.rmdir()
             folder = folder.parent
-
-
-def _files(kind: str) -> Iterator[tuple[Path, os.stat_result]]:
-    place = cache_place(kind)
-    for path in (place, *place.rglob("*")):
-        # Others come and go meanwhile.
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                yield path, path.stat()
 
 
 def _is_hidden(path: Path) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 _ELSEWHERE = "choose another place, or change its permissions"
@@ -29,6 +30,15 @@ def write_text(path: Path | str, text: str) -> None:
     """Writes a file in UTF-8; an OSError names it."""
     with naming(path):
         Path(path).write_text(text, encoding="utf-8")
+
+
+def files_below(place: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The file at a place, or those in the folder there and below it, but for what comes and goes meanwhile."""
+    below = (Path(folder, name) for folder, _, names in os.walk(place) for name in names)
+    for path in chain((place,), below):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                yield path, path.stat()
 
 
 @contextlib.contextmanager

