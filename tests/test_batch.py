@@ -123,8 +123,8 @@ def test_a_slot_without_numbers_fails_alone(bundle):
     expected = greedy(Session(bundle, 1), tokens, 4)
 
     def spoil(session: Session) -> None:
-        for rows in session.rows(session.position):
-            rows[:] = np.nan
+        for state in session.rows(session.position):
+            state[:] = np.nan
 
     for widest in COSTS:
         batch = decoding_by(widest, bundle, 1)

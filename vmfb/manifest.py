@@ -157,9 +157,9 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, but for
-    the `KernelWork` of each function's kernels in `compile["work"]`, and `accuracy`, which is there where `numerics` are not
-    exact and were compared. `hidden` is the length of a hidden state
+    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines, and `accuracy` is there where
+    `numerics` are not exact and were compared: vmfb only carries them, but for `compile["work"]`, the `KernelWork` of each
+    function's kernels by their names. `hidden` is the length of a hidden state
     where a function gives them, that of a text's vector with an `encoder`, else 0; `tool_form` is how the chat template writes
     calls of functions, None where it does not. `codecs` counts the weights' tensors by codec. `files` is filled in by
     BundleWriter.
