@@ -144,6 +144,14 @@ def test_tokens_are_those_of_the_model_whatever_is_proposed(passage, changed, do
     assert parrot_tokens(session, 10, 70) == text[10:]
 
 
+def test_a_right_proposal_that_leads_to_no_numbers_ends_the_text():
+    session = Parrot(list(range(10)) * 8)
+    check = session.verify
+    session.verify = lambda tokens: [-1 for _ in check(tokens)]
+    with pytest.raises(SessionError, match="logits are not numbers"):
+        parrot_tokens(session, 40, 30)
+
+
 def test_repeating_text_takes_fewer_passes_and_less_time():
     passage = list(range(100))
     session = Parrot(passage * 4)
