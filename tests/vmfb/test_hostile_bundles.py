@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from castiron.pipelines import cli
+from castiron.pipelines.casting.named import bundle_of
 from castiron.pipelines.generation.text import load_text
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import open_bundle, pack_bundle
@@ -97,7 +98,12 @@ def test_a_stamp_is_believed_once_or_never(toy, tmp_path, monkeypatch):
     open_bundle(toy)
     assert not hashed
     assert cli.main(["run", str(toy), "a", "-n", "1", "--trust", "never"]) == 0
-    assert len(hashed) == len(json.loads((toy / "manifest.json").read_text())["files"])
+    files = json.loads((toy / "manifest.json").read_text())["files"]
+    assert len(hashed) == len(files)
+    # What is cast when a model is first named is a bundle as well.
+    monkeypatch.setattr("castiron.pipelines.casting.cast.cast", lambda *_, **options: open_bundle(toy))
+    bundle_of("smollm2-135m-instruct", full_check=True)
+    assert len(hashed) == 2 * len(files)
 
 
 def test_what_is_no_file_is_not_read(toy):
