@@ -119,6 +119,8 @@ class OpenAI:
         job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
             return Work(row, key, lambda: self._answered(row, key, job.answer()))
+        # There is room for what one row keeps; nobody closes its job, and no more rows run at once than there are slots.
+        job.share.give_back()
         tell = lambda sequence, event: job.events.put_nowait((sequence, event))
         return Work(row, key, lambda: self._answered(row, key, self.api.whole(job), job), job.sequences, tell)  # type: ignore
 
