@@ -290,9 +290,11 @@ def test_what_is_kept_is_bounded():
     assert [bool(store.get(b"me", name)) for name in "abcd"] == [True, False, True, True]
     store.put(b"me", {"id": "e", "text": "x" * 1500}, [message])
     assert [bool(store.get(b"me", name)) for name in "abcde"] == [False, False, True, True, True]
-    item = {"id": "item", "type": "message"}
+    item = {"id": "item", "type": "message", "content": [{"text": "x", "logprobs": [{"token": "x"}]}]}
     store.put(b"me", {"id": "f", "output": [item]}, [])
-    assert store.item(b"me", "item") == item and not store.item(b"you", "item")
+    # What refers to it a thousand times takes as little as what refers to it once.
+    assert store.item(b"me", "item") is store.item(b"me", "item") and not store.item(b"you", "item")
+    assert store.item(b"me", "item") == {**item, "content": [{"text": "x", "logprobs": []}]}
     store.delete(b"me", "f")
     assert not store.item(b"me", "item") and not store._items
 
