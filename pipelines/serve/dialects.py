@@ -24,7 +24,6 @@ Keeper = tuple[ResponseStore, bytes]
 
 async def response(api: TextApi, body: responses_request.ResponsesRequest, keeper: Keeper | None = None) -> Any:
     """Starts the answer to a request for a response; None keeps none and knows of none before."""
-    asked, conversation = _asked(body, keeper)
 
     def keep(response: dict) -> None:
         store, owner = keeper
@@ -35,6 +34,7 @@ async def response(api: TextApi, body: responses_request.ResponsesRequest, keepe
         return ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(asked), keeping)
 
     with named(responses_request.FIELDS):
+        asked, conversation = _asked(body, keeper)
         return await api.chat(asked, reply, bound=True)
 
 
@@ -55,8 +55,9 @@ def routes(api: TextApi, take: Take, answer: Answer) -> list[Route]:
         return await answer(request, body, await response(api, body, _store(request)))
 
     async def count_input(request: Request) -> Response:
-        asked, _ = _asked(await take(request, responses_request.InputTokensRequest), _store(request))
+        body = await take(request, responses_request.InputTokensRequest)
         with named(responses_request.FIELDS):
+            asked, _ = _asked(body, _store(request))
             count = await api.count(asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 

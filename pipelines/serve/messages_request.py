@@ -14,6 +14,7 @@ from castiron.pipelines.serve.schemas import (
     Asking,
     Body,
     ChatRequest,
+    DirectCallers,
     Function,
     FunctionIdentifier,
     FunctionName,
@@ -85,7 +86,7 @@ class CustomTool(Marked):
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
+    allowed_callers: DirectCallers | None = None
 
 
 class ToolChoice(Body):
@@ -192,7 +193,7 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
     if isinstance(body, MessagesRequest):
         given |= {name: getattr(body, name) for name in Asking.model_fields}
         given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
-    return ChatRequest(**given)
+    return parsed(ChatRequest, given, "")
 
 
 def _calls(turn: Turn) -> bool:
@@ -206,7 +207,8 @@ def _answer(turn: Turn, place: str) -> dict[str, Any]:
     words, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for index, block in enumerate(turn.content):
         here = f"{place}.{index}"
-        if block.get("type") not in ANSWERED:
+        # A list, as what stands there may be anything.
+        if block.get("type") not in [*ANSWERED]:
             words.append(part_of(block, here))
             continue
         match one_of(ANSWERED, block, here):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from castiron.pipelines.serve.content import one_of, text_of, unsupported
+from castiron.pipelines.serve.content import one_of, parsed, text_of, unsupported
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.responses_tools import chosen_tools, full_name
 from castiron.pipelines.serve.schemas import (
+    MAX_MESSAGES,
     Asking,
     Body,
     ChatRequest,
@@ -115,12 +117,12 @@ class PromptOfResponse(Body):
     """What makes the prompt of a response."""
 
     wanted_here: ClassVar[dict[str, str]] = {
-        "input": "a string or a list of items",
+        "input": f"a string or a list of at most {MAX_MESSAGES} items",
         "tool_choice": 'none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
         "verbosity": "medium, or left out: this server knows no others",
     }
 
-    input: Content | None = None
+    input: str | Annotated[Objects, Field(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[Objects, Field(max_length=128)] | None = None
@@ -230,10 +232,11 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
     conversation = [*before, *messages]
     if body.instructions:
         conversation.insert(0, Message(role="system", content=body.instructions))
-    while len(conversation) > 1 and {conversation[0].role, conversation[1].role} <= {"system", "developer"}:
+    first = list(takewhile(lambda message: message.role in ("system", "developer"), conversation))
+    if len(first) > 1:
         # Templates know one of these at the beginning.
-        text = "\n\n".join(message.plain()["content"] for message in conversation[:2])
-        conversation[:2] = [Message(role="system", content=text)]
+        text = "\n\n".join(message.plain()["content"] for message in first)
+        conversation[: len(first)] = [Message(role="system", content=text)]
     if not conversation:
         raise ApiError(400, "you must provide input", "input", "missing_required_parameter")
     given: dict[str, Any] = {"messages": conversation, "chat_template_kwargs": body.chat_template_kwargs}
@@ -246,7 +249,7 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
         given |= {name: getattr(body, name) for name in Asking.model_fields} | {"max_tokens": body.max_output_tokens}
         if body.logprobs:
             given |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return ChatRequest(**given)
+    return parsed(ChatRequest, given, "")
 
 
 def _without_refusals(content: Content) -> Content:

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from castiron.pipelines.serve.content import one_of, parsed
-from castiron.pipelines.serve.schemas import Body, Function, FunctionIdentifier, FunctionName, NamedTool, Objects, Tool
+from castiron.pipelines.serve.schemas import (
+    Body,
+    DirectCallers,
+    Function,
+    FunctionIdentifier,
+    FunctionName,
+    NamedTool,
+    Objects,
+    Tool,
+)
 
 
 class FunctionTool(Body):
@@ -16,7 +25,7 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: DirectCallers | None = None
 
 
 class Namespace(Body):
@@ -58,23 +67,25 @@ def names_of(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def functions(tools: Iterable[dict[str, Any]]) -> list[Function]:
-    """All of them, by their full names; ApiError for tools that a server would have to run itself."""
+    """All of them, by their full names; ApiError for tools that a server would have to run itself, and for names that are too
+    long together."""
     found: list[Function] = []
 
-    def add(one: FunctionTool, space: Namespace | None = None, about: str | None = None) -> None:
+    def add(one: FunctionTool, here: str, space: Namespace | None = None, about: str | None = None) -> None:
         described = " ".join(filter(None, [about, one.description])) or None
-        name = full_name(space and space.name, one.name)
-        found.append(Function(name=name, description=described, parameters=one.parameters, strict=one.strict))
+        named = {"name": full_name(space and space.name, one.name), "description": described}
+        found.append(parsed(Function, named | {"parameters": one.parameters, "strict": one.strict}, here))
 
     for index, tool in enumerate(tools):
         here = f"tools.{index}"
         one = one_of({"function": FunctionTool, "namespace": Namespace}, tool, here)
         if isinstance(one, FunctionTool):
-            add(one)
+            add(one, here)
             continue
         for place, each in enumerate(one.tools):
+            inner = f"{here}.tools.{place}"
             # The first says what all of them are about.
-            add(one_of({"function": FunctionTool}, each, f"{here}.tools.{place}"), one, None if place else one.description)
+            add(one_of({"function": FunctionTool}, each, inner), inner, one, None if place else one.description)
     return found
 
 
