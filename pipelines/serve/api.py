@@ -119,11 +119,17 @@ class Api(TextApi):
             raise ApiError(400, "best_of other than n is not supported by this server", "best_of", "unsupported_parameter")
         if body.max_tokens == 0 and not body.echo:
             raise ApiError(400, "max_tokens 0 leaves nothing to answer without echo", "max_tokens", "invalid_value")
-        # A prompt of ids is echoed as the text that they are.
-        texts = [p if isinstance(p, str) else self.text.decode(p) for p in parts] if body.echo else [""] * len(parts)
         scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
-        places = await on_the_side(lambda: [self.text.offsets(p) if scored else [] for p in parts])
-        echoes = [Echo(*each) for each in zip(texts, places) for _ in range(body.n or 1)]
+        for prompt in prompts:
+            self._check_room(prompt, body.max_tokens, "prompt")
+
+        def echo(part: str | list[int]) -> Echo:
+            # A prompt of ids is echoed as the text that they are.
+            text = part if isinstance(part, str) else self.text.decode(part)
+            return Echo(text, self.text.offsets(part) if scored else ())
+
+        found = await on_the_side(lambda: list(map(echo, parts))) if body.echo else [Echo()] * len(parts)
+        echoes = [each for each in found for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, echoes)
         job = self._start(
             body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS,
