@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from castiron.pipelines.generation.sampling import log_probabilities
+from castiron.pipelines.generation.scheduler import ModelFailed
 from castiron.pipelines.generation.sequence import Delta, Finished, Token
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve import kept
@@ -28,6 +29,7 @@ from castiron.pipelines.serve.replies import ChatReply
 from castiron.pipelines.serve.schemas import Message
 from castiron.pipelines.serve.text_api import Limits
 from castiron.pipelines.serve.turns import Turns
+from castiron.vmfb.program import FileChanged
 from tests.pipelines.served import CONTEXT, TEMPLATE, bundle, tokenizer
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True}
@@ -120,6 +122,20 @@ def test_texts_of_one_client_do_not_keep_another_waiting():
         assert order[begun:].count("many") <= 5 and engine.unfinished == 40
         await asyncio.gather(*many)
         assert engine.unfinished == 0 and not engine._under_way
+        engine.stop()
+
+    asyncio.run(run())
+
+
+def test_weights_that_were_written_into_end_an_encoder_in_one_sentence():
+    def vector(text, dimensions):
+        raise FileChanged("weights.irpa was written into while it was in use")
+
+    async def run() -> None:
+        engine = EmbeddingsEngine(SimpleNamespace(vector=vector), 64, SimpleNamespace(embedded=lambda tokens: None))
+        with pytest.raises(ModelFailed, match="was written into while it was in use"):
+            await engine.vectors([SimpleNamespace(ids=[1])], None)
+        assert isinstance(engine.lost, FileChanged) and not engine.healthy and not engine.unfinished
         engine.stop()
 
     asyncio.run(run())
