@@ -126,9 +126,8 @@ class OpenAI:
 
     def failed(self, row: Row, key: str, error: Exception) -> Outcome:
         if isinstance(error, ApiError):
-            anthropic = row.fields.get("url") == MESSAGES
-            told = (error.anthropic_status, error.anthropic_body) if anthropic else (error.status, error.body)
-            return self._outcome(row, key, {"response": _response(key, *told), "error": None}, failed=True)
+            told = _response(key, *error.told(str(row.fields.get("url"))))
+            return self._outcome(row, key, {"response": told, "error": None}, failed=True)
         return self._outcome(
             row, key, {"response": None, "error": {"code": "invalid_request", "message": str(error)}}, failed=True
         )

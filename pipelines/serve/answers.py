@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from castiron.pipelines.serve.api import Api, Job
-from castiron.pipelines.serve.errors import ApiError, http_error, speaks_anthropic
+from castiron.pipelines.serve.errors import ApiError, http_error
 from castiron.pipelines.serve.schemas import Asking
 from castiron.pipelines.serve.text_api import TextApi
 
@@ -121,8 +121,7 @@ def noted(request: Request, error: ApiError) -> Response:
 
 def refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
     """In the shape of the API that has the path."""
-    anthropic = speaks_anthropic(path)
-    body, status = (error.anthropic_body, error.anthropic_status) if anthropic else (error.body, error.status)
+    status, body = error.told(path)
     return JSONResponse(body, status, {**error.headers, **(headers or {})})
 
 

@@ -180,14 +180,13 @@ def description(names: tuple[str, ...]) -> bytes:
 
 
 def _operation(name: str, path: str, operation: Operation) -> dict[str, Any]:
-    anthropic = speaks_anthropic(path)
+    dialect = "AnthropicError" if speaks_anthropic(path) else "Error"
     stream = "; where the request says stream: true, as server-sent events from the first token on" * operation.streams
     content = {kind: {"schema": operation.answer if kind == JSON else TEXT} for kind in operation.media}
     answers: dict[str, Any] = {"200": {"description": operation.summary + stream, "content": content}}
     for status in sorted({*ANY, *operation.refusals} - ({401} if not operation.key else set())):
-        error = ApiError(status, "")
-        shown = error.anthropic_status if anthropic else status
-        answers[str(shown)] = {"$ref": RESPONSE.format(_refusal(status, "AnthropicError" if anthropic else "Error"))}
+        shown, _ = ApiError(status, "").told(path)
+        answers[str(shown)] = {"$ref": RESPONSE.format(_refusal(status, dialect))}
     if path == "/health":
         answers["503"] = {"description": "the server is ending", "content": content}
     found: dict[str, Any] = {
