@@ -31,6 +31,7 @@ from castiron.pipelines.serve.clients import ASKER, Access, Shares, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.models import described, listed
 from castiron.pipelines.serve.openapi import description_route
 from castiron.pipelines.serve.page import PATHS, page, page_routes
 from castiron.pipelines.serve.responses_store import ResponseStore
@@ -45,7 +46,7 @@ from castiron.pipelines.serve.schemas import (
     TokenizeRequest,
     read,
 )
-from castiron.pipelines.serve.text_api import Limits, TextApi, described_model, listed
+from castiron.pipelines.serve.text_api import Limits, TextApi
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 # A body of a few megabytes takes no longer on any network.
@@ -146,16 +147,16 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
     async def tokenizer_info(_: Request) -> Response:
         return JSONResponse(api.tokenizer_info)
 
-    def described(name: str) -> dict:
-        return described_model(name, started, api.described)
+    def about(name: str) -> dict:
+        return described(name, started, api.manifest, api.text.chat_template, api.limits)
 
     async def models(_: Request) -> Response:
-        return JSONResponse(listed([described(api.names[0])]))
+        return JSONResponse(listed([about(api.names[0])]))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         api.check_model(name)
-        return JSONResponse(described(name))
+        return JSONResponse(about(name))
 
     async def health(_: Request) -> Response:
         healthy = api.engine.healthy

@@ -117,13 +117,6 @@ class EmbeddingsApi(TextApi):
         if embedder.facts.relevance:
             self.endpoint = "/v1/rerank"
 
-    @property
-    def described(self) -> dict[str, Any]:
-        if self.embedder.facts.relevance:
-            return super().described
-        prompts = dict(self.embedder.facts.prompts)
-        return super().described | {"dimensions": self.embedder.bundle.manifest.hidden, "prompts": prompts}
-
     async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
         """A request whose texts are tokens; ApiError for one that cannot be answered."""
         try:
