@@ -25,8 +25,8 @@ from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve import dialects
-from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, in_time, noted, refusal, unknown, while_connected
-from castiron.pipelines.serve.api import Api, Job
+from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, awaited, noted, refusal, unknown
+from castiron.pipelines.serve.api import Api
 from castiron.pipelines.serve.clients import ASKER, Access, Shares, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
@@ -36,7 +36,6 @@ from castiron.pipelines.serve.openapi import description_route
 from castiron.pipelines.serve.page import PATHS, page, page_routes
 from castiron.pipelines.serve.responses_store import ResponseStore
 from castiron.pipelines.serve.schemas import (
-    Asking,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -113,34 +112,32 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         api.check_model(body.model)
         return body
 
-    async def answer(request: Request, body: Asking, job: Job) -> Response:
-        return await answered(request, api, body, job)
-
     async def chat(request: Request) -> Response:
         body = await take(request, ChatRequest)
-        return await answer(request, body, await api.chat(body))
+        return await answered(request, api, body, api.chat(body))
 
     async def complete(request: Request) -> Response:
         body = await take(request, CompletionRequest)
-        return await answer(request, body, await api.complete(body))
+        return await answered(request, api, body, api.complete(body))
 
     async def embeddings(request: Request) -> Response:
         body = await take(request, EmbeddingsRequest)
-        request.state.job = job = await api.embeddings(body)
-        return JSONResponse(await while_connected(request.receive, in_time(api, job.answer())))
+        request.state.job = job = await awaited(request, api, api.embeddings(body))
+        return JSONResponse(await awaited(request, api, job.answer()))
 
     async def rerank(request: Request) -> Response:
         body = await take(request, RerankRequest)
-        request.state.job = job = await api.rerank(body)
-        return JSONResponse(await while_connected(request.receive, in_time(api, job.answer())))
+        request.state.job = job = await awaited(request, api, api.rerank(body))
+        return JSONResponse(await awaited(request, api, job.answer()))
 
     async def tokenize(request: Request) -> Response:
         body = await take(request, TokenizeRequest)
-        tokens = await api.tokenize(body)
+        tokens = await awaited(request, api, api.tokenize(body))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "context_length": api.context})
 
     async def detokenize(request: Request) -> Response:
-        text = await api.detokenize((await take(request, DetokenizeRequest)).tokens)
+        body = await take(request, DetokenizeRequest)
+        text = await awaited(request, api, api.detokenize(body.tokens))
         # llama.cpp's name and vLLM's.
         return JSONResponse({"content": text, "prompt": text})
 
@@ -182,7 +179,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
-        *dialects.routes(api, take, answer),
+        *dialects.routes(api, take),
         # Clients that others wrote for have one or another of these.
         *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("/v1/models", models),
@@ -235,7 +232,8 @@ class Front:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state.update(status=LEFT, responses=self.responses, client=api_key(scope))
+        until = asyncio.get_running_loop().time() + self.api.limits.seconds
+        state.update(status=LEFT, responses=self.responses, client=api_key(scope), until=until)
         state["body"] = body = self.bodies.of(self.access.asker(scope).client)
 
         async def sent(message):

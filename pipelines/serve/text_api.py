@@ -192,5 +192,14 @@ class TextApi:
 
 
 async def on_the_side(function: Callable, *arguments):
-    """Runs what may take long for a long text without holding up the other requests."""
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    """Runs what may take long for a long text without holding up the other requests; who is cancelled still waits for its end,
+    as it goes on."""
+    work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        await asyncio.wait([work])
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        # Whatever came of it, nobody asks.
+        work.exception()
+        raise
+    return work.result()
