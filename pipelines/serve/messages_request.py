@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from castiron.pipelines.serve.content import one_of, parsed, part_of, text_of, unsupported
+from castiron.pipelines.serve.content import Content, Kind, OneOf, TextPart, one_of, parsed, part_of, text_of, unsupported
 from castiron.pipelines.serve.schemas import (
     MAX_MESSAGES,
     Asking,
@@ -28,29 +28,23 @@ from castiron.pipelines.serve.schemas import (
     Tool,
 )
 
-Content = str | Objects
 # Fields of a chat, by the names that they have here.
 FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
 
 
-class Turn(Body):
-    role: Literal["user", "assistant", "system"]
-    content: Content
-
-
-class Marked(Body):
+class Marked(Kind):
     """What may say where a cache begins: beginnings that prompts share are computed once without being told."""
 
     cache_control: Any = None
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(Kind):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Body):
+class RedactedThinkingBlock(Kind):
     """Thoughts that another server has encrypted."""
 
     type: Literal["redacted_thinking"]
@@ -76,6 +70,12 @@ class ToolResultBlock(Marked):
 
 # What an answer has besides text.
 ANSWERED = {"thinking": ThinkingBlock, "redacted_thinking": RedactedThinkingBlock, "tool_use": ToolUseBlock}
+AnyBlock = Annotated[dict[str, Any], OneOf(TextPart, *ANSWERED.values(), ToolResultBlock)]
+
+
+class Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[AnyBlock], Field(fail_fast=True)]
 
 
 class CustomTool(Marked):
@@ -127,7 +127,7 @@ class PromptOfMessage(Body):
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Content | None = None
-    tools: Annotated[Objects, Field(max_length=128)] | None = None
+    tools: Annotated[list[Annotated[dict[str, Any], OneOf(CustomTool)]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from castiron.pipelines.serve.content import one_of, parsed
+from pydantic import Field
+
+from castiron.pipelines.serve.content import Kind, OneOf, one_of, parsed
 from castiron.pipelines.serve.schemas import (
-    Body,
     DirectCallers,
     Function,
     FunctionIdentifier,
@@ -18,7 +19,7 @@ from castiron.pipelines.serve.schemas import (
 )
 
 
-class FunctionTool(Body):
+class FunctionTool(Kind):
     type: Literal["function"]
     name: FunctionIdentifier
     description: str | None = None
@@ -28,16 +29,19 @@ class FunctionTool(Body):
     allowed_callers: DirectCallers | None = None
 
 
-class Namespace(Body):
+class Namespace(Kind):
     """Functions that go by its name and theirs."""
 
     type: Literal["namespace"]
     name: FunctionIdentifier
     description: str | None = None
-    tools: Objects
+    tools: Annotated[list[Annotated[dict[str, Any], OneOf(FunctionTool)]], Field(fail_fast=True)]
 
 
-class AllowedTools(Body):
+AnyTool = Annotated[dict[str, Any], OneOf(FunctionTool, Namespace)]
+
+
+class AllowedTools(Kind):
     """Those of the tools that may be called now."""
 
     type: Literal["allowed_tools"]
@@ -45,7 +49,7 @@ class AllowedTools(Body):
     tools: Objects
 
 
-class ChosenFunction(Body):
+class ChosenFunction(Kind):
     type: Literal["function"]
     name: str
     namespace: str | None = None

@@ -306,7 +306,7 @@ def test_what_is_kept_is_bounded():
         ({"input": 5}, "input", "a string or a list of at most 16384 items"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0", "reads text alone"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id", "send the item itself"),
-        ({"input": [{"type": "item_reference"}]}, "input.0.id", "send the item itself"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id", "must provide"),
         ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom", "name": "x"}]}]}, "tools.0.tools.0.type", "takes function"),
         ({"tools": [{"type": "namespace", "name": "s" * 100, "tools": [{"type": "function", "name": "n" * 100}]}]}, "tools.0.tools.0.name", "pattern"),
         ({"tools": [{"type": "namespace", "name": f"s{i}", "tools": TOOLS} for i in range(65)]}, "tools", "at most 128"),
