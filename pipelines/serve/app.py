@@ -233,8 +233,9 @@ class Front:
             return
         state = scope.setdefault("state", {})
         until = asyncio.get_running_loop().time() + self.api.limits.seconds
-        state.update(status=LEFT, responses=self.responses, client=api_key(scope), until=until)
-        state["body"] = body = self.bodies.of(self.access.asker(scope).client)
+        asker = self.access.asker(scope)
+        body = self.bodies.of(asker.client)
+        state.update(status=LEFT, responses=self.responses, client=api_key(scope), asker=asker, until=until, body=body)
 
         async def sent(message):
             if message["type"] == "http.response.start":
@@ -253,7 +254,7 @@ class Front:
                 say(f"{words}: {job.summary}" if job else words)
 
     async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asker = self.access.asker(scope)
+        asker = scope["state"]["asker"]
         if self.access.keys and asker.key is None and scope["path"] not in OPEN_PATHS:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             await refusal(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)

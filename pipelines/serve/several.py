@@ -94,6 +94,8 @@ class Several:
             return
         try:
             data = await _body(Request(scope, receive), self.limits.body_bytes)
+            # It is counted, and has its room to the end of the answer.
+            del scope["state"]["body"]
             model = self.model(_named(data))
             front = await self._enter(model)
         except (ApiError, PipelineError) as error:
