@@ -119,14 +119,15 @@ class OpenAI:
         job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
             return Work(row, key, lambda: self._answered(row, key, job.answer()))
+        # There is room for what one row keeps; nobody closes its job, and no more rows run at once than there are slots.
+        job.share.give_back()
         tell = lambda sequence, event: job.events.put_nowait((sequence, event))
         return Work(row, key, lambda: self._answered(row, key, self.api.whole(job), job), job.sequences, tell)  # type: ignore
 
     def failed(self, row: Row, key: str, error: Exception) -> Outcome:
         if isinstance(error, ApiError):
-            anthropic = row.fields.get("url") == MESSAGES
-            told = (error.anthropic_status, error.anthropic_body) if anthropic else (error.status, error.body)
-            return self._outcome(row, key, {"response": _response(key, *told), "error": None}, failed=True)
+            told = _response(key, *error.told(str(row.fields.get("url"))))
+            return self._outcome(row, key, {"response": told, "error": None}, failed=True)
         return self._outcome(
             row, key, {"response": None, "error": {"code": "invalid_request", "message": str(error)}}, failed=True
         )

@@ -126,15 +126,17 @@ class ToolGrammar:
         known = schema.keys() - WORDS - {"type"}
         if not known:
             return "/[^<]*/"
-        if known <= {"enum", "const"}:
-            return f"({' | '.join(quoted(text) for text in schema.get('enum', [schema.get('const')]))})"
+        if known <= {"enum", "const"} and _are_texts(texts := schema.get("enum", [schema.get("const")])):
+            return f"({' | '.join(map(quoted, texts))})"
         raise self._refusal(name)
 
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
         """The properties of an object in their order, those that are not required or not."""
         if schema.keys() - WORDS - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)
-        properties, required = schema.get("properties", {}), schema.get("required", ())
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not (isinstance(properties, dict) and isinstance(required, list)):
+            raise self._refusal(name)
         # What may follow where nothing is written yet, and where something is.
         first = rest = self._rule('""')
         for key, value in reversed(properties.items()):
@@ -152,9 +154,13 @@ def kind(schema: Any) -> str | None:
     """The one type that a schema has, of an enum without one that of its values."""
     if not isinstance(schema, dict):
         return None
-    if "type" not in schema and all(isinstance(value, str) for value in schema.get("enum", [None])):
+    if "type" not in schema and _are_texts(schema.get("enum")):
         return "string"
     return schema.get("type") if isinstance(schema.get("type"), str) else None
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def quoted(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from castiron.pipelines.serve.api import Api, Job
-from castiron.pipelines.serve.errors import ApiError, http_error, speaks_anthropic
+from castiron.pipelines.serve.errors import ApiError, http_error
 from castiron.pipelines.serve.schemas import Asking
 from castiron.pipelines.serve.text_api import TextApi
 
@@ -24,13 +25,13 @@ class ClientLeft(Exception):
     """Nobody waits for the answer any more."""
 
 
-async def answered(request: Request, api: Api, body: Asking, job: Job) -> Response:
-    """The response to a request whose sequences are queued."""
-    request.state.job = job
+async def answered(request: Request, api: TextApi, body: Asking, start: Coroutine[Any, Any, Job]) -> Response:
+    """The response to a request whose sequences `start` queues."""
+    request.state.job = job = await awaited(request, api, start)
     if body.stream:
         return EventStream(api, job)
     try:
-        answer = await while_connected(request.receive, in_time(api, api.whole(job)))
+        answer = await awaited(request, api, api.whole(job))
     finally:
         api.close(job)
     return JSONResponse(answer)
@@ -46,7 +47,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._stream(send))
+            await while_connected(receive, self._stream(send, scope["state"]["until"]))
         except ClientLeft:
             scope["state"]["status"] = LEFT
         except ApiError as error:
@@ -54,7 +55,7 @@ class EventStream(Response):
         finally:
             self.api.close(self.job)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, until: float) -> None:
         started = False
 
         async def event(data: str, kind: str | None = None) -> None:
@@ -73,7 +74,7 @@ class EventStream(Response):
                 await event(_json(chunk), chunk.get("type"))
 
         try:
-            await in_time(self.api, all_chunks())
+            await in_time(self.api, until, all_chunks())
         except ApiError as error:
             if not started:
                 raise
@@ -84,10 +85,15 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def in_time(api: TextApi, work: Coroutine):
-    """The result of `work`; ApiError if it takes longer than a request may."""
+async def awaited(request: Request, api: TextApi, work: Coroutine):
+    """The result of `work`, while the client is there and there is time."""
+    return await while_connected(request.receive, in_time(api, request.state.until, work))
+
+
+async def in_time(api: TextApi, until: float, work: Coroutine):
+    """The result of `work`; ApiError if it is not there when the loop's clock says `until`."""
     try:
-        async with asyncio.timeout(api.limits.seconds):
+        async with asyncio.timeout_at(until):
             return await work
     except TimeoutError:
         message = f"the request took longer than the {api.limits.seconds:g} s that this server allows"
@@ -121,8 +127,7 @@ def noted(request: Request, error: ApiError) -> Response:
 
 def refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
     """In the shape of the API that has the path."""
-    anthropic = speaks_anthropic(path)
-    body, status = (error.anthropic_body, error.anthropic_status) if anthropic else (error.body, error.status)
+    status, body = error.told(path)
     return JSONResponse(body, status, {**error.headers, **(headers or {})})
 
 

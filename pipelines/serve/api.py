@@ -9,7 +9,6 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat_template import check_variables, reads_tools
 from castiron.pipelines.generation.engine import Engine
 from castiron.pipelines.generation.grammar import Grammar, GrammarError
-from castiron.pipelines.generation.model_sampling import model_sampling, settings
 from castiron.pipelines.generation.positions import at_most, room
 from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Failed, Finished, Sequence
@@ -20,15 +19,16 @@ from castiron.pipelines.serve import kept
 from castiron.pipelines.serve.blocks import Blocks
 from castiron.pipelines.serve.clients import ASKER, Share
 from castiron.pipelines.serve.errors import ApiError, api_error
+from castiron.pipelines.serve.models import usual_sampling
 from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Echo, Reply, usage
 from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool, ResponseFormat
-from castiron.pipelines.serve.text_api import Limits, TextApi, described_template, on_the_side
+from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 from castiron.vmfb.manifest import Manifest
 
 # The parameters of a function that names none.
 NOTHING = {"properties": {}, "additionalProperties": False}
-# OpenAI's defaults.
-TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
+# OpenAI's default.
+COMPLETION_TOKENS = 16
 
 
 @dataclass
@@ -67,15 +67,9 @@ class Api(TextApi):
         """As of a TextApi. PipelineError for a generation_config that cannot be used."""
         super().__init__(engine, text, names, manifest, limits)
         self.engine: Engine = engine
-        self.sampling = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
-        if limits.temperature is not None:
-            self.sampling = replace(self.sampling, temperature=limits.temperature)
+        self.sampling = usual_sampling(manifest, limits)
         self.token_bytes = TokenBytes(text.tokenizer)
         self.kept = kept.shares(limits.kept_bytes)
-
-    @property
-    def described(self) -> dict[str, Any]:
-        return super().described | {"sampling": settings(self.sampling), **described_template(self.text.chat_template)}
 
     async def chat(
         self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, bound: bool = False, go_on: bool = False
@@ -119,11 +113,17 @@ class Api(TextApi):
             raise ApiError(400, "best_of other than n is not supported by this server", "best_of", "unsupported_parameter")
         if body.max_tokens == 0 and not body.echo:
             raise ApiError(400, "max_tokens 0 leaves nothing to answer without echo", "max_tokens", "invalid_value")
-        # A prompt of ids is echoed as the text that they are.
-        texts = [p if isinstance(p, str) else self.text.decode(p) for p in parts] if body.echo else [""] * len(parts)
         scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
-        places = await on_the_side(lambda: [self.text.offsets(p) if scored else [] for p in parts])
-        echoes = [Echo(*each) for each in zip(texts, places) for _ in range(body.n or 1)]
+        for prompt in prompts:
+            self._check_room(prompt, body.max_tokens, "prompt")
+
+        def echo(part: str | list[int]) -> Echo:
+            # A prompt of ids is echoed as the text that they are.
+            text = part if isinstance(part, str) else self.text.decode(part)
+            return Echo(text, self.text.offsets(part) if scored else ())
+
+        found = await on_the_side(lambda: list(map(echo, parts))) if body.echo else [Echo()] * len(parts)
+        echoes = [each for each in found for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, echoes)
         job = self._start(
             body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS,

@@ -25,17 +25,17 @@ from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.pipelines.generation.text import load_text
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve import dialects
-from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, in_time, noted, refusal, unknown, while_connected
-from castiron.pipelines.serve.api import Api, Job
+from castiron.pipelines.serve.answers import LEFT, ClientLeft, answered, awaited, noted, refusal, unknown
+from castiron.pipelines.serve.api import Api
 from castiron.pipelines.serve.clients import ASKER, Access, Shares, api_key
 from castiron.pipelines.serve.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.models import described, listed
 from castiron.pipelines.serve.openapi import description_route
 from castiron.pipelines.serve.page import PATHS, page, page_routes
 from castiron.pipelines.serve.responses_store import ResponseStore
 from castiron.pipelines.serve.schemas import (
-    Asking,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -45,7 +45,7 @@ from castiron.pipelines.serve.schemas import (
     TokenizeRequest,
     read,
 )
-from castiron.pipelines.serve.text_api import Limits, TextApi, described_model, listed
+from castiron.pipelines.serve.text_api import Limits, TextApi
 from castiron.vmfb.bundle import Bundle, open_bundle
 
 # A body of a few megabytes takes no longer on any network.
@@ -112,50 +112,48 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         api.check_model(body.model)
         return body
 
-    async def answer(request: Request, body: Asking, job: Job) -> Response:
-        return await answered(request, api, body, job)
-
     async def chat(request: Request) -> Response:
         body = await take(request, ChatRequest)
-        return await answer(request, body, await api.chat(body))
+        return await answered(request, api, body, api.chat(body))
 
     async def complete(request: Request) -> Response:
         body = await take(request, CompletionRequest)
-        return await answer(request, body, await api.complete(body))
+        return await answered(request, api, body, api.complete(body))
 
     async def embeddings(request: Request) -> Response:
         body = await take(request, EmbeddingsRequest)
-        request.state.job = job = await api.embeddings(body)
-        return JSONResponse(await while_connected(request.receive, in_time(api, job.answer())))
+        request.state.job = job = await awaited(request, api, api.embeddings(body))
+        return JSONResponse(await awaited(request, api, job.answer()))
 
     async def rerank(request: Request) -> Response:
         body = await take(request, RerankRequest)
-        request.state.job = job = await api.rerank(body)
-        return JSONResponse(await while_connected(request.receive, in_time(api, job.answer())))
+        request.state.job = job = await awaited(request, api, api.rerank(body))
+        return JSONResponse(await awaited(request, api, job.answer()))
 
     async def tokenize(request: Request) -> Response:
         body = await take(request, TokenizeRequest)
-        tokens = await api.tokenize(body)
+        tokens = await awaited(request, api, api.tokenize(body))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "context_length": api.context})
 
     async def detokenize(request: Request) -> Response:
-        text = await api.detokenize((await take(request, DetokenizeRequest)).tokens)
+        body = await take(request, DetokenizeRequest)
+        text = await awaited(request, api, api.detokenize(body.tokens))
         # llama.cpp's name and vLLM's.
         return JSONResponse({"content": text, "prompt": text})
 
     async def tokenizer_info(_: Request) -> Response:
         return JSONResponse(api.tokenizer_info)
 
-    def described(name: str) -> dict:
-        return described_model(name, started, api.described)
+    def about(name: str) -> dict:
+        return described(name, started, api.manifest, api.text.chat_template, api.limits)
 
     async def models(_: Request) -> Response:
-        return JSONResponse(listed([described(api.names[0])]))
+        return JSONResponse(listed([about(api.names[0])]))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         api.check_model(name)
-        return JSONResponse(described(name))
+        return JSONResponse(about(name))
 
     async def health(_: Request) -> Response:
         healthy = api.engine.healthy
@@ -181,7 +179,7 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
-        *dialects.routes(api, take, answer),
+        *dialects.routes(api, take),
         # Clients that others wrote for have one or another of these.
         *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("/v1/models", models),
@@ -234,8 +232,10 @@ class Front:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state.update(status=LEFT, responses=self.responses, client=api_key(scope))
-        state["body"] = body = self.bodies.of(self.access.asker(scope).client)
+        until = asyncio.get_running_loop().time() + self.api.limits.seconds
+        asker = self.access.asker(scope)
+        body = self.bodies.of(asker.client)
+        state.update(status=LEFT, responses=self.responses, client=api_key(scope), asker=asker, until=until, body=body)
 
         async def sent(message):
             if message["type"] == "http.response.start":
@@ -254,7 +254,7 @@ class Front:
                 say(f"{words}: {job.summary}" if job else words)
 
     async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asker = self.access.asker(scope)
+        asker = scope["state"]["asker"]
         if self.access.keys and asker.key is None and scope["path"] not in OPEN_PATHS:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             await refusal(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)

@@ -2,15 +2,41 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 
 from castiron.pipelines.serve.errors import ApiError
-from castiron.pipelines.serve.schemas import Model, bad
+from castiron.pipelines.serve.schemas import Body, Model, bad
 
-# Parts that are text; what else they carry is about caching, citations and probabilities.
-TEXTS = ("text", "input_text", "output_text")
+
+class OneOf:
+    """Describes an object that is read later, as one of these kinds."""
+
+    def __init__(self, *kinds: type[BaseModel]):
+        self.kinds = kinds
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(kind.__pydantic_core_schema__) for kind in self.kinds]}
+
+
+class Kind(Body):
+    """An object as `parsed` reads it: a field that is null is none, whatever its name."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+
+class TextPart(BaseModel):
+    """What else it carries is about caching, citations and probabilities."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+TEXTS = get_args(TextPart.model_fields["type"].annotation)
+# Text, or its parts.
+Content = str | Annotated[list[Annotated[dict[str, Any], OneOf(TextPart)]], Field(fail_fast=True)]
 
 
 def parsed(kind: type[Model], value: Any, place: str) -> Model:

@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from castiron.pipelines.serve import messages_request, responses_request
+from castiron.pipelines.serve.answers import answered, awaited
 from castiron.pipelines.serve.content import named
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages_reply import MessagesReply
@@ -15,16 +16,14 @@ from castiron.pipelines.serve.responses_reply import ResponsesReply
 from castiron.pipelines.serve.responses_store import ResponseStore
 from castiron.pipelines.serve.text_api import TextApi
 
-# Reads the body of a request as one of a kind, and answers one whose sequences are queued.
+# Reads the body of a request as one of a kind.
 Take = Callable[[Request, type], Awaitable[Any]]
-Answer = Callable[[Request, Any, Any], Awaitable[Response]]
 # What keeps responses, and the owner of those that a client may see.
 Keeper = tuple[ResponseStore, bytes]
 
 
 async def response(api: TextApi, body: responses_request.ResponsesRequest, keeper: Keeper | None = None) -> Any:
     """Starts the answer to a request for a response; None keeps none and knows of none before."""
-    asked, conversation = _asked(body, keeper)
 
     def keep(response: dict) -> None:
         store, owner = keeper
@@ -35,6 +34,7 @@ async def response(api: TextApi, body: responses_request.ResponsesRequest, keepe
         return ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(asked), keeping)
 
     with named(responses_request.FIELDS):
+        asked, conversation = _asked(body, keeper)
         return await api.chat(asked, reply, bound=True)
 
 
@@ -47,28 +47,29 @@ async def message(api: TextApi, body: messages_request.MessagesRequest) -> Any:
         return await api.chat(asked, reply, bound=True, go_on=messages_request.goes_on(body))
 
 
-def routes(api: TextApi, take: Take, answer: Answer) -> list[Route]:
+def routes(api: TextApi, take: Take) -> list[Route]:
     """Those of a model."""
 
     async def respond(request: Request) -> Response:
         body = await take(request, responses_request.ResponsesRequest)
-        return await answer(request, body, await response(api, body, _store(request)))
+        return await answered(request, api, body, response(api, body, _store(request)))
 
     async def count_input(request: Request) -> Response:
-        asked, _ = _asked(await take(request, responses_request.InputTokensRequest), _store(request))
+        body = await take(request, responses_request.InputTokensRequest)
         with named(responses_request.FIELDS):
-            count = await api.count(asked)
+            asked, _ = _asked(body, _store(request))
+            count = await awaited(request, api, api.count(asked))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def send_message(request: Request) -> Response:
         body = await take(request, messages_request.MessagesRequest)
-        return await answer(request, body, await message(api, body))
+        return await answered(request, api, body, message(api, body))
 
     async def count_tokens(request: Request) -> Response:
         body = await take(request, messages_request.CountTokensRequest)
         asked = messages_request.chat_request(body, api.variables)
         with named(messages_request.FIELDS):
-            count = await api.count(asked, go_on=messages_request.goes_on(body))
+            count = await awaited(request, api, api.count(asked, go_on=messages_request.goes_on(body)))
         return JSONResponse({"input_tokens": count})
 
     posted = {

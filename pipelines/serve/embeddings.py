@@ -15,6 +15,7 @@ import numpy as np
 from castiron.pipelines.embedding import Embedder, Given, Tokens, ranked
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import QUEUES, QueueFull, Stopping
+from castiron.pipelines.generation.scheduler import ModelFailed
 from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.metrics import ModelMetrics
@@ -61,7 +62,7 @@ class EmbeddingsEngine:
         self._thread.shutdown(cancel_futures=True)
 
     async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
-        """The vector of each text; QueueFull or Stopping."""
+        """The vector of each text; QueueFull, Stopping, or ModelFailed where the weights are not what they were."""
         if self._draining:
             raise Stopping
         client = ASKER.get().client
@@ -85,7 +86,7 @@ class EmbeddingsEngine:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
             except FileChanged as error:
                 self.lost = error
-                raise
+                raise ModelFailed(error) from error
 
 
 class EmbeddingsJob:
@@ -115,13 +116,6 @@ class EmbeddingsApi(TextApi):
         self.embedder, self.context = embedder, embedder.facts.max_tokens
         if embedder.facts.relevance:
             self.endpoint = "/v1/rerank"
-
-    @property
-    def described(self) -> dict[str, Any]:
-        if self.embedder.facts.relevance:
-            return super().described
-        prompts = dict(self.embedder.facts.prompts)
-        return super().described | {"dimensions": self.embedder.bundle.manifest.hidden, "prompts": prompts}
 
     async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
         """A request whose texts are tokens; ApiError for one that cannot be answered."""

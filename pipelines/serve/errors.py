@@ -47,6 +47,12 @@ class ApiError(Exception):
         details = {"details": {"error_code": self.code, "unsupported": [self.param]}} if refused else {}
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
+    def told(self, path: str) -> tuple[int, dict]:
+        """Status and body, in the shape of the API that has the path."""
+        if speaks_anthropic(path):
+            return self.anthropic_status, self.anthropic_body
+        return self.status, self.body
+
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:

@@ -53,10 +53,12 @@ def check_noticed(render: Render, messages: Sequence[Mapping[str, Any]]) -> None
 
 def placed(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The messages, with all that the system says in one at the beginning if the template has no place for it further on."""
-    late = [message for message in messages[1:] if message["role"] == "system"]
-    if not late:
+    other = [
+        {**message, "content": f"{message['content']}x"} if index and message["role"] == "system" else message
+        for index, message in enumerate(messages)
+    ]
+    if other == messages:
         return messages
-    other = [{**message, "content": f"{message['content']}x"} if message in late else message for message in messages]
     with contextlib.suppress(PipelineError):
         if render(other) != render(messages):
             return messages

@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from castiron.pipelines.serve.content import one_of, parsed, part_of, text_of, unsupported
+from castiron.pipelines.serve.content import Content, Kind, OneOf, TextPart, one_of, parsed, part_of, text_of, unsupported
 from castiron.pipelines.serve.schemas import (
     MAX_MESSAGES,
     Asking,
     Body,
     ChatRequest,
+    DirectCallers,
     Function,
     FunctionIdentifier,
     FunctionName,
@@ -27,29 +28,23 @@ from castiron.pipelines.serve.schemas import (
     Tool,
 )
 
-Content = str | Objects
 # Fields of a chat, by the names that they have here.
 FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
 
 
-class Turn(Body):
-    role: Literal["user", "assistant", "system"]
-    content: Content
-
-
-class Marked(Body):
+class Marked(Kind):
     """What may say where a cache begins: beginnings that prompts share are computed once without being told."""
 
     cache_control: Any = None
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(Kind):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Body):
+class RedactedThinkingBlock(Kind):
     """Thoughts that another server has encrypted."""
 
     type: Literal["redacted_thinking"]
@@ -75,6 +70,12 @@ class ToolResultBlock(Marked):
 
 # What an answer has besides text.
 ANSWERED = {"thinking": ThinkingBlock, "redacted_thinking": RedactedThinkingBlock, "tool_use": ToolUseBlock}
+AnyBlock = Annotated[dict[str, Any], OneOf(TextPart, *ANSWERED.values(), ToolResultBlock)]
+
+
+class Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[AnyBlock], Field(fail_fast=True)]
 
 
 class CustomTool(Marked):
@@ -85,7 +86,7 @@ class CustomTool(Marked):
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
+    allowed_callers: DirectCallers | None = None
 
 
 class ToolChoice(Body):
@@ -126,7 +127,7 @@ class PromptOfMessage(Body):
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Content | None = None
-    tools: Annotated[Objects, Field(max_length=128)] | None = None
+    tools: Annotated[list[Annotated[dict[str, Any], OneOf(CustomTool)]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -192,7 +193,7 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
     if isinstance(body, MessagesRequest):
         given |= {name: getattr(body, name) for name in Asking.model_fields}
         given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
-    return ChatRequest(**given)
+    return parsed(ChatRequest, given, "")
 
 
 def _calls(turn: Turn) -> bool:
@@ -206,7 +207,8 @@ def _answer(turn: Turn, place: str) -> dict[str, Any]:
     words, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for index, block in enumerate(turn.content):
         here = f"{place}.{index}"
-        if block.get("type") not in ANSWERED:
+        # A list, as what stands there may be anything.
+        if block.get("type") not in [*ANSWERED]:
             words.append(part_of(block, here))
             continue
         match one_of(ANSWERED, block, here):

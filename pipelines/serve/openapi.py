@@ -24,8 +24,8 @@ PATH = "/openapi.json"
 JSON, HTML, PLAIN, EVENTS = "application/json", "text/html", "text/plain", "text/event-stream"
 # Where a schema or a response of `components` is.
 SCHEMA, RESPONSE = "#/components/schemas/{model}", "#/components/responses/{}"
-# What may be refused of every request, of one with a body, and of one that the model works at.
-ANY, BODY, WORK = (401, 403, 500), (400, 404, 408, 413, 415, 429, 503), (504,)
+# What may be refused of every request, and of one with a body.
+ANY, BODY = (401, 403, 500), (400, 404, 408, 413, 415, 429, 503, 504)
 REFUSALS = {
     400: "the request is wrong; the message says where and what to do",
     401: "the API key is missing or wrong",
@@ -69,8 +69,8 @@ class Operation:
     streams: bool = False
 
 
-def _asked(summary: str, body: type[schemas.Body], answer: dict, *, works: bool = True, streams: bool = False) -> Operation:
-    return Operation(summary, body, answer, (JSON, EVENTS) if streams else (JSON,), BODY + WORK * works, streams=streams)
+def _asked(summary: str, body: type[schemas.Body], answer: dict, *, streams: bool = False) -> Operation:
+    return Operation(summary, body, answer, (JSON, EVENTS) if streams else (JSON,), BODY, streams=streams)
 
 
 def _completion(kind: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ OPERATIONS = {
     ),
     "POST /v1/responses/input_tokens": _asked(
         "the tokens of a response's prompt", responses_request.InputTokensRequest,
-        fields(object="response.input_tokens", input_tokens=COUNT), works=False,
+        fields(object="response.input_tokens", input_tokens=COUNT),
     ),
     "GET /v1/responses/{name}": Operation(
         "a response that is kept", None, fields(id=TEXT, object="response", output=LIST), refusals=(400, 404)
@@ -108,17 +108,17 @@ OPERATIONS = {
         streams=True,
     ),
     "POST /v1/messages/count_tokens": _asked(
-        "the tokens of a message's prompt", messages_request.CountTokensRequest, fields(input_tokens=COUNT), works=False
+        "the tokens of a message's prompt", messages_request.CountTokensRequest, fields(input_tokens=COUNT)
     ),
     "POST /v1/rerank": _RERANK, "POST /v2/rerank": _RERANK, "POST /rerank": _RERANK,
     "GET /v1/models": Operation("the models", None, fields(object="list", data={"type": "array", "items": MODEL})),
     "GET /v1/models/{name}": Operation("one model", None, MODEL, refusals=(404,)),
     "POST /tokenize": _asked(
         "the tokens of a text or of messages", schemas.TokenizeRequest,
-        fields(tokens=IDS, count=COUNT, context_length=COUNT), works=False,
+        fields(tokens=IDS, count=COUNT, context_length=COUNT),
     ),
     "POST /detokenize": _asked(
-        "the text of tokens", schemas.DetokenizeRequest, fields(content=TEXT, prompt=TEXT), works=False
+        "the text of tokens", schemas.DetokenizeRequest, fields(content=TEXT, prompt=TEXT)
     ),
     "GET /tokenizer_info": Operation("what the tokenizer is", None, fields(tokenizer_class=TEXT, model_max_length=COUNT)),
     "GET /health": Operation("whether it serves", None, STATUS, key=False),
@@ -180,14 +180,13 @@ def description(names: tuple[str, ...]) -> bytes:
 
 
 def _operation(name: str, path: str, operation: Operation) -> dict[str, Any]:
-    anthropic = speaks_anthropic(path)
+    dialect = "AnthropicError" if speaks_anthropic(path) else "Error"
     stream = "; where the request says stream: true, as server-sent events from the first token on" * operation.streams
     content = {kind: {"schema": operation.answer if kind == JSON else TEXT} for kind in operation.media}
     answers: dict[str, Any] = {"200": {"description": operation.summary + stream, "content": content}}
     for status in sorted({*ANY, *operation.refusals} - ({401} if not operation.key else set())):
-        error = ApiError(status, "")
-        shown = error.anthropic_status if anthropic else status
-        answers[str(shown)] = {"$ref": RESPONSE.format(_refusal(status, "AnthropicError" if anthropic else "Error"))}
+        shown, _ = ApiError(status, "").told(path)
+        answers[str(shown)] = {"$ref": RESPONSE.format(_refusal(status, dialect))}
     if path == "/health":
         answers["503"] = {"description": "the server is ending", "content": content}
     found: dict[str, Any] = {

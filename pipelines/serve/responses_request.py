@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from castiron.pipelines.serve.content import one_of, text_of, unsupported
+from castiron.pipelines.serve.content import Content, Kind, OneOf, TextPart, one_of, parsed, text_of, unsupported
 from castiron.pipelines.serve.errors import ApiError
-from castiron.pipelines.serve.responses_tools import chosen_tools, full_name
+from castiron.pipelines.serve.responses_tools import AnyTool, chosen_tools, full_name
 from castiron.pipelines.serve.schemas import (
+    MAX_MESSAGES,
     Asking,
     Body,
     ChatRequest,
@@ -21,7 +23,6 @@ from castiron.pipelines.serve.schemas import (
     ResponseFormat,
 )
 
-Content = str | Objects
 # Fields of a chat, by the names that they have here.
 FIELDS = {
     "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
@@ -30,16 +31,24 @@ FIELDS = {
 LOGPROBS = "message.output_text.logprobs"
 
 
-class InputMessage(Body):
+class Refusal(BaseModel):
+    """A part of an earlier answer, whose words are text too."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputMessage(Kind):
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: str | Annotated[list[Annotated[dict[str, Any], OneOf(TextPart, Refusal)]], Field(fail_fast=True)]
     type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
 
 
-class FunctionCall(Body):
+class FunctionCall(Kind):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -51,7 +60,7 @@ class FunctionCall(Body):
     status: str | None = None
 
 
-class FunctionCallOutput(Body):
+class FunctionCallOutput(Kind):
     wanted_here: ClassVar[dict[str, str]] = {"output": "a string or a list of parts of type input_text"}
 
     type: Literal["function_call_output"]
@@ -63,7 +72,7 @@ class FunctionCallOutput(Body):
     namespace: str | None = None
 
 
-class ReasoningItem(Body):
+class ReasoningItem(Kind):
     """Thoughts of an earlier answer; those that are encrypted are another server's."""
 
     type: Literal["reasoning"]
@@ -78,10 +87,18 @@ class ReasoningItem(Body):
         return "".join(text for part in parts if isinstance(text := part.get("text"), str))
 
 
+class ItemReference(Kind):
+    """Stands for an item of a response that is kept."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 ITEMS: dict[str, type[Body]] = {
     "message": InputMessage, "function_call": FunctionCall, "function_call_output": FunctionCallOutput,
     "reasoning": ReasoningItem,
 }  # fmt: skip
+AnyItem = Annotated[dict[str, Any], OneOf(*ITEMS.values(), ItemReference)]
 
 
 class TextFormat(Body):
@@ -115,15 +132,15 @@ class PromptOfResponse(Body):
     """What makes the prompt of a response."""
 
     wanted_here: ClassVar[dict[str, str]] = {
-        "input": "a string or a list of items",
+        "input": f"a string or a list of at most {MAX_MESSAGES} items",
         "tool_choice": 'none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
         "verbosity": "medium, or left out: this server knows no others",
     }
 
-    input: Content | None = None
+    input: str | Annotated[list[AnyItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[Objects, Field(max_length=128)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -141,8 +158,8 @@ class PromptOfResponse(Body):
         for index, item in enumerate(found):
             if item.get("type") != "item_reference":
                 continue
-            name = item.get("id")
-            if (whole := kept(name) if isinstance(name, str) else None) is None:
+            name = parsed(ItemReference, item, f"input.{index}").id
+            if (whole := kept(name)) is None:
                 raise unsupported(f"input.{index}.id", f"this server has no item {name!r:.80} (any more); send the item itself")
             found[index] = whole
         return found
@@ -230,10 +247,11 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
     conversation = [*before, *messages]
     if body.instructions:
         conversation.insert(0, Message(role="system", content=body.instructions))
-    while len(conversation) > 1 and {conversation[0].role, conversation[1].role} <= {"system", "developer"}:
+    first = list(takewhile(lambda message: message.role in ("system", "developer"), conversation))
+    if len(first) > 1:
         # Templates know one of these at the beginning.
-        text = "\n\n".join(message.plain()["content"] for message in conversation[:2])
-        conversation[:2] = [Message(role="system", content=text)]
+        text = "\n\n".join(message.plain()["content"] for message in first)
+        conversation[: len(first)] = [Message(role="system", content=text)]
     if not conversation:
         raise ApiError(400, "you must provide input", "input", "missing_required_parameter")
     given: dict[str, Any] = {"messages": conversation, "chat_template_kwargs": body.chat_template_kwargs}
@@ -246,10 +264,10 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
         given |= {name: getattr(body, name) for name in Asking.model_fields} | {"max_tokens": body.max_output_tokens}
         if body.logprobs:
             given |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return ChatRequest(**given)
+    return parsed(ChatRequest, given, "")
 
 
-def _without_refusals(content: Content) -> Content:
+def _without_refusals(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """An answer's parts, where a refusal is text too."""
     if isinstance(content, str):
         return content

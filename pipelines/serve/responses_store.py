@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from castiron.pipelines.serve.schemas import Message
 
 @dataclass(frozen=True)
 class Kept:
-    """A response as JSON, the ids of its items, and the messages of its conversation to its end, without its instructions."""
+    """A response as JSON, its items by their ids, and the messages of its conversation to its end, without its instructions."""
 
     owner: bytes
     body: bytes
-    items: tuple[str, ...]
+    items: Mapping[str, dict[str, Any]]
     messages: Sequence[Message]
     bytes: int
 
@@ -34,7 +34,7 @@ class ResponseStore:
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         size = len(body) + sum(len(message.model_dump_json()) for message in messages)
-        items = tuple(item["id"] for item in response.get("output", ()))
+        items = {item["id"]: _without_logprobs(item) for item in response.get("output", ())}
         self._kept[response["id"]] = Kept(owner, body, items, messages, size)
         self._items |= dict.fromkeys(items, response["id"])
         while self._kept and (len(self._kept) > self.count or sum(each.bytes for each in self._kept.values()) > self.bytes):
@@ -62,8 +62,13 @@ class ResponseStore:
     def item(self, owner: bytes, name: str) -> dict[str, Any] | None:
         """An item of an answer that is kept; None for one that is not, or not for this owner."""
         found = self.get(owner, self._items.get(name, ""))
-        return next((item for item in json.loads(found.body)["output"] if item["id"] == name), None) if found else None
+        return found.items[name] if found else None
 
     def _forget(self, name: str) -> None:
         for item in self._kept.pop(name).items:
             del self._items[item]
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """What a later request says by an item; its log-probabilities take a hundred times as much."""
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]} if "content" in item else item

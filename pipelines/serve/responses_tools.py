@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from castiron.pipelines.serve.content import one_of, parsed
-from castiron.pipelines.serve.schemas import Body, Function, FunctionIdentifier, FunctionName, NamedTool, Objects, Tool
+from pydantic import Field
+
+from castiron.pipelines.serve.content import Kind, OneOf, one_of, parsed
+from castiron.pipelines.serve.schemas import (
+    DirectCallers,
+    Function,
+    FunctionIdentifier,
+    FunctionName,
+    NamedTool,
+    Objects,
+    Tool,
+)
 
 
-class FunctionTool(Body):
+class FunctionTool(Kind):
     type: Literal["function"]
     name: FunctionIdentifier
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: DirectCallers | None = None
 
 
-class Namespace(Body):
+class Namespace(Kind):
     """Functions that go by its name and theirs."""
 
     type: Literal["namespace"]
     name: FunctionIdentifier
     description: str | None = None
-    tools: Objects
+    tools: Annotated[list[Annotated[dict[str, Any], OneOf(FunctionTool)]], Field(fail_fast=True)]
 
 
-class AllowedTools(Body):
+AnyTool = Annotated[dict[str, Any], OneOf(FunctionTool, Namespace)]
+
+
+class AllowedTools(Kind):
     """Those of the tools that may be called now."""
 
     type: Literal["allowed_tools"]
@@ -36,7 +49,7 @@ class AllowedTools(Body):
     tools: Objects
 
 
-class ChosenFunction(Body):
+class ChosenFunction(Kind):
     type: Literal["function"]
     name: str
     namespace: str | None = None
@@ -58,23 +71,25 @@ def names_of(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def functions(tools: Iterable[dict[str, Any]]) -> list[Function]:
-    """All of them, by their full names; ApiError for tools that a server would have to run itself."""
+    """All of them, by their full names; ApiError for tools that a server would have to run itself, and for names that are too
+    long together."""
     found: list[Function] = []
 
-    def add(one: FunctionTool, space: Namespace | None = None, about: str | None = None) -> None:
+    def add(one: FunctionTool, here: str, space: Namespace | None = None, about: str | None = None) -> None:
         described = " ".join(filter(None, [about, one.description])) or None
-        name = full_name(space and space.name, one.name)
-        found.append(Function(name=name, description=described, parameters=one.parameters, strict=one.strict))
+        named = {"name": full_name(space and space.name, one.name), "description": described}
+        found.append(parsed(Function, named | {"parameters": one.parameters, "strict": one.strict}, here))
 
     for index, tool in enumerate(tools):
         here = f"tools.{index}"
         one = one_of({"function": FunctionTool, "namespace": Namespace}, tool, here)
         if isinstance(one, FunctionTool):
-            add(one)
+            add(one, here)
             continue
         for place, each in enumerate(one.tools):
+            inner = f"{here}.tools.{place}"
             # The first says what all of them are about.
-            add(one_of({"function": FunctionTool}, each, f"{here}.tools.{place}"), one, None if place else one.description)
+            add(one_of({"function": FunctionTool}, each, inner), inner, one, None if place else one.description)
     return found
 
 

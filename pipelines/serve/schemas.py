@@ -21,6 +21,8 @@ FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{
 # A list of a million things that are wrong has one error, which is the one that is told.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# Of a function: nothing but the model calls it.
+DirectCallers = Annotated[list[Literal["direct"]], Field(fail_fast=True)]
 # A request may ask for several answers; each is a sequence that queues.
 MAX_CHOICES = 128
 # Texts of a request for embeddings, as OpenAI has it.

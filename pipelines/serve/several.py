@@ -8,7 +8,6 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,20 +19,18 @@ from starlette.types import Receive, Scope, Send
 from castiron.pipelines.cli import explain
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.engine import Engine, Stopping
-from castiron.pipelines.generation.model_sampling import model_sampling, settings
-from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.measuring.memory import needed, slots_of, total_bytes
 from castiron.pipelines.progress import say
 from castiron.pipelines.serve.answers import noted, refusal, unknown
-from castiron.pipelines.serve.api import TEMPERATURE
 from castiron.pipelines.serve.app import Front, _body
 from castiron.pipelines.serve.dialects import stored_routes
 from castiron.pipelines.serve.errors import ApiError, api_error
 from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.serve.models import described, listed
 from castiron.pipelines.serve.openapi import POSTED, description_route
 from castiron.pipelines.serve.page import page, page_routes
 from castiron.pipelines.serve.schemas import TokenizeRequest, read
-from castiron.pipelines.serve.text_api import Limits, described_model, described_template, listed
+from castiron.pipelines.serve.text_api import Limits
 from castiron.vmfb.bundle import Bundle
 
 
@@ -97,6 +94,8 @@ class Several:
             return
         try:
             data = await _body(Request(scope, receive), self.limits.body_bytes)
+            # It is counted, and has its room to the end of the answer.
+            del scope["state"]["body"]
             model = self.model(_named(data))
             front = await self._enter(model)
         except (ApiError, PipelineError) as error:
@@ -203,13 +202,8 @@ class Several:
 
     def _described(self, model: Served, name: str) -> dict:
         """What `create_app` says of a model, and whether it is open now."""
-        manifest = model.bundle.manifest
-        sampling = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
-        if self.limits.temperature is not None:
-            sampling = replace(sampling, temperature=self.limits.temperature)
-        draws = {} if manifest.encoder else {"sampling": settings(sampling), **described_template(model.template)}
-        more = {"context_length": manifest.context, **draws, "loaded": model.front is not None}
-        return described_model(name, self.started, more)
+        loaded = model.front is not None
+        return described(name, self.started, model.bundle.manifest, model.template, self.limits, loaded=loaded)
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok" if self.healthy else "stopping"}, 200 if self.healthy else 503)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
@@ -74,14 +73,9 @@ class TextApi:
     def __init__(self, engine: Runs, text: Text, names: list[str], manifest: Manifest, limits: Limits):
         """`names[0]` is the model's name; the others are taken for it too."""
         self.engine, self.text, self.names, self.limits = engine, text, tuple(names), limits
-        self.context, self.vocab = manifest.context, manifest.vocab
+        self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
         # One process renders templates: whoever keeps it busy waits until the others have been there.
         self.rendering = Turns()
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """What /v1/models says besides the name."""
-        return {"context_length": self.context}
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 for a name that is not this model's; none at all is this model."""
@@ -197,27 +191,15 @@ class TextApi:
             raise ApiError(400, message, param, "invalid_value")
 
 
-def described_model(name: str, started: int, described: Mapping[str, Any]) -> dict[str, Any]:
-    """A model as /v1/models shows it, by the names of OpenAI's API and of Anthropic's; `started`: when its server did, in
-    seconds since 1970."""
-    context, date = described["context_length"], datetime.fromtimestamp(started, UTC)
-    return {
-        "id": name, "object": "model", "created": started, "owned_by": "castiron", "type": "model", "display_name": name,
-        "created_at": f"{date:%Y-%m-%dT%H:%M:%SZ}", "lifecycle": "active", "max_input_tokens": context, "max_tokens": context,
-        **described,
-    }  # fmt: skip
-
-
-def listed(models: list[dict[str, Any]]) -> dict[str, Any]:
-    """All of them, on one page."""
-    return {"object": "list", "data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
-
-
-def described_template(template: str | None) -> dict[str, Any]:
-    """What /v1/models says of a chat template: whether there is one, and which variables a request may give it."""
-    return {"chat_template": template is not None, "template_variables": variables_of(template or "")}
-
-
 async def on_the_side(function: Callable, *arguments):
-    """Runs what may take long for a long text without holding up the other requests."""
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    """Runs what may take long for a long text without holding up the other requests; who is cancelled still waits for its end,
+    as it goes on."""
+    work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        await asyncio.wait([work])
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        # Whatever came of it, nobody asks.
+        work.exception()
+        raise
+    return work.result()

@@ -44,6 +44,10 @@ def test_what_costs_too_much_is_refused_before_it_costs(path):
         assert "at most 1024 items" in refused({**BODY, "logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}})
         assert "messages.0" in refused(b'{"messages":[' + b"{}," * 800_000 + b"{}]}", "/v1/chat/completions")
         assert "prompt must be" in refused(b'{"prompt":[' + b"-1," * 800_000 + b"1]}")
+        assert "the prompt has 600000 tokens" in refused({"prompt": [5] * 600_000, "echo": True, "logprobs": 1})
+        callers = [{"type": "function", "name": "f", "allowed_callers": [5] * 600_000}]
+        assert "tools.0.allowed_callers.0" in refused({"input": "x", "tools": callers}, "/v1/responses")
+        assert "at most 16384 items" in refused({"input": [{"role": "system", "content": ""}] * 60_000}, "/v1/responses")
         assert "--scheduling-policy priority" in refused({**BODY, "priority": 1})
         assert "priority" in refused({**BODY, "priority": 2**60})
         assert client.post("/v1/completions", json={**BODY, "priority": 0}).status_code == 200

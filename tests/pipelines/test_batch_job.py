@@ -30,12 +30,17 @@ from castiron.pipelines.batch import rows as rows_module
 from castiron.pipelines.batch import window
 from castiron.pipelines.batch.job import Summary, answering, run_job
 from castiron.pipelines.batch.journal import TITLE, Journal
+from castiron.pipelines.batch.openai import OpenAI
 from castiron.pipelines.batch.plain import Prompts, Wanted
 from castiron.pipelines.batch.requests import Requests
 from castiron.pipelines.batch.rows import Row
 from castiron.pipelines.commands import batch as command
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.generation.text import load_text
+from castiron.pipelines.serve import kept
+from castiron.pipelines.serve.errors import ApiError
+from castiron.vmfb.bundle import open_bundle
 from tests.pipelines import served
 from tests.pipelines.test_scheduler import CONTEXT, EOS, PROMPTS, TEXT, VOCAB, FakeBatch, alone
 
@@ -238,6 +243,20 @@ def test_what_a_body_does_not_say_is_as_the_job_has_it_in_every_form(job, tmp_pa
     told = {row["custom_id"]: row["response"]["body"] for row in read(tmp_path / "out.jsonl")}
     assert told["/v1/responses"]["usage"]["output_tokens"] == told["/v1/messages"]["usage"]["output_tokens"] == 3
     assert told["/v1/responses"]["status"] == "incomplete" and told["/v1/messages"]["stop_reason"] == "max_tokens"
+
+
+def test_rows_have_as_much_room_as_requests_and_take_none_from_each_other(path, monkeypatch):
+    monkeypatch.setattr(kept, "total_bytes", lambda: 32_000_000)
+    bundle = open_bundle(path)
+    made = OpenAI(bundle.manifest, load_text(bundle), ["tiny"], {})
+
+    def work(**body):
+        fields = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "regex": "a+", **body}}
+        return made.work(Row(0, fields, fields, b""), "", 0)
+
+    assert [len(work().sequences) for _ in range(4)] == [1] * 4
+    with pytest.raises(ApiError, match="there are 2.0 MB for one client"):
+        work(n=2)
 
 
 def test_a_row_that_is_none_says_why_and_the_others_go_on(job, tmp_path):

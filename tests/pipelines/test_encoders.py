@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 from safetensors.numpy import load_file, save_file
+from starlette.testclient import TestClient
 from transformers import AutoConfig
 
 import castiron
@@ -18,6 +19,8 @@ from castiron.pipelines import cli
 from castiron.pipelines.casting.compile import Options, build_model, compile_model
 from castiron.pipelines.checkpoints import CheckpointError, open_checkpoint
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.serve.app import open_app
+from castiron.pipelines.serve.several import Several
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.encoder import Encoder
 from castiron.vmfb.manifest import BundleError, dump, parse
@@ -311,7 +314,11 @@ def test_a_server_gives_embeddings(qwen, tmp_path, tmp_path_factory):
             with pytest.raises(BadRequestError, match="generates none; use /v1/embeddings"):
                 client.post(path, body=more, cast_to=object)
         (listed,) = client.models.list().data
-        assert (listed.dimensions, listed.prompts) == (64, encoders.PROMPTS)
+        assert (listed.dimensions, listed.prompts, listed.context_length) == (64, encoders.PROMPTS, 60)
+    several = TestClient(Several([open_bundle(bundle)], open_app, keep=1).app)
+    (told,) = several.get("/v1/models").json()["data"]
+    ours = {name: value for name, value in listed.model_dump(exclude_unset=True).items() if not name.startswith("created")}
+    assert ours == {name: value for name, value in told.items() if name in ours} and told["loaded"] is False
     assert "4 texts of" in (tmp_path / "log").read_text()
     generating = served.bundle(tmp_path_factory.getbasetemp())
     with served.served(generating, tmp_path / "log") as running, OpenAI(base_url=f"{running.url}/v1", api_key="-") as client:

@@ -251,6 +251,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "n"}]}]}, "must provide messages.0.content.0.input"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "254 tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),
+        ({"messages": [*HI, {"role": "assistant", "content": [{"type": []}]}]}, "a part of type [] is none"),
         ({"tool_choice": {"type": "any"}}, "needs tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name the tool"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "takes nothing out"),
@@ -287,6 +288,8 @@ def test_errors_have_anthropics_types(app, client, monkeypatch):
         assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
     large = app.post(PATH, content=b" " * 5_000_000, headers={"content-type": "application/json"})
     assert large.status_code == 413 and large.json()["error"]["type"] == "request_too_large"
+    many = app.post(PATH, json={**ASKED, "messages": HI * 16384, "system": "x"})
+    assert many.status_code == 400 and "messages: list should have at most 16384 items" in many.text
     talking.say(monkeypatch, app, "abc", PipelineError("broken"))
     with pytest.raises(anthropic.InternalServerError) as error:
         client.messages.create(model="tiny", messages=HI, max_tokens=9)

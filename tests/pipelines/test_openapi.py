@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import jsonschema
 import pytest
 import requests
 import schemathesis
@@ -71,6 +72,27 @@ def test_bodies_and_keys_are_described_as_they_are_read_and_asked_for(front, mon
             assert client.request(method, url, headers=KEY, json={}).status_code == 400
             (schema,) = (each["schema"]["$ref"] for each in operation["requestBody"]["content"].values())
             assert schema == f"#/components/schemas/{kinds.pop().__name__}", path
+
+
+HI = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+
+
+@pytest.mark.parametrize(("kind", "field", "good", "bad"), [
+    ("ResponsesRequest", "input", [HI, {**CALL, "encrypted_content": None}, {"type": "item_reference", "id": "1"}], {**CALL, "name": 5}),
+    ("ResponsesRequest", "input", [{**HI, "content": [{"type": "input_text", "text": "hi", "note": 1}]}], {**HI, "content": [{}]}),
+    ("ResponsesRequest", "tools", [{"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f"}]}], {"type": "function"}),
+    ("MessagesRequest", "messages", [HI, {"role": "assistant", "content": [USE]}], {"role": "assistant", "content": [{**USE, "input": 5}]}),
+    ("MessagesRequest", "tools", [{"name": "f", "input_schema": {}}], {"name": "f"}),
+])  # fmt: skip
+def test_items_and_blocks_are_described(front, kind, field, good, bad):
+    schemas = TestClient(front, headers=KEY).get(PATH).json()["components"]["schemas"]
+    whole = {"$ref": f"#/components/schemas/{kind}", "components": {"schemas": schemas}}
+    required = {"messages": [HI], "max_tokens": 1} if kind == "MessagesRequest" else {}
+    jsonschema.validate({**required, field: good}, whole)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**required, field: [*good, bad]}, whole)
 
 
 def test_a_server_of_several_models_describes_theirs_too(path, front):

@@ -290,9 +290,11 @@ def test_what_is_kept_is_bounded():
     assert [bool(store.get(b"me", name)) for name in "abcd"] == [True, False, True, True]
     store.put(b"me", {"id": "e", "text": "x" * 1500}, [message])
     assert [bool(store.get(b"me", name)) for name in "abcde"] == [False, False, True, True, True]
-    item = {"id": "item", "type": "message"}
+    item = {"id": "item", "type": "message", "content": [{"text": "x", "logprobs": [{"token": "x"}]}]}
     store.put(b"me", {"id": "f", "output": [item]}, [])
-    assert store.item(b"me", "item") == item and not store.item(b"you", "item")
+    # What refers to it a thousand times takes as little as what refers to it once.
+    assert store.item(b"me", "item") is store.item(b"me", "item") and not store.item(b"you", "item")
+    assert store.item(b"me", "item") == {**item, "content": [{"text": "x", "logprobs": []}]}
     store.delete(b"me", "f")
     assert not store.item(b"me", "item") and not store._items
 
@@ -301,11 +303,14 @@ def test_what_is_kept_is_bounded():
     ("more", "param", "says"),
     [
         ({"input": []}, "input", "must provide input"),
-        ({"input": 5}, "input", "a string or a list of items"),
+        ({"input": 5}, "input", "a string or a list of at most 16384 items"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0", "reads text alone"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id", "send the item itself"),
-        ({"input": [{"type": "item_reference"}]}, "input.0.id", "send the item itself"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id", "must provide"),
         ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom", "name": "x"}]}]}, "tools.0.tools.0.type", "takes function"),
+        ({"tools": [{"type": "namespace", "name": "s" * 100, "tools": [{"type": "function", "name": "n" * 100}]}]}, "tools.0.tools.0.name", "pattern"),
+        ({"tools": [{"type": "namespace", "name": f"s{i}", "tools": TOOLS} for i in range(65)]}, "tools", "at most 128"),
+        ({"input": [{"role": "user", "content": ""}] * 16384, "instructions": "x"}, "input", "at most 16384"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type", "'computer_call' is not supported"),
         ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "user"),
         ({"input": [{"type": "function_call", "name": "w", "arguments": "{}"}]}, "input.0.call_id", "must provide"),

@@ -147,6 +147,7 @@ def test_the_system_has_its_say_at_the_beginning_where_a_template_knows_no_other
     for messages, rendered, anywhere in (
         ([system[0], *MESSAGES, system[1]], "sb..dubc", "sbubcsd"),
         ([*MESSAGES, system[1]], "sdubc", "ubcsd"),
+        ([system[0], *MESSAGES, system[0]], "sb..bubc", "sbubcsb"),
         ([*system, *MESSAGES], "sb..dubc", "sbsdubc"),
     ):
         with TestClient(app(tmp_path_factory, strict)) as found:

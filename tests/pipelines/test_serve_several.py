@@ -260,5 +260,9 @@ def test_the_other_apis_name_their_model_too_and_have_errors_of_their_own_shape(
                 )
             broken = await asking.ask("POST", "/v1/messages", b"{")
             assert broken.status == 400 and broken.json["type"] == "error"
+            data = json.dumps({"messages": MESSAGES}).encode()
+            asking.front.bodies.each = len(data)
+            again = await asking.ask("POST", "/v1/messages/count_tokens", data)
+            assert again.json == {"input_tokens": len(RENDERED)}, "a body has room once, however often it is read"
 
     asyncio.run(main())

@@ -157,6 +157,12 @@ def test_parameters_that_a_form_without_json_cannot_be_held_to_are_refused():
         ("gemma4", {"anyOf": []}),
         ("lfm2", {"minProperties": 1}),
         ("qwen-xml", {"properties": {"a": {"type": "string", "maxLength": 3}}}),
+        # What is no schema.
+        ("lfm2", {"properties": []}),
+        ("lfm2", {"properties": {"a": {}}, "required": 5}),
+        ("gemma4", {"properties": {"a": {"enum": 5}}}),
+        ("qwen-xml", {"properties": {"a": {"type": "string", "enum": 5}}}),
+        ("qwen-xml", {"properties": {"a": {"type": "string", "enum": [5]}}}),
     ):
         with pytest.raises(PipelineError, match="the parameters of f cannot be held to"):
             with_marks(name).call_grammar({"f": schema}, False)

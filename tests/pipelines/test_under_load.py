@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from castiron.pipelines.generation.sampling import log_probabilities
+from castiron.pipelines.generation.scheduler import ModelFailed
 from castiron.pipelines.generation.sequence import Delta, Finished, Token
 from castiron.pipelines.generation.token_bytes import TokenBytes
 from castiron.pipelines.serve import kept
@@ -28,6 +29,7 @@ from castiron.pipelines.serve.replies import ChatReply
 from castiron.pipelines.serve.schemas import Message
 from castiron.pipelines.serve.text_api import Limits
 from castiron.pipelines.serve.turns import Turns
+from castiron.vmfb.program import FileChanged
 from tests.pipelines.served import CONTEXT, TEMPLATE, bundle, tokenizer
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True}
@@ -120,6 +122,20 @@ def test_texts_of_one_client_do_not_keep_another_waiting():
         assert order[begun:].count("many") <= 5 and engine.unfinished == 40
         await asyncio.gather(*many)
         assert engine.unfinished == 0 and not engine._under_way
+        engine.stop()
+
+    asyncio.run(run())
+
+
+def test_weights_that_were_written_into_end_an_encoder_in_one_sentence():
+    def vector(text, dimensions):
+        raise FileChanged("weights.irpa was written into while it was in use")
+
+    async def run() -> None:
+        engine = EmbeddingsEngine(SimpleNamespace(vector=vector), 64, SimpleNamespace(embedded=lambda tokens: None))
+        with pytest.raises(ModelFailed, match="was written into while it was in use"):
+            await engine.vectors([SimpleNamespace(ids=[1])], None)
+        assert isinstance(engine.lost, FileChanged) and not engine.healthy and not engine.unfinished
         engine.stop()
 
     asyncio.run(run())
@@ -260,3 +276,40 @@ def test_who_keeps_the_renderer_busy_waits_for_the_others(path, monkeypatch):
         monkeypatch.setattr(api.text, "encode_chat", slowly)
         asyncio.run(run())
         assert order.count("many") == 20 and order.index("few") <= 2
+
+
+def test_who_waits_for_the_renderer_may_leave_and_has_as_much_time_as_others(path, monkeypatch):
+    """Who left is not rendered any more, nor is who had no time left; what is being rendered keeps its turn to its end."""
+    front, rendered, inside = open_app(path, threads=1, limits=Limits(seconds=1)), [], []
+
+    def slowly(messages, **_):
+        rendered.append(messages[0]["content"])
+        inside.append(len(inside))
+        time.sleep(0.3 if rendered == ["at it"] else 0.1)
+        assert inside.pop() == 0, "two at once"
+        return [1]
+
+    async def ask(words: str, stays: float) -> int:
+        parts, statuses = [json.dumps({"messages": [{"role": "user", "content": words}]}).encode()], []
+
+        async def receive() -> dict:
+            if parts:
+                return {"type": "http.request", "body": parts.pop(), "more_body": False}
+            await asyncio.sleep(stays)
+            return {"type": "http.disconnect"}
+
+        async def send(message) -> None:
+            statuses.append(message.get("status"))
+
+        place = "/v1/messages/count_tokens"
+        scope = {"type": "http", "method": "POST", "path": place, "raw_path": b"", "query_string": b"", "headers": []}
+        await front(scope, receive, send)
+        return statuses[0]
+
+    async def run() -> list[int]:
+        return await asyncio.gather(ask("at it", 0.05), ask("behind", 0.05), *(ask(str(i), 9) for i in range(9)))
+
+    monkeypatch.setattr(front.api.text, "encode_chat", slowly)
+    at_it, behind, first, *_, last = asyncio.run(run())
+    assert (at_it, behind, first, last) == (499, 499, 200, 504)
+    assert rendered[:2] == ["at it", "0"] and "behind" not in rendered and "8" not in rendered
