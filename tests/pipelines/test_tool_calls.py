@@ -298,7 +298,9 @@ def test_of_its_own_accord_a_model_says_what_it_wants_and_calls_by_the_schema(na
     call, _ = schemas.say(text, text.call_grammar({"weather": {**place, "additionalProperties": False}}, False), 1)
     said = told(Tools(FORMS[name], SCHEMAS), f"{plain}{call}", [5] * 100)
     assert said[1].strip() == plain.strip() and [called for called, _ in said[2]] == ["weather"]
-    assert not follow(constraint := grammar.constraint(), text, plain + call) and (constraint.done or constraint.allows(text.eos[0]))
+    assert not follow(constraint := grammar.constraint(), text, plain + call) and (
+        constraint.done or constraint.allows(text.eos[0])
+    )
     begun = call[: call.index("weather") + len("weather")]
     assert follow(grammar.constraint(), text, plain + begun.replace("weather", "wether")).startswith("ther")
     wrong = call.replace("city", "town")
