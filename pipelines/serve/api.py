@@ -282,8 +282,8 @@ class Api(TextApi):
                  "repeat_penalty": repeat}  # fmt: skip
         return replace(
             own, **{name: value for name, value in given.items() if value is not None},
-            # Choices of one request differ, and each is repeatable; vLLM and llama.cpp take -1 for no seed.
-            seed=None if body.seed in (None, -1) else (body.seed + choice) % 2**64,
+            # Choices of one request differ, and each is repeatable.
+            seed=None if body.seed is None else (body.seed + choice) % 2**64,
             frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
             logit_bias=bias or {},
         )  # fmt: skip
