@@ -4,11 +4,11 @@ A model that encodes texts has /v1/embeddings (input of strings or token ids, en
 prompt_name, one of the model's prompts, and truncate, for texts longer than it takes). Of other models:
 
 Endpoints: /v1/models, /v1/chat/completions and /v1/completions (streaming, logprobs, n, stop, seed, penalties,
-logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty, ignore_eos, repetition_stop, which ends a text that goes
-round in a circle, chat_template_kwargs and continue_final_message), the same chats by OpenAI's /v1/responses and Anthropic's
-/v1/messages and /v1/messages/count_tokens, /tokenize, /detokenize, /health, /metrics for Prometheus, and /openapi.json, which
-describes all of these to tools. A field that cannot be honoured is refused with status 400, which names it. What a reasoning
-model thinks is in reasoning_content.
+logit_bias; besides OpenAI's fields top_k, min_p, repeat_penalty, ignore_eos, min_tokens, stop_token_ids, repetition_stop,
+which ends a text that goes round in a circle, chat_template_kwargs, continue_final_message and structured_outputs), the same
+chats by OpenAI's /v1/responses and Anthropic's /v1/messages and /v1/messages/count_tokens, /tokenize, /detokenize, /health,
+/metrics for Prometheus, and /openapi.json, which describes all of these to tools. A field that cannot be honoured is refused
+with status 400, which names it. What a reasoning model thinks is in reasoning_content.
 
 What a request does not say of temperature, top_p, top_k, min_p and repeat_penalty is as the model's generation_config has
 it, and else as in OpenAI's API; /v1/models shows it under "sampling".

@@ -13,6 +13,7 @@ from castiron.pipelines.generation.sampling import NEAR, REPEAT_WINDOW, Sampler,
 
 if TYPE_CHECKING:
     from castiron.pipelines.generation.constraint import Constraint
+    from castiron.pipelines.generation.least import AtLeast
 
 
 class Chooser:
@@ -22,7 +23,7 @@ class Chooser:
     at them.
     """
 
-    def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
+    def __init__(self, sampler: Sampler, constraint: Constraint | AtLeast | None = None, recent: Sequence[int] = ()):
         self.sampler, self.constraint = sampler, constraint
         self.recent, self.counts = list(recent[-REPEAT_WINDOW:]), Counter[int]()
         # Random numbers that a trial has looked at before those that it looks at next.

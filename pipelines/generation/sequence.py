@@ -15,6 +15,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.choosing import Chooser
+from castiron.pipelines.generation.least import AtLeast
 from castiron.pipelines.generation.positions import check_room
 from castiron.pipelines.generation.repetition import Repetition
 from castiron.pipelines.generation.sampling import REPEAT_WINDOW, Sampler, log_probabilities
@@ -115,6 +116,7 @@ class Sequence:
         grammar: Grammar | None = None,
         tools: Tools | None = None,
         prompt_logprobs: int | None = None,
+        min_tokens: int = 0,
     ):
         """A prompt that begins at `position` of `context`, where `history` stands. max_tokens None goes on until a stop or the
         end of the context. stop_tokens None are those of the model that runs it. Without `text` there are tokens alone, and no
@@ -124,6 +126,8 @@ class Sequence:
         are told apart; tokens that it leaves no choice about are `forced`. `tools`: functions whose calls are told apart from
         the text. prompt_logprobs N >= 0 puts the log-probabilities of the prompt's own tokens after the first, and the N
         likeliest of each place, into `scores`; max_tokens may then be 0, and the token that ends the text is told too.
+        `min_tokens`: none of the stop_tokens, which are then given, is chosen before the text has so many; a grammar says
+        itself when its text may end.
 
         PipelineError if the prompt is empty, if it and max_tokens do not fit in the context, or for stop strings that
         cannot be looked for.
@@ -156,7 +160,7 @@ class Sequence:
         self.text = text
         self._detokeniser = text and Detokeniser(text)
         self._thoughts = text.thoughts(recent) if text and thoughts else None
-        constraint: Constraint | None = None
+        constraint: Constraint | AtLeast | None = AtLeast(min_tokens, self.stop_tokens or ()) if min_tokens else None
         if grammar:
             if text is None:
                 raise PipelineError("a grammar needs a tokenizer, and there is none")
@@ -178,8 +182,8 @@ class Sequence:
         self._decoded = self._told = 0
 
     @property
-    def constraint(self) -> Constraint | None:
-        """What holds the text to its grammar; None for a text that is free."""
+    def constraint(self) -> Constraint | AtLeast | None:
+        """What holds the text to its grammar or length; None for a text that is free."""
         return self.chooser.constraint
 
     @property

@@ -148,14 +148,14 @@ class Text:
         harmony = self.tool_form and self.tool_form.name == "harmony"
         return (("", "<|channel|>final<|message|>"),) if harmony else self.marks
 
-    def call_grammar(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None) -> Grammar:
+    def call_grammar(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None, free: bool = False) -> Grammar:
         """What holds a generation to calls of these functions, in the form of the template, or to an `answer` of that JSON
-        schema; `schemas` are of their parameters."""
+        schema, or its calls alone among words that are `free`; `schemas` are of their parameters."""
         from castiron.pipelines.generation.tool_grammar import ToolGrammar
 
         added = self.tokenizer.get_added_tokens_decoder()
         special = {added[i].content: i for i in self.grammars.special if i in added}
-        grammar = self.grammar(grammar=ToolGrammar(self.tool_form, special).text(schemas, parallel, answer))
+        grammar = self.grammar(grammar=ToolGrammar(self.tool_form, special).text(schemas, parallel, answer, free))
         grammar.calls = True
         return grammar
 

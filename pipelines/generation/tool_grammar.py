@@ -23,29 +23,37 @@ class ToolGrammar:
         # Whether a text of JSON may be something else than a call.
         self.mixed = False
 
-    def text(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None) -> str:
+    def text(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None, free: bool = False) -> str:
         """Of one call of any function of `schemas`, by the JSON schemas of their parameters, or with `parallel` of more, or
-        with `answer` of JSON that holds to that schema; PipelineError for parameters that a form without JSON cannot be held
+        with `answer` of JSON that holds to that schema, or where the text is `free` of any words, with such calls among them or
+        behind them, in a form that has a mark for calls; PipelineError for parameters that a form without JSON cannot be held
         to."""
         form, self.mixed = self.form, answer is not None and not self.form.begin
         write = getattr(self, f"_{form.kind}")
         calls = " | ".join(write(name, without_idle(schema)) for name, schema in schemas.items())
         self.rules.append(f"call: {calls}")
-        begin, end = self.mark(form.begin), self.mark(form.end)
-        several = f'"[" call{" (" + quoted(", ") + " call)*" if parallel else ""} "]"'
+        # Harmony's calls begin with a channel of their own.
+        begin, end = self.mark(form.begin) if form.kind != "harmony" else "", self.mark(form.end)
         line = quoted("\n")
-        wholes = {
-            "json": f"{begin} {line} call {line} {end}" if begin else "call",
-            "xml": f"{begin} {line} call {line} {end}",
-            "list": f"{begin} {several}",
-            "python": f"{begin} {several} {end}",
-            "named": f"{begin} call",
-            "gemma": f"{begin} call {end}",
+        several = f'"[" call{" (" + quoted(", ") + " call)*" if parallel else ""} "]"'
+        # What stands behind the mark.
+        bodies = {
+            "json": f"{line} call {line} {end}" if begin else "call",
+            "xml": f"{line} call {line} {end}",
+            "list": several,
+            "python": f"{several} {end}",
+            "named": "call",
+            "gemma": f"call {end}",
             "harmony": "call",
         }
-        whole, between = wholes[form.kind], line if form.kind in ("json", "xml") else ""
-        if parallel and begin and form.kind in ("json", "xml", "named", "gemma"):
-            whole = f"{whole} ({between} {whole})*"
+        body, between = bodies[form.kind], line if form.kind in ("json", "xml") else ""
+        more = f" ({between} {begin} {body})*" if parallel and begin and form.kind in ("json", "xml", "named", "gemma") else ""
+        whole = f"{begin} {body}{more}"
+        if free:
+            # The first mark that comes ends the words before it.
+            lazy = "" if form.begin in self.special else "[lazy]"
+            self.rules += ["WORDS: /(.|\\n)*/", f"lead{lazy}: WORDS {begin}"]
+            whole = f"(lead {body})* WORDS" if form.end else f"lead {body}{more} | WORDS"
         if answer is not None:
             whole = f"{whole} | {self._value(without_idle(answer), {})}"
         return "\n".join(["%llguidance {}", f"start: {whole}", *self.rules, ""])

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
@@ -19,9 +20,10 @@ from castiron.pipelines.serve import kept
 from castiron.pipelines.serve.blocks import Blocks
 from castiron.pipelines.serve.clients import ASKER, Share
 from castiron.pipelines.serve.errors import ApiError, api_error
+from castiron.pipelines.serve.forms import OBJECT, Form, asked_form
 from castiron.pipelines.serve.models import usual_sampling
-from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Echo, Reply, usage
-from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool, ResponseFormat
+from castiron.pipelines.serve.replies import ChatReply, Choices, CompletionReply, Echo, Reply, so_far, usage
+from castiron.pipelines.serve.schemas import ChatRequest, CompletionRequest, Generating, NamedTool, StreamOptions
 from castiron.pipelines.serve.text_api import Limits, TextApi, on_the_side
 from castiron.vmfb.manifest import Manifest
 
@@ -83,7 +85,8 @@ class Api(TextApi):
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
         top = (body.top_logprobs or 0) if body.logprobs else None
         answer = reply() if reply else ChatReply(self.names[0], self.token_bytes, top is not None)
-        grammar, schema = await self._grammar(body), _schema(body.response_format)
+        form = asked_form(body)
+        grammar, schema = await self._grammar(form), form.schema if form else None
         if forced and grammar and schema is None:
             message = "tool_choice asks for calls, and another field for a text of another form; give one of them"
             raise ApiError(400, message, "tool_choice", "invalid_value")
@@ -91,6 +94,8 @@ class Api(TextApi):
         if tools and (forced or schema is not None and tools.form.kind != "harmony"):
             # Of calls alone there is no text that a response_format speaks of.
             grammar = await self._call_grammar(forced or tools.schemas, not tools.single, None if forced else schema)
+        elif tools and not grammar and (held := _held(body, tools)):
+            grammar = await self._call_grammar(held, not tools.single, None, True)
         if bound and limit is not None:
             limit = at_most(limit, self._check_room(prompt, None, "messages"))
         return self._start(body, [prompt], "messages", limit, top, answer, thoughts=True, grammar=grammar, tools=tools)
@@ -100,7 +105,12 @@ class Api(TextApi):
         return len(await self._prompt(body, self._tools(body)[0], go_on))
 
     async def _prompt(self, body: ChatRequest, tools: Tools | None, go_on: bool) -> list[int]:
-        given = {"tools": [tool.plain() for tool in body.tools or ()]} if tools else {}
+        given: dict[str, Any] = {"tools": [tool.plain() for tool in body.tools or ()]} if tools else {}
+        if body.add_generation_prompt is not None:
+            if body.add_generation_prompt and go_on:
+                message = "add_generation_prompt begins an answer, and this one goes on with the last message; leave it out"
+                raise ApiError(400, message, "add_generation_prompt", "invalid_value")
+            given["add_generation_prompt"] = body.add_generation_prompt
         return await self.render(body.messages, self._template_args(body) | given, go_on=go_on)
 
     async def complete(self, body: CompletionRequest) -> Job:
@@ -127,7 +137,7 @@ class Api(TextApi):
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, echoes)
         job = self._start(
             body, prompts, "prompt", body.max_tokens, body.logprobs, reply, COMPLETION_TOKENS,
-            grammar=await self._grammar(body), prompt_logprobs=(body.logprobs or 0) if scored else None,
+            grammar=await self._grammar(asked_form(body)), prompt_logprobs=(body.logprobs or 0) if scored else None,
         )  # fmt: skip
         reply.sequences = job.sequences
         return job
@@ -158,33 +168,22 @@ class Api(TextApi):
             forced = {name: schemas[name]}
         return Tools(form, schemas, single=body.parallel_tool_calls is False or isinstance(choice, NamedTool)), forced
 
-    async def _call_grammar(self, schemas: Mapping[str, Any], parallel: bool, answer: Any) -> Grammar:
-        """What an answer has to be that is calls, or with a schema of the `answer` either; ApiError for parameters that cannot
-        be held to."""
+    async def _call_grammar(self, schemas: Mapping[str, Any], parallel: bool, answer: Any, free: bool = False) -> Grammar:
+        """What an answer has to be that is calls, or with a schema of the `answer` either, or where it is `free` words with
+        calls; ApiError for parameters that cannot be held to."""
         try:
-            return await on_the_side(self.text.call_grammar, schemas, parallel, answer)
+            return await on_the_side(self.text.call_grammar, schemas, parallel, answer, free)
         except PipelineError as error:
             raise ApiError(400, f"tools: {error}", "tools", "unsupported_parameter") from None
 
-    async def _grammar(self, body: Generating) -> Grammar | None:
-        """What the answer has to be, by response_format, grammar or regex; ApiError for one that cannot be honoured."""
-        asked = dict[str, tuple[str, Any]]()
-        if (form := body.response_format) and form.type != "text":
-            if (form.json_schema is None) == (form.type == "json_schema"):
-                message = f"response_format: json_schema goes with the type json_schema, and the type is {form.type}"
-                raise ApiError(400, message, "response_format.json_schema", "invalid_value")
-            asked["response_format"] = "json_schema", _schema(form)
-        asked |= {name: (name, value) for name in ("grammar", "regex") if (value := getattr(body, name)) is not None}
-        if not asked:
+    async def _grammar(self, form: Form | None) -> Grammar | None:
+        """What holds an answer to the form that is asked for; ApiError for one that cannot be honoured."""
+        if form is None:
             return None
-        if len(asked) > 1:
-            first, second = list(asked)[:2]
-            raise ApiError(400, f"{first} and {second} each say what the answer has to be; give one", second, "invalid_value")
-        ((param, (kind, value)),) = asked.items()
         try:
-            return await on_the_side(lambda: self.text.grammar(**{kind: value}))
+            return await on_the_side(lambda: self.text.grammar(**{form.kind: form.value}))
         except GrammarError as error:
-            raise ApiError(400, str(error), param, "unsupported_parameter") from None
+            raise ApiError(400, str(error), form.param, "unsupported_parameter") from None
 
     def _template_args(self, body: ChatRequest) -> dict[str, Any]:
         """Variables of the chat template, from chat_template_kwargs and reasoning_effort; ApiError for one that it does not
@@ -215,24 +214,33 @@ class Api(TextApi):
         """Queues a sequence for every choice: of `limit` tokens, or where the request names none of `usual` or of as
         many as there is room for."""
         if isinstance(reply, Choices):
-            reply.include_usage = bool(body.stream_options and body.stream_options.include_usage)
+            asked_usage = body.stream_options or StreamOptions()
+            reply.include_usage = bool(asked_usage.include_usage)
+            reply.continuous_usage = bool(asked_usage.continuous_usage_stats)
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if body.priority and not self.limits.priorities:
             message = "priority needs a server that runs with --scheduling-policy priority"
             raise ApiError(400, message, "priority", "unsupported_parameter")
         asker, bias = ASKER.get(), self._bias(body.logit_bias or {})
+        ends, least = self._ends(body), body.min_tokens or 0
+        if least and grammar:
+            message = "min_tokens does not go with an answer of a form, which says itself where it ends; leave it out"
+            raise ApiError(400, message, "min_tokens", "invalid_value")
         job = Job([], [], reply, asyncio.Queue(), [], self.kept.of(asker.client))
         try:
             for index, prompt in enumerate(prompts):
                 free = self._check_room(prompt, limit, param)
                 most = at_most(usual, free) if limit is None else limit
+                if most is not None and least > most:
+                    message = f"min_tokens is {least}, and the answer has {most} tokens at most: ask for fewer"
+                    raise ApiError(400, message, "min_tokens", "invalid_value")
                 for choice in range(body.n or 1):
                     kept.take(job.share, free if most is None else most, top, len(prompt), prompt_logprobs, grammar)
                     sequence = Sequence(
                         prompt, self.context, max_tokens=most, text=self.text,
                         sampler=Sampler(self.sampling_of(body, choice, bias)), stop_strings=stops, top_logprobs=top,
-                        stop_tokens=() if body.ignore_eos else self.text.eos, repetition_stop=bool(body.repetition_stop),
-                        thoughts=thoughts, grammar=grammar, tools=tools, prompt_logprobs=prompt_logprobs,
+                        stop_tokens=ends, repetition_stop=bool(body.repetition_stop), thoughts=thoughts, grammar=grammar,
+                        tools=tools, prompt_logprobs=prompt_logprobs, min_tokens=least,
                     )  # fmt: skip
                     sequence.client, sequence.owner, sequence.priority = asker.client, asker.owner, body.priority or 0
                     job.prompts.append(index)
@@ -242,6 +250,14 @@ class Api(TextApi):
             job.share.give_back()
             raise
         return job
+
+    def _ends(self, body: Generating) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        more = body.stop_token_ids or []
+        if more and max(more) >= self.vocab:
+            message = f"stop_token_ids names {max(more)}, which is no token id below {self.vocab}"
+            raise ApiError(400, message, "stop_token_ids", "invalid_value")
+        return (*(() if body.ignore_eos else self.text.eos), *more)
 
     def _check_room(self, prompt: list[int], limit: int | None, param: str) -> int:
         """How many tokens may follow `prompt`; ApiError 400, with the numbers, if it or what is asked for is too long."""
@@ -261,7 +277,8 @@ class Api(TextApi):
     def sampling_of(self, body: Generating, choice: int = 0, bias: dict[int, float] | None = None) -> Sampling:
         """How the tokens of one choice are drawn; `bias`: what `logit_bias` is, where that is known."""
         own, repeat = self.sampling, body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty
-        given = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p, "min_p": body.min_p,
+        top_k = None if body.top_k is None else max(body.top_k, 0)
+        given = {"temperature": body.temperature, "top_k": top_k, "top_p": body.top_p, "min_p": body.min_p,
                  "repeat_penalty": repeat}  # fmt: skip
         return replace(
             own, **{name: value for name, value in given.items() if value is not None},
@@ -298,15 +315,14 @@ class Api(TextApi):
 
     async def chunks(self, job: Job) -> AsyncIterator[dict]:
         """The answer as it comes."""
-        reply, opened = job.reply, set()
+        reply, opened, told = job.reply, set(), 0
         async for index, event in self._events(job):
-            if index not in opened:
-                opened.add(index)
-                for chunk in reply.begin(index, self._usage(job)):
-                    yield chunk
+            begun = [] if index in opened else reply.begin(index, self._usage(job))
+            opened.add(index)
             more, end = (event, None) if isinstance(event, Delta) else (Delta(""), event)
-            for chunk in reply.go_on(index, more, end):
-                yield chunk
+            told += len(more.tokens)
+            for chunk in chain(begun, reply.go_on(index, more, end)):
+                yield chunk | {"usage": so_far(self._usage(job), told)} if reply.continuous_usage else chunk
         for chunk in reply.finish(self._usage(job)):
             yield chunk
 
@@ -329,8 +345,12 @@ class Api(TextApi):
         job.share.give_back()
 
 
-def _schema(form: ResponseFormat | None) -> dict[str, Any] | bool | None:
-    """The JSON schema that a response_format asks for; None for a text that may be anything."""
-    if form is None or form.type == "text":
-        return None
-    return form.json_schema.wanted if form.json_schema else {"type": "object"}
+def _held(body: ChatRequest, tools: Tools) -> dict[str, Any]:
+    """What the parameters of functions are held to that the model calls of its own accord: nothing where none is strict or no
+    mark tells a call from text, and of those that are not strict no more than an object where the form has one."""
+    strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
+    form = tools.form
+    if not strict or not form.begin or form.kind == "harmony":
+        return {}
+    loose = form.kind in ("json", "list", "named")
+    return {name: OBJECT if loose and name not in strict else schema for name, schema in tools.schemas.items()}

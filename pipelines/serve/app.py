@@ -133,7 +133,8 @@ def create_app(api: TextApi, metrics: Metrics, access: Access, *, quiet: bool) -
     async def tokenize(request: Request) -> Response:
         body = await take(request, TokenizeRequest)
         tokens = await awaited(request, api, api.tokenize(body))
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "context_length": api.context})
+        found = {"tokens": tokens, "count": len(tokens), "context_length": api.context, "max_model_len": api.context}
+        return JSONResponse(found)
 
     async def detokenize(request: Request) -> Response:
         body = await take(request, DetokenizeRequest)

@@ -37,7 +37,9 @@ def described(name: str, started: int, manifest: Manifest, template: str | None,
     return {
         "id": name, "object": "model", "created": started, "owned_by": "castiron", "type": "model", "display_name": name,
         "created_at": f"{date:%Y-%m-%dT%H:%M:%SZ}", "lifecycle": "active", "context_length": context,
-        "max_input_tokens": context, "max_tokens": context, **does, **more,
+        "max_input_tokens": context, "max_tokens": context,
+        # vLLM's name.
+        "max_model_len": context, **does, **more,
     }  # fmt: skip
 
 

@@ -31,6 +31,11 @@ def usage(choices: list[tuple[int, Sequence]]) -> dict:
     }
 
 
+def so_far(usage: dict, told: int) -> dict:
+    """`usage` where no more tokens than `told` have been sent; the model may be ahead of that."""
+    return usage | {"completion_tokens": told, "total_tokens": usage["prompt_tokens"] + told}
+
+
 def ending(end: Finished | None, called: bool = False) -> dict:
     """What a choice says of its end, which is that of its calls where it `called` a function; "stop_reason" is castiron's,
     for a text that went round in a circle."""
@@ -72,6 +77,8 @@ class Reply(ABC):
     prefix = ""
     # What a stream ends with, behind its last event.
     last: str | None = None
+    # Whether every event tells the usage so far.
+    continuous_usage = False
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
         self.token_bytes, self.logprobs = token_bytes, logprobs

@@ -23,6 +23,9 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 # Of a function: nothing but the model calls it.
 DirectCallers = Annotated[list[Literal["direct"]], Field(fail_fast=True)]
+# A JSON schema, by vLLM's also as its text, and texts of which an answer has to be one.
+Schema = dict[str, Any] | bool | str
+Words = Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)]
 # A request may ask for several answers; each is a sequence that queues.
 MAX_CHOICES = 128
 # Texts of a request for embeddings, as OpenAI has it.
@@ -59,7 +62,10 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """continuous_usage_stats is vLLM's: every chunk tells the usage so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -73,10 +79,21 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text of an answer has to be."""
+    """What the text of an answer has to be; a `schema` beside the type is llama.cpp's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    wanted: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to say what the text of an answer has to be: one of these, a schema also as its text."""
+
+    wanted: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Words | None = None
+    grammar: str | None = None
 
 
 class Asking(Body):
@@ -88,7 +105,8 @@ class Asking(Body):
     seed: int | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    # Like 0, vLLM's -1 cuts nothing.
+    top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.01, le=100)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -111,6 +129,26 @@ class Generating(Asking):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
+    # What an answer has to be, as vLLM has it now and had it before, and as llama.cpp does.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Words | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    # When an answer ends, as vLLM has it.
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    # What clients of vLLM and llama.cpp send though it is the default.
+    skip_special_tokens: Annotated[Any, Harmless(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Harmless(True)] = None
+    include_stop_str_in_output: Annotated[Any, Harmless(False)] = None
+    use_beam_search: Annotated[Any, Harmless(False)] = None
+    length_penalty: Annotated[Any, Harmless(1, 1.0)] = None
+    typical_p: Annotated[Any, Harmless(1, 1.0)] = None
+    mirostat: Annotated[Any, Harmless(0)] = None
+    cache_prompt: Annotated[Any, Harmless(True)] = None
+    return_token_ids: Annotated[Any, Harmless(False)] = None
 
 
 class ContentPart(Body):
@@ -198,8 +236,9 @@ class ChatRequest(Generating):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # The answer goes on with the words of the last message, as vLLM has it.
+    # The answer goes on with the words of the last message, or is one of its own, as vLLM has it.
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -231,7 +270,8 @@ class CompletionRequest(Generating):
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=5)
+    # OpenAI has 5 at most.
+    logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1)
     suffix: Annotated[str | None, Harmless("")] = None
 

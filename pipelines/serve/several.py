@@ -89,7 +89,8 @@ class Several:
         self.app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        # A path that no model has opens none.
+        if scope["type"] != "http" or f"{scope['method']} {scope['path']}" not in POSTED:
             await self.app(scope, receive, send)
             return
         try:

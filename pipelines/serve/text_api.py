@@ -118,7 +118,9 @@ class TextApi:
                 raise ApiError(400, message, "add_special", "invalid_value")
             return await self.render(body.messages)
         text = body.content if body.content is not None else body.prompt
-        if body.add_special or body.add_special_tokens:
+        special = body.add_special if body.add_special is not None else body.add_special_tokens
+        # Where nothing is said llama.cpp, whose name is content, adds none, and vLLM, whose name is prompt, does.
+        if body.prompt is not None if special is None else special:
             return await on_the_side(self.text.encode, text)
         return await on_the_side(encoded, self.text.tokenizer, text, False)
 

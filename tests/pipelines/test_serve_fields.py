@@ -74,6 +74,12 @@ def size(client, **body) -> int:
         ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"min_tokens": 1, "regex": "b"}, "min_tokens"),
+        ({"stop_token_ids": [99]}, "stop_token_ids"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ],
 )
 def test_what_would_be_ignored_is_refused_by_its_name(client, body, param):
@@ -127,6 +133,40 @@ def test_a_name_that_tells_nobody_apart_asks_for_nothing(plain):
         assert error["param"] == "messages.0.name" and "ignores the field 'name'" in error["message"]
 
 
+def said(client, **body) -> tuple[str, str, int]:
+    """A greedy answer, how it ended, and its tokens."""
+    answer = ask(client, temperature=0, max_tokens=8, **body).json()
+    return (
+        answer["choices"][0]["message"]["content"],
+        answer["choices"][0]["finish_reason"],
+        answer["usage"]["completion_tokens"],
+    )
+
+
+def test_fields_of_vllm_and_llama_cpp_do_here_what_they_do_there(client, plain):
+    whole, _, _ = said(plain)
+    letter = whole[3]
+    (end,) = plain.post("/tokenize", json={"content": letter}).json()["tokens"]
+    before = whole[: whole.index(letter)]
+    assert said(plain, stop_token_ids=[end]) == (before, "stop", len(before))
+    longer, _, count = said(plain, stop_token_ids=[end], min_tokens=6)
+    assert longer.startswith(before) and count >= 6 and letter not in longer[:6] and len(longer) == count
+    assert said(plain, stop_token_ids=[end], min_tokens=8, n=1)[1:] == ("length", 8)
+    usual = size(plain)
+    assert size(plain, add_generation_prompt=False) == usual == size(plain, add_generation_prompt=True)
+    assert size(client, add_generation_prompt=False) == size(client) - len("a")
+    assert size(client, add_generation_prompt=False, continue_final_message=True) == size(client) - len("a")
+    defaults = {"skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0,
+                "spaces_between_special_tokens": True, "cache_prompt": True, "top_k": -1, "mirostat": 0, "min_tokens": 0}  # fmt: skip
+    assert said(plain, **defaults)[0] == whole
+    sampling = lambda **body: plain.app.api.sampling_of(read(ChatRequest, json.dumps({"messages": MESSAGES, **body}).encode()))
+    assert sampling(top_k=-1).top_k == 0
+    chunks = ask(plain, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}, max_tokens=4).text
+    usages = [json.loads(line[6:])["usage"]["completion_tokens"] for line in chunks.split("\n\n")[:-2]]
+    assert usages[1:5] == [1, 2, 3, 4] and set(usages[5:]) == {4}
+    assert plain.get("/v1/models").json()["data"][0]["max_model_len"] == toy_text.CONTEXT
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -170,6 +210,18 @@ def test_ids_of_messages_have_their_special_tokens_already():
 def test_add_special_with_messages_is_refused(client):
     answer = client.post("/tokenize", json={"messages": MESSAGES, "add_special": True})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "add_special"
+
+
+def test_special_tokens_are_added_where_the_server_of_that_field_adds_them(client, monkeypatch):
+    monkeypatch.setattr(client.app.api.text, "encode", lambda text: [24])
+    for body, tokens in (
+        ({"content": "b"}, [1]),
+        ({"content": "b", "add_special": True}, [24]),
+        ({"prompt": "b"}, [24]),
+        ({"prompt": "b", "add_special_tokens": False}, [1]),
+    ):
+        answer = client.post("/tokenize", json=body).json()
+        assert answer["tokens"] == tokens and answer["max_model_len"] == toy_text.CONTEXT
 
 
 BODY = json.dumps({"prompt": "abc", "max_tokens": 1}).encode()

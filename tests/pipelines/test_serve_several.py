@@ -132,6 +132,8 @@ def test_a_model_is_opened_when_it_is_named_and_found_by_its_name(paths, alone):
                 assert "'gpt-9' does not exist; this server has 'tiny', 'other'" in error["message"]
             broken = await asking.ask("POST", "/v1/chat/completions", b"{")
             assert broken.status == 400 and "not valid JSON" in broken.json["error"]["message"]
+            unknown = await asking.ask("POST", "/v1/completion", b"{}")
+            assert unknown.status == 404 and "no such path" in unknown.json["error"]["message"]
             assert not doors.opened
             assert await asking.says("other") == alone.says(RENDERED, 12) and doors.opened == ["other"]
             assert await asking.says(None) == alone.says(RENDERED, 12) and doors.opened == ["other", "tiny"]

@@ -167,7 +167,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (CompletionRequest, {"prompt": []}, "prompt", "token ids"),
         (CompletionRequest, {"prompt": [1, "a"]}, "prompt", "token ids"),
         (CompletionRequest, {"prompt": [-1]}, "prompt", "token ids"),
-        (CompletionRequest, {"prompt": "a", "logprobs": 6}, "logprobs", "5"),
+        (CompletionRequest, {"prompt": "a", "logprobs": 21}, "logprobs", "20"),
         (CompletionRequest, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         (TokenizeRequest, {"content": 5}, "content", "string"),
     ],

@@ -309,6 +309,28 @@ def test_openais_client_gets_its_schema(client, model):
     assert said.text in ("ab", "cd") and said.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {"choice": ["a.b (c)|*", '"d\\']}},
+        {"structured_outputs": {"json": {"enum": ["x"]}}},
+        {"structured_outputs": {"json": '{"enum": ["x"]}'}},
+        {"structured_outputs": {"regex": "ab|cd"}},
+        {"structured_outputs": {"grammar": 'root ::= "ab" | "cd"'}},
+        {"guided_choice": ["ab", "cd"]},
+        {"guided_json": {"enum": ["x"]}},
+        {"guided_regex": "ab|cd"},
+        {"guided_grammar": 'start: "ab" | "cd"'},
+        {"json_schema": {"enum": ["x"]}},
+        {"response_format": {"type": "json_object", "schema": {"enum": ["x"]}}},
+        {"response_format": {"type": "json_schema", "schema": {"enum": ["x"]}}},
+    ],
+)
+def test_forms_are_asked_for_as_vllm_and_llama_cpp_have_it(client, body):
+    answer = ask(client, extra_body=body).choices[0]
+    assert answer.message.content in ("ab", "cd", '"x"', "a.b (c)|*", '"d\\') and answer.finish_reason == "stop"
+
+
 def test_openais_client_parses_into_a_class(client):
     from pydantic import BaseModel
 
@@ -333,6 +355,10 @@ def test_openais_client_parses_into_a_class(client):
         ({"regex": "(a"}, "regex", "unclosed group"),
         ({"grammar": "root ::= x"}, "grammar", "'x' not found"),
         ({"regex": "a", "grammar": "start: A"}, "regex", "give one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.regex", "give one"),
+        ({"guided_json": "{"}, "guided_json", "must be a JSON schema"),
+        ({"guided_json": {"not": {}}}, "guided_json", '"not"'),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with"),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_honoured_is_a_400(client, body, param, says):

@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 
 from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.choosing import Chooser
 from castiron.pipelines.generation.sequence import Sequence
 from castiron.pipelines.generation.text import Text
 from castiron.pipelines.generation.thoughts import Thought
@@ -263,19 +264,44 @@ def test_a_form_leaves_the_choice_of_an_answer(name):
     call, _ = schemas.say(text, text.call_grammar({"now": functions["now"]}, False), 1)
     grammar = text.call_grammar(functions, False, ANSWER)
     for words in (call if FORMS[name].begin else call.replace(" ", ""), '{"name":"w"}', '{"name":"Ulm"}'):
-        constraint, left = grammar.constraint(), words.encode()
-        while left:
-            allowed = [
-                i
-                for i in np.flatnonzero(constraint.mask(len(text.grammars.tokens)))
-                if left.startswith(text.grammars.tokens[i] or b"?")
-            ]
-            assert allowed, (words, left)
-            constraint.accept(int(allowed[-1]))
-            left = left.removeprefix(text.grammars.tokens[allowed[-1]])
+        assert not follow(constraint := grammar.constraint(), text, words), words
         assert constraint.done or constraint.allows(text.eos[0])
         _, rest, calls = told(Tools(FORMS[name], functions), words, [7] * 20)
         assert (rest, calls) == (("", [("now", "{}")]) if "now" in words else (words, []))
+
+
+def follow(constraint, text: Text, words: str) -> str:
+    """What is left of `words`, of which each token is allowed and is said."""
+    left = words.encode()
+    while left:
+        allowed = [
+            i
+            for i in np.flatnonzero(constraint.mask(len(text.grammars.tokens)))
+            if text.grammars.tokens[i] and left.startswith(text.grammars.tokens[i])
+        ]
+        if not allowed:
+            break
+        constraint.accept(int(allowed[-1]))
+        left = left[len(text.grammars.tokens[allowed[-1]]) :]
+    return left.decode()
+
+
+@pytest.mark.parametrize("name", FORMS.keys() - {"harmony", "llama3"})
+def test_of_its_own_accord_a_model_says_what_it_wants_and_calls_by_the_schema(name):
+    text, place = with_marks(name), {"type": "object", "properties": {"city": {"enum": ["Ulm", "Rom"]}}, "required": ["city"]}
+    grammar = text.call_grammar({"weather": place, "now": {"type": "object"}}, True, free=True)
+    plain = "Well, <tool_cal and {more}, 1 < 2.\n"
+    assert not follow(constraint := grammar.constraint(), text, plain) and constraint.allows(text.eos[0])
+    call, _ = schemas.say(text, text.call_grammar({"weather": {**place, "additionalProperties": False}}, False), 1)
+    said = told(Tools(FORMS[name], SCHEMAS), f"{plain}{call}", [5] * 100)
+    assert said[1].strip() == plain.strip() and [called for called, _ in said[2]] == ["weather"]
+    assert not follow(constraint := grammar.constraint(), text, plain + call) and (
+        constraint.done or constraint.allows(text.eos[0])
+    )
+    begun = call[: call.index("weather") + len("weather")]
+    assert follow(grammar.constraint(), text, plain + begun.replace("weather", "wether")).startswith("ther")
+    wrong = call.replace("city", "town")
+    assert wrong != call and follow(grammar.constraint(), text, plain + wrong).startswith("town")
 
 
 @pytest.fixture
@@ -301,6 +327,37 @@ def test_calls_of_the_models_own_accord_are_told_from_its_words(client, saying):
     saying('<tool_call>{"name":"n","arguments":{}}</tool_call>' * 2)
     assert len(ask(client).choices[0].message.tool_calls) == 2
     assert len(ask(client, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+
+
+def test_strict_functions_are_called_by_their_schema_of_the_models_own_accord_too(app, client, monkeypatch):
+    """A model that wants to give a number where a text belongs says what fits, and what it likes to functions that are not."""
+    text = app.app.api.text
+    script = text.encode('Well. <tool_call>\n{"name": "w", "arguments": {"c":5}}\n</tool_call>')
+
+    def pick(self, *_) -> int:
+        said = self.__dict__.setdefault("said", [])
+        wanted = script[len(said)] if len(said) < len(script) else text.eos[0]
+        if self.constraint and not self.constraint.allows(wanted):
+            wanted = int(np.flatnonzero(self.constraint.mask(211))[0])
+        said.append(wanted)
+        return wanted
+
+    monkeypatch.setattr(Chooser, "pick", pick)
+    loose, strict = [
+        {**tool, "function": {**tool["function"], "strict": strict}} for strict in (False, True) for tool in TOOLS[:1]
+    ]
+    for tools, fits in (
+        ([loose], False),
+        ([loose, {**TOOLS[1], "function": {"name": "n", "strict": True}}], False),
+        ([strict], True),
+    ):
+        answer = ask(client, tools=tools).choices[0]
+        (call,) = answer.message.tool_calls
+        assert answer.message.content == "Well." and answer.finish_reason == "tool_calls"
+        assert (json.loads(call.function.arguments) == {"c": 5}) == (not fits)
+        if fits:
+            jsonschema.validate(json.loads(call.function.arguments), strict["function"]["parameters"])
+        assert gathered(ask(client, tools=tools, stream=True)) == ([("w", call.function.arguments)], "Well.", "tool_calls")
 
 
 def test_the_template_gets_tools_calls_and_results(client):
