@@ -32,7 +32,8 @@ class Progress:
         self.shown = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self.stage: str | None = None
         self.note = ""
-        self.done = self.started = 0.0
+        # How far the stage is, and how far and when it began.
+        self.done = self.begun = self.started = 0.0
         self._drawn = False
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -53,7 +54,7 @@ class Progress:
         with self._lock:
             if stage != self.stage:
                 self._wipe()
-                self.stage, self.started = stage, time.monotonic()
+                self.stage, self.begun, self.started = stage, done, time.monotonic()
             self.done, self.note = min(max(done, 0.0), 1.0), note
             if self.done == 1:
                 self._wipe()
@@ -78,7 +79,8 @@ class Progress:
         full = round(self.done * WIDTH)
         bar = f"  [{'#' * full}{'.' * (WIDTH - full)}] {self.done:4.0%}" if self.done else ""
         seconds = time.monotonic() - self.started
-        left = f", about {seconds / self.done - seconds:.0f} s left" if self.done and seconds >= LEFT_AFTER else ""
+        told = self.done > self.begun and seconds >= LEFT_AFTER
+        left = f", about {seconds * (1 - self.done) / (self.done - self.begun):.0f} s left" if told else ""
         note = f"  {self.note}" if self.note else ""
         line = f"{self.stage}{bar}{note}  {seconds:.0f} s{left}"
         # A line that wraps cannot be wiped.

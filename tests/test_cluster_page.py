@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -269,6 +270,70 @@ def test_a_stream_passes_through_and_says_so_when_its_replica_ends(served):
     os.kill(mine, signal.SIGKILL)
     with pytest.raises(openai.APIError, match="ended in the middle"):
         list(stream)
+
+
+def test_replicas_are_as_many_as_their_slots_have_requests():
+    from castiron.pipelines.cluster.serving import deployment
+
+    front = deployment("x", replicas=(1, 3), slots=SLOTS, queue=7)._bound_deployment
+    replicas = front.init_args[0]._bound_deployment._deployment_config
+    scaling = replicas.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 3, SLOTS)
+    assert (replicas.max_ongoing_requests, replicas.max_queued_requests) == (2 * SLOTS, 7)
+
+
+class Gone:
+    """A handle to replicas of which each dies after it has said this."""
+
+    def __init__(self, *said: dict):
+        self.said, self.answer = said, self
+
+    def options(self, **_):
+        return self
+
+    def remote(self, _):
+        return self
+
+    def cancel(self):
+        pass
+
+    async def __aiter__(self):
+        from ray.exceptions import RayActorError
+
+        for message in self.said:
+            yield [message]
+        raise RayActorError
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_client_of_either_api_hears_in_its_own_words_that_replicas_have_ended(path, monkeypatch):
+    from castiron.pipelines.cluster import front
+
+    monkeypatch.setattr(front, "ATTEMPTS", 1)
+    kind = (b"content-type", b"text/event-stream")
+    begun = {"type": "http.response.start", "status": 200, "headers": [kind]}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+
+    def told(*said: dict) -> list[dict]:
+        sent, waiting = list[dict](), [{"type": "http.request", "body": b"{}"}]
+
+        async def receive():
+            return waiting.pop() if waiting else await asyncio.Future()
+
+        async def send(message):
+            sent.append(message)
+
+        asyncio.run(front.Front(Gone(*said), 100).forward(scope, receive, send))  # type: ignore
+        return sent
+
+    name, _, data = told(begun)[-1]["body"].decode().strip().rpartition("data: ")
+    start, body = told()
+    assert start["status"] == 502
+    for error in (json.loads(data), json.loads(body["body"])):
+        if path == "/v1/messages":
+            assert (error["type"], error["error"]["type"]) == ("error", "api_error") and name == "event: error\n"
+        else:
+            assert error["error"]["type"] == "server_error" and name == ""
 
 
 def free_port() -> int:

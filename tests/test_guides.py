@@ -205,7 +205,10 @@ def test_the_manifest_of_kubernetes_holds_together_and_has_the_memory_that_the_b
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     arguments = serve_arguments(container["args"])
     assert (arguments.port, arguments.host) == (port["containerPort"], "0.0.0.0")
-    assert spec["terminationGracePeriodSeconds"] > arguments.grace
+    # Requests come until all have heard that this one is going, and those that came may end.
+    (command, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep" and int(seconds) > 0
+    assert spec["terminationGracePeriodSeconds"] > int(seconds) + arguments.grace
     # The process writes into the cache alone, which lies in /tmp in the image.
     assert container["securityContext"]["readOnlyRootFilesystem"] and spec["securityContext"]["runAsNonRoot"]
     assert [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"] == [

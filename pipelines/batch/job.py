@@ -39,7 +39,8 @@ def answering(scheduler: Scheduler | None, requests: Requests, window: int = ROW
 
 @dataclass
 class Summary:
-    """What a job has done: rows in all, of them those `before` it in an earlier run; the tokens and seconds are its own."""
+    """What a job has done: rows in all, of them those `before` it in an earlier run; the tokens and seconds are its own.
+    `alike`: rows whose custom_id another row had before them."""
 
     rows: int = 0
     before: int = 0
@@ -48,6 +49,7 @@ class Summary:
     generated_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0
+    alike: int = 0
 
     @property
     def done(self) -> int:
@@ -66,18 +68,40 @@ class Summary:
         self.cached_tokens += outcome.cached
 
 
+class Names:
+    """Which names rows of OpenAI's format have: 8 bytes of each."""
+
+    def __init__(self) -> None:
+        self.seen = array("q")
+
+    def of(self, rows: Iterable[Row | None]) -> Iterator[Row | None]:
+        """The rows, as they come."""
+        for row in rows:
+            if row and row.is_request and isinstance(name := row.fields.get("custom_id"), str):
+                self.seen.append(hash(name))
+            yield row
+
+    @property
+    def alike(self) -> int:
+        seen = np.sort(np.array(self.seen, np.int64))
+        return int((seen[1:] == seen[:-1]).sum())
+
+
 def run_job(
     rows: Rows, key: Callable[[Row], str], answer: Answer, output: Path | None, *, ordered: bool = False,
     told: Callable[[Summary, float | None], None] = lambda summary, share: None,
 ) -> Summary:  # fmt: skip
     """Answers all rows that no earlier run of the same job has answered, and writes `output`; None is stdout, where nothing
     is kept. `ordered`: in the order of the input, else in that of arrival. `told` gets the counts so far and which share of
-    the input is done, None where that cannot be known. PipelineError while another process writes that output."""
+    the input is done, None where that cannot be known. PipelineError while another process writes that output, and
+    once the rows of an input are done that is not whole."""
     if output is None:
         return _piped(rows, key, answer, ordered, told)
     journal = Journal(output)
     try:
         summary, places = _journalled(rows, key, answer, journal, told)
+        if rows.fault:
+            raise rows.fault
         at = places if ordered else np.sort(places)
         write_output(output, lambda: journal.entries(at), getattr(rows, "schema", None))
         journal.keep(places)
@@ -88,10 +112,10 @@ def run_job(
 
 def _journalled(rows: Rows, key: Any, answer: Answer, journal: Journal, told: Any) -> tuple[Summary, np.ndarray]:
     """All rows in the journal; and where, i64 [rows]."""
-    start, places, summary = time.monotonic(), array("q"), Summary()
+    start, places, summary, names = time.monotonic(), array("q"), Summary(), Names()
 
     def undone() -> Iterator[Keyed | None]:
-        for row in rows:
+        for row in names.of(rows):
             if row is None:
                 yield None
                 continue
@@ -108,21 +132,25 @@ def _journalled(rows: Rows, key: Any, answer: Answer, journal: Journal, told: An
     for row, name, outcome in answer(undone()):
         places[row.index] = journal.add(name, row.kept if outcome.keeps else {}, outcome)
         _count(summary, outcome, start, told, rows, len(places))
+    summary.alike = names.alike
     return summary, np.array(places, np.int64)
 
 
 def _piped(rows: Rows, key: Any, answer: Answer, ordered: bool, told: Any) -> Summary:
-    start, read, summary, pipe = time.monotonic(), 0, Summary(), Pipe(ordered)
+    start, read, summary, pipe, names = time.monotonic(), 0, Summary(), Pipe(ordered), Names()
 
     def keyed() -> Iterator[Keyed | None]:
         nonlocal read
-        for row in rows:
+        for row in names.of(rows):
             read += row is not None
             yield row and (row, key(row))
 
     for row, _, outcome in answer(keyed()):
         pipe.add(row.index, line_of(row.kept if outcome.keeps else {}, outcome.added, getattr(rows, "schema", None)))
         _count(summary, outcome, start, told, rows, read)
+    if rows.fault:
+        raise rows.fault
+    summary.alike = names.alike
     return summary
 
 

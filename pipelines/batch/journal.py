@@ -50,7 +50,9 @@ class Journal:
         that is no journal."""
         self.path = output.with_name(output.name + ENDING)
         self.output = output
-        self.file = self._open()
+        with naming(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self._open()
         self.synced = time.monotonic()
         keys, places, failed, self.end = bytearray(), array("q"), bytearray(), self._title()
         for place, length, key, ended in self._scan():
@@ -90,6 +92,9 @@ class Journal:
                 ) from None
             except FileNotFoundError:
                 pass
+            except OSError:
+                # A file system without locks, where nobody can be kept from naming one output twice.
+                return file
             file.close()
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bytes]]:

@@ -119,7 +119,7 @@ class OpenAI:
         job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
             return Work(row, key, lambda: self._answered(row, key, job.answer()))
-        # There is room for what one row keeps; nobody closes its job, and no more rows run at once than there are slots.
+        # That it fits alone is all that is asked: of a window's rows only those in slots keep anything.
         job.share.give_back()
         tell = lambda sequence, event: job.events.put_nowait((sequence, event))
         return Work(row, key, lambda: self._answered(row, key, self.api.whole(job), job), job.sequences, tell)  # type: ignore
@@ -181,13 +181,13 @@ def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if fields.get("method", "POST") != "POST":
         raise PipelineError("method must be POST")
     url = fields.get("url")
-    if url not in ENDPOINTS:
+    if not isinstance(url, str) or url not in ENDPOINTS:
         raise PipelineError(f"url must be one of {', '.join(ENDPOINTS)}")
     return _body(fields), url
 
 
 def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
-    body = fields["body"]
+    body = fields.get("body")
     if isinstance(body, str):
         # As a table has it, whose columns have one type.
         try:

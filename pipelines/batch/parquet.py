@@ -29,7 +29,11 @@ class Table:
             self.file = pq.ParquetFile(path)
         except pa.ArrowInvalid as error:
             raise PipelineError(f"{path} is not Parquet: {error}") from None
-        self.done = 0
+        self.path, self.done = path, 0
+        self.fault: PipelineError | None = None
+        names = self.file.schema_arrow.names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise PipelineError(f"{path} has two columns {twice[0]}: give each a name of its own")
         # Words of a dictionary are no part of a row: they stand in it themselves.
         self.schema = pa.schema([_plain_field(field) for field in self.file.schema_arrow])
 
@@ -40,8 +44,7 @@ class Table:
 
     def __iter__(self) -> Iterator[Row]:
         named = str(self.schema.remove_metadata()).encode()
-        for group in self.file.iter_batches(GROUP):
-            group = group.cast(self.schema)
+        for group in self._groups():
             for at in range(group.num_rows):
                 # Anew, because a slice's own bytes are those of the whole group.
                 columns = [pa.concat_arrays([column.slice(at, 1)]) for column in group.columns]
@@ -50,9 +53,31 @@ class Table:
                 yield Row(self.done, plain(one), base64.b64encode(data).decode(), named + data)
                 self.done += 1
 
+    def _groups(self) -> Iterator[pa.RecordBatch]:
+        try:
+            for group in self.file.iter_batches(GROUP):
+                yield group.cast(self.schema)
+        except (pa.ArrowException, OSError) as error:
+            why = " ".join(str(error).split())
+            self.fault = PipelineError(f"{self.path} is not whole Parquet: {why:.300}; its rows so far are done")
+
 
 def _plain_field(field: pa.Field) -> pa.Field:
-    return field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+    return field.with_type(_plain_type(field.type))
+
+
+def _plain_type(type_: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(type_):
+        return type_.value_type
+    if pa.types.is_struct(type_):
+        return pa.struct([_plain_field(field) for field in type_])
+    if pa.types.is_map(type_):
+        return pa.map_(_plain_field(type_.key_field), _plain_field(type_.item_field))
+    if pa.types.is_fixed_size_list(type_):
+        return pa.list_(_plain_field(type_.value_field), type_.list_size)
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
+        return (pa.list_ if pa.types.is_list(type_) else pa.large_list)(_plain_field(type_.value_field))
+    return type_
 
 
 def plain(row: pa.RecordBatch) -> dict[str, Any]:
@@ -92,6 +117,9 @@ def write(file: BinaryIO, results: Callable[[], Iterable[Result]], schema: pa.Sc
             except pa.ArrowException:
                 texts.add(field.name)
                 found[field.name] = pa.string()
+    if not found and schema is not None:
+        # A table without rows.
+        found = dict(zip(schema.names, schema.types))
     whole = pa.schema([(name, pa.string() if pa.types.is_null(type_) else type_) for name, type_ in found.items()])
     with pq.ParquetWriter(file, whole) as writer:
         for group in groups(results(), GROUP):
@@ -112,11 +140,11 @@ def _table(group: Sequence[Result], schema: pa.Schema | None, texts: Collection[
     """Some rows with what was added to them, where the columns `texts` are JSON."""
     rows: list[Mapping[str, Any]] = [added for _, added in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
-    if schema is None:
+    if not any(isinstance(kept, str) for kept, _ in group):
         rows = [{**kept, **added} for kept, added in group]  # type: ignore[dict-item]
     else:
         table = pa.Table.from_batches([unpack(str(kept), schema) for kept, _ in group], schema)
-        columns = dict(zip(schema.names, table.columns))
+        columns = dict(zip(table.schema.names, table.columns))
     for name in dict.fromkeys(name for row in rows for name in row):
         columns[name] = _column([row.get(name) for row in rows], name in texts)
     return pa.table(columns)

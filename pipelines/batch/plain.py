@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from castiron.pipelines.batch.requests import Outcome, Work
-from castiron.pipelines.batch.row import Row
+from castiron.pipelines.batch.row import PROMPTS, TEXTS, Row
 from castiron.pipelines.embedding import Embedder
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.grammar import Grammar
@@ -17,10 +17,8 @@ from castiron.pipelines.generation.sampling import Sampler, Sampling
 from castiron.pipelines.generation.sequence import Delta, Event, Failed
 from castiron.pipelines.generation.sequence import Sequence as Generated
 from castiron.pipelines.generation.text import Text
+from castiron.pipelines.generation.tokenizing import COUNTED
 from castiron.vmfb.manifest import Manifest
-
-# Columns that a row may have its prompt in, and its text.
-PROMPTS, TEXTS = ("messages", "prompt"), ("text", "prompt", "input")
 
 
 @dataclass(frozen=True)
@@ -91,21 +89,31 @@ class Prompts:
         name = one_of(fields, PROMPTS)
         prompt, text = fields[name], self.text
         if name == "messages":
-            if not are_messages(prompt):
-                raise PipelineError("messages must be a list of objects with role and content, one at least")
             if text.chat_template is None:
                 raise PipelineError("this model has no chat template; give a prompt in place of messages")
-            return text.encode_chat(prompt, **self.wanted.template_args), True
+            messages = messages_of(prompt)
+            self._check_length(sum(len(message["content"]) for message in messages))
+            return text.encode_chat(messages, **self.wanted.template_args), True
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             if not 0 <= min(prompt) <= max(prompt) < self.manifest.vocab:
                 raise PipelineError(f"prompt has a token outside the vocabulary of {self.manifest.vocab} tokens")
             return prompt, False
         if not isinstance(prompt, str):
             raise PipelineError("prompt must be text, or a list of token ids")
+        self._check_length(len(prompt))
         if self.wanted.raw or text.chat_template is None:
             return text.encode(prompt), False
         system = [{"role": "system", "content": self.wanted.system}] if self.wanted.system else []
         return text.encode_chat([*system, {"role": "user", "content": prompt}], **self.wanted.template_args), True
+
+    def _check_length(self, characters: int) -> None:
+        """PipelineError, before it is made tokens of, for a text that has more than the context whatever it says."""
+        context = self.manifest.context
+        if characters > COUNTED and characters > (most := context * self.text.longest_token):
+            raise PipelineError(
+                f"the prompt has {characters} characters, and in the bundle's context of {context} tokens {most} fit at most: "
+                "shorten the prompt"
+            )
 
     def _sequence(self, ids: Sequence[int], chat: bool, seed: int) -> Generated:
         wanted, context = self.wanted, self.manifest.context
@@ -148,6 +156,24 @@ class Embeddings:
 
     def failed(self, row: Row, key: str, error: Exception) -> Outcome:
         return Outcome({**dict.fromkeys(("embedding", "prompt_tokens", "cut")), "error": str(error)}, failed=True)
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """A row's messages with a text each, as chat templates want them; PipelineError for what is none."""
+    if not are_messages(given):
+        raise PipelineError("messages must be a list of objects with role and content, one at least")
+    return [{**message, "content": _content(message, index)} for index, message in enumerate(given)]
+
+
+def _content(message: Mapping[str, Any], index: int) -> str:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if not isinstance(message.get("role"), str) or len(texts) < len(parts) or not all(isinstance(t, str) for t in texts):
+        raise PipelineError(f"messages.{index} needs a role and a content, which are text; a content may be parts of type text")
+    return "".join(texts)
 
 
 def one_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:

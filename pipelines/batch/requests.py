@@ -68,7 +68,6 @@ class Requests:
         `seed`: where tokens are drawn, each row draws by a seed of its own that follows from this one."""
         self.plain, self.openai, self.identity, self.seed = plain, openai, identity, seed
         self._openai: Kind | None = None
-        self._last = plain
 
     def key(self, row: Row) -> str:
         """A hash of a row and all that its answer depends on: 32 hex digits. Where the answer is drawn, or names the row's
@@ -92,14 +91,11 @@ class Requests:
         return Work(row, key, lambda: failure)
 
     def _kind(self, row: Row) -> Kind:
-        """Of a row that cannot be read that of the one before it."""
-        if row.error is None:
-            fields = row.fields
-            from_openai = "body" in fields and ("custom_id" in fields or "url" in fields)
-            if from_openai and self._openai is None:
-                self._openai = self.openai()
-            self._last = self._openai if from_openai and self._openai else self.plain
-        return self._last
+        if not row.is_request:
+            return self.plain
+        if self._openai is None:
+            self._openai = self.openai()
+        return self._openai
 
 
 def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:

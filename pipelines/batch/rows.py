@@ -8,7 +8,8 @@ import json
 import os
 import select
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
@@ -23,7 +24,9 @@ LONGEST = 64 << 20
 
 class Rows(Protocol):
     """What rows are read from, once: None where the next one is not there yet. `share`: how much of it was read, 0 to 1, None
-    if that is not known."""
+    if that is not known. `fault`: why they ended before their end, None if they did not."""
+
+    fault: PipelineError | None
 
     @property
     def share(self) -> float | None: ...
@@ -55,14 +58,16 @@ class JsonLines:
 
     def __init__(self, file: IO[bytes], zipped: bool = False):
         self.file = file
+        self.fault: PipelineError | None = None
         self.lines: Any = gzip.GzipFile(fileobj=file) if zipped else file
         self.bytes = self._size()
 
     def _size(self) -> int | None:
         if not self.file.seekable():
             return None
+        begin = self.file.tell()
         end = self.file.seek(0, 2)
-        self.file.seek(0)
+        self.file.seek(begin)
         return end
 
     @property
@@ -71,6 +76,7 @@ class JsonLines:
 
     def __iter__(self) -> Iterator[Row | None]:
         index = number = 0
+        before: Collection[str] = ()
         for line in self._lines() if self.bytes is not None or self.lines is not self.file else self._arriving():
             if line is None:
                 yield None
@@ -78,8 +84,9 @@ class JsonLines:
             number += 1
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
-                yield _row(index, number, line)
-                index += 1
+                row = _row(index, number, line, before)
+                yield row
+                index, before = index + 1, before if row.error else tuple(row.fields)
 
     def _lines(self) -> Iterator[bytes]:
         """Of a line that is too long its beginning."""
@@ -89,8 +96,8 @@ class JsonLines:
                 while len(rest) > LONGEST and not rest.endswith(b"\n"):
                     rest = self.lines.readline(LONGEST + 1)
                 yield line
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise PipelineError(f"the input is not whole gzip: {error}; its rows so far are done") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            self.fault = PipelineError(f"the input is not whole gzip: {error}; its rows so far are done")
 
     def _arriving(self) -> Iterator[bytes | None]:
         """The same of a pipe, without waiting for what has not come."""
@@ -112,19 +119,20 @@ class JsonLines:
                 return
 
 
-def _row(index: int, number: int, line: bytes) -> Row:
-    """The row in a line; `number` is the line's, for people."""
+def _row(index: int, number: int, line: bytes, before: Collection[str]) -> Row:
+    """The row in a line; `number` is the line's, for people, and `before` are the columns of the last that could be read."""
     source = line.strip()
+    unread = lambda why: Row(index, {}, {}, source, f"line {number} {why}", before)
     if len(line) > LONGEST:
-        return Row(index, {}, {}, source, f"line {number} has more than {LONGEST} bytes")
+        return unread(f"has more than {LONGEST} bytes")
     try:
         value = json.loads(source.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        return Row(index, {}, {}, source, f"line {number} is not UTF-8: {error.reason}")
+        return unread(f"is not UTF-8: {error.reason}")
     except (ValueError, RecursionError) as error:
-        return Row(index, {}, {}, source, f"line {number} is not JSON: {error}")
+        return unread(f"is not JSON: {error}")
     if not isinstance(value, dict):
-        return Row(index, {}, {}, source, f"line {number} is not a JSON object")
+        return unread("is not a JSON object")
     return Row(index, value, value, source)
 
 

@@ -13,12 +13,13 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from castiron.pipelines.cluster.prefix_router import beginnings
-from castiron.pipelines.serve.errors import ApiError
+from castiron.pipelines.serve.answers import refusal
+from castiron.pipelines.serve.errors import ApiError, speaks_anthropic
 from castiron.pipelines.serve.metrics import labelled
 
 # What a call ends with when its replica is no longer there.
@@ -88,7 +89,7 @@ class Front:
                 return
             except GONE:
                 if started:
-                    await _cut_off(started, send)
+                    await _cut_off(started, scope["path"], send)
                     return
             except (BackPressureError, DeploymentUnavailableError):
                 return await _refuse(503, "the server is busy; try again later", scope, receive, send)
@@ -100,17 +101,17 @@ class Front:
 
 
 async def _refuse(status: int, message: str, scope: Scope, receive: Receive, send: Send) -> None:
-    error = ApiError(status, message)
-    headers = {"Retry-After": "1"} if status == 503 else {}
-    await JSONResponse(error.body, status, {**error.headers, **headers})(scope, receive, send)
+    await refusal(ApiError(status, message), scope["path"])(scope, receive, send)
 
 
-async def _cut_off(started: Message, send: Send) -> None:
+async def _cut_off(started: Message, path: str, send: Send) -> None:
     """Says in a stream of events that there is no more; any other answer is broken off, so that nobody takes it for whole."""
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer")
     error = ApiError(502, "the replica ended in the middle of this answer; ask again")
-    await send({"type": "http.response.body", "body": f"data: {json.dumps(error.body)}\n\n".encode()})
+    # Anthropic's clients pass over an event without a name.
+    name, body = ("event: error\n", error.anthropic_body) if speaks_anthropic(path) else ("", error.body)
+    await send({"type": "http.response.body", "body": f"{name}data: {json.dumps(body)}\n\n".encode()})
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

@@ -23,7 +23,7 @@ class Generate:
 
         dataset.map_batches(
             castiron.ray.Generate, fn_constructor_args=["/models/smollm2.castiron"], fn_constructor_kwargs={"max_tokens": 64},
-            batch_format="pyarrow", batch_size=64, num_cpus=2, concurrency=4,
+            batch_format="pyarrow", batch_size=64, num_cpus=2, compute=ray.data.ActorPoolStrategy(size=4),
         )
 
     A row has a column `prompt`, text, or `messages`, a list of role and content; the others are handed on. What comes back
@@ -47,6 +47,8 @@ class Generate:
 
     def __call__(self, batch: pa.Table | Mapping[str, Any]) -> pa.Table | dict[str, Any]:
         """The rows with their answers, a table for a table (`batch_format="pyarrow"`), arrays for arrays."""
+        if not (isinstance(batch, Mapping) or hasattr(batch, "column_names")):
+            raise PipelineError(f"batch_format must be pyarrow or numpy; these rows are a {type(batch).__name__}")
         names = batch.keys() if isinstance(batch, Mapping) else batch.column_names
         if taken := [name for name in ANSWER if name in names]:
             raise PipelineError(f"the rows have a column {taken[0]} already, where their answers would go: rename or drop it")

@@ -34,6 +34,7 @@ from castiron.pipelines.commands.generating import (
 )
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.progress import Progress, say
+from castiron.pipelines.sizes import counted
 
 if TYPE_CHECKING:
     from castiron.pipelines.batch.job import Answer, Summary
@@ -104,6 +105,8 @@ def main(args: argparse.Namespace) -> int:
 
     output = None if args.output == "-" else Path(args.output)
     kind_of(args.output)
+    if output and output.is_dir():
+        raise PipelineError(f"{args.output} is a folder: give the results a file of their own")
     if output is None and args.json:
         raise PipelineError("--json prints its object on stdout, where the results go: give -o a file")
     if output and args.input != "-" and output.exists() and output.samefile(args.input):
@@ -118,6 +121,8 @@ def main(args: argparse.Namespace) -> int:
         if output:
             say("what is done is kept: the same command goes on from there")
         raise
+    if summary.alike:
+        say(f"{counted(summary.alike, 'row')} with a custom_id that another row has before")
     say(in_words(summary) + (f"; results in {output}" if output else ""))
     if args.json:
         print(json.dumps(counts(summary) | {"output": args.output}))
@@ -243,13 +248,15 @@ def teller(progress: Progress) -> "Callable[[Summary, float | None], None]":
 
     def tell(summary: "Summary", share: float | None) -> None:
         nonlocal told
-        note = f"{summary.rows:,} rows, {summary.tokens_per_second:,.0f} tok/s"
+        note = f"{counted(summary.rows, 'row')}, {summary.tokens_per_second:,.0f} tok/s"
         if progress.shown:
             # The end is said in another line.
             progress("rows", min(share or 0.0, 0.999), note)
         elif time.monotonic() - told > TOLD:
             told = time.monotonic()
-            left = f", about {summary.seconds / share - summary.seconds:,.0f} s left" if share else ""
+            # What an earlier run did took this one no time.
+            own = share * summary.done / summary.rows if share else 0.0
+            left = f", about {summary.seconds * (1 - share) / own:,.0f} s left" if share and own else ""
             say(f"{note}{left}")
 
     return tell
@@ -258,7 +265,7 @@ def teller(progress: Progress) -> "Callable[[Summary, float | None], None]":
 def in_words(summary: "Summary") -> str:
     """The line that ends a job."""
     parts = [f"{number:,} {what}" for number, what in ((summary.failed, "failed"), (summary.before, "done before")) if number]
-    rows = f"{summary.rows:,} rows" + (f" ({', '.join(parts)})" if parts else "")
+    rows = counted(summary.rows, "row") + (f" ({', '.join(parts)})" if parts else "")
     cached = f" ({summary.cached_tokens:,} cached)" if summary.cached_tokens else ""
     return (
         f"{rows}; prompts {summary.prompt_tokens:,} tokens{cached}, answers {summary.generated_tokens:,}, in "

@@ -35,6 +35,8 @@ with expected_ before each, of the very requests that were run).
 """
 # The busiest that a machine is planned to be: beyond it waiting grows faster than the rate.
 BUSIEST = 0.8
+# Any number of an option; with more or less the arithmetic means nothing.
+LEAST, MOST = 1e-6, 1e9
 # What --check tells, and with how many decimals.
 CHECKED = (
     ("requests a second at most", "most_per_s", 2),
@@ -53,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", type=float, metavar="S", help="then run requests at that rate here, about so many seconds, "
                         "and tell what they met beside what was expected of them")  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per physical core)")
-    group = parser.add_argument_group("another machine", "With one of these nothing is measured but this machine's limits, "
-                                      "where they are needed.")  # fmt: skip
+    group = parser.add_argument_group("another machine", "With one of the first three nothing is measured but this machine's "
+                                      "limits, where they are needed.")  # fmt: skip
     group.add_argument("--cores", type=int, metavar="N", help="its physical cores")
     group.add_argument("--bandwidth", type=float, metavar="GB/S", help="what it reads from memory")
     group.add_argument("--flops", type=float, metavar="GFLOP/S", help="its f32 peak")
@@ -67,8 +69,8 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.measuring.call_times import calculated, measured
 
     for name in ("rate", "cores", "bandwidth", "flops", "memory", "check"):
-        if (value := getattr(args, name)) is not None and not 0 < value < float("inf"):
-            raise PipelineError(f"--{name} is {value:g}; give a number above 0")
+        if (value := getattr(args, name)) is not None and not LEAST <= value <= MOST:
+            raise PipelineError(f"--{name} is {value:g}; give a number from {LEAST:g} to {MOST:g}")
     if not 0 < args.busiest < 1:
         raise PipelineError(f"--busiest is {args.busiest:g}; give a share above 0 and below 1")
     here = args.cores is args.bandwidth is args.flops is None

@@ -167,6 +167,11 @@ class Text:
         return self.grammars.compile(json_schema=json_schema, regex=regex, grammar=grammar)
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry in the vocabulary."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
     def grammars(self) -> Grammars:
         """The vocabulary's, made when first asked for."""
         from castiron.pipelines.generation.grammar import Grammars

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 # Characters from which on a text is encoded without holding up other threads.
 LONG = 20_000
+# Characters of a text whose tokens are counted in any case.
+COUNTED = 100_000
 
 
 def utf8(text: str, name: str = "the prompt") -> str:

@@ -16,8 +16,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from castiron.pipelines.errors import PipelineError
+
 # Requests that are played through.
 REQUESTS = 1000
+# More machines are a mistake in the numbers.
+MACHINES = 10**9
 
 
 @dataclass(frozen=True)
@@ -142,5 +146,9 @@ def arriving(rate: float, requests: int) -> list[float]:
 
 
 def machines(times: Times, slots: int, rate: float, busiest: float) -> int:
-    """The fewest of which none is busier than `busiest`, a share of what it can answer."""
-    return max(1, math.ceil(rate / (busiest * most(times, slots)) - 1e-9))
+    """The fewest of which none is busier than `busiest`, a share of what it can answer; PipelineError for more than a
+    thousand million."""
+    one = busiest * most(times, slots)
+    if not (one and rate / one < MACHINES):
+        raise PipelineError(f"{rate:g} requests a second need more than {MACHINES:,} such machines; look at the numbers again")
+    return max(1, math.ceil(rate / one - 1e-9))

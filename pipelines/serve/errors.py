@@ -8,7 +8,10 @@ from castiron.pipelines.generation.scheduler import ModelFailed
 from castiron.pipelines.serve.clients import TooMuch
 
 # What OpenAI calls the kinds of failure, by status.
-TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+TYPES = {
+    401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 502: "server_error", 503: "server_error",
+    504: "server_error",
+}  # fmt: skip
 
 # What clients add to the base URL that they are given.
 ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models")
@@ -16,7 +19,7 @@ ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/e
 # What Anthropic calls them, by the status that it has for them.
 ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 500: "api_error", 504: "timeout_error", 529: "overloaded_error",
+    429: "rate_limit_error", 500: "api_error", 502: "api_error", 504: "timeout_error", 529: "overloaded_error",
 }  # fmt: skip
 
 

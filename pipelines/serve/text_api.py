@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from castiron.pipelines.embedding import NO_RERANKER
 from castiron.pipelines.generation.chat_template import variables_of
 from castiron.pipelines.generation.text import Text
-from castiron.pipelines.generation.tokenizing import encoded
+from castiron.pipelines.generation.tokenizing import COUNTED, encoded
 from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed, placed
@@ -26,9 +26,6 @@ from castiron.pipelines.serve.schemas import (
 )
 from castiron.pipelines.serve.turns import Turns
 from castiron.vmfb.manifest import Manifest
-
-# Characters of a text whose tokens are counted in any case.
-COUNTED = 100_000
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ class TextApi:
 
     def check_length(self, characters: int, param: str) -> None:
         """ApiError 400, before it is made tokens of, for a text that has more than the context whatever it says."""
-        if characters > COUNTED and characters > (most := self.context * self.longest_token):
+        if characters > COUNTED and characters > (most := self.context * self.text.longest_token):
             message = (
                 f"this model's maximum context length is {self.context} tokens, in which {most} characters fit at most; the "
                 f"{param} {'have' if param == 'messages' else 'has'} {characters}: shorten the {param}"
@@ -181,11 +178,6 @@ class TextApi:
                 f"this model's maximum context length is {self.context} tokens, and there are {messages} messages: send fewer"
             )
             raise ApiError(400, message, "messages", "context_length_exceeded")
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest entry in the vocabulary."""
-        return max(map(len, self.text.tokenizer.get_vocab()))
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         if tokens and max(tokens) >= self.vocab:

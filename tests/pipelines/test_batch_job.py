@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -13,6 +14,7 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,20 +28,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castiron.pipelines import cli, progress
+from castiron.pipelines.batch import parquet, window
 from castiron.pipelines.batch import rows as rows_module
-from castiron.pipelines.batch import window
 from castiron.pipelines.batch.job import Summary, answering, run_job
 from castiron.pipelines.batch.journal import TITLE, Journal
-from castiron.pipelines.batch.openai import OpenAI
 from castiron.pipelines.batch.plain import Prompts, Wanted
-from castiron.pipelines.batch.requests import Requests
+from castiron.pipelines.batch.requests import Requests, identity
 from castiron.pipelines.batch.rows import Row
 from castiron.pipelines.commands import batch as command
 from castiron.pipelines.generation.sampling import Sampling
 from castiron.pipelines.generation.scheduler import Scheduler
-from castiron.pipelines.generation.text import load_text
-from castiron.pipelines.serve import kept
-from castiron.pipelines.serve.errors import ApiError
 from castiron.vmfb.bundle import open_bundle
 from tests.pipelines import served
 from tests.pipelines.test_scheduler import CONTEXT, EOS, PROMPTS, TEXT, VOCAB, FakeBatch, alone
@@ -149,7 +147,7 @@ def test_equal_rows_draw_different_answers_and_the_same_ones_again():
 def test_greedy_rows_are_what_run_says(job, path, tmp_path, capsys):
     texts = ["Hello there", "What?", "Hello where"]
     rows = [{"prompt": text, "kept": [1, {"a": None}]} for text in texts]
-    rows += [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    rows += [{"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]} for text in texts]
     counts = job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "-n", "9", "--ordered")
     found = read(tmp_path / "out.jsonl")
     for text, one, other in zip(texts, found, found[3:]):
@@ -222,6 +220,18 @@ def test_openais_rows_are_answered_as_the_server_does(job, path, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == first
 
 
+def test_what_rows_of_a_window_may_keep_is_not_counted_together(job, tmp_path, monkeypatch):
+    # Each has room for 31,200 bytes of log-probabilities and none for twice as many.
+    monkeypatch.setattr("castiron.pipelines.serve.kept.total_bytes", lambda: 16 * 40_000)
+    body = {"messages": served.MESSAGES, "logprobs": True, "top_logprobs": 5, "ignore_eos": True}
+    rows = [{"custom_id": str(i), "url": BODIES[0][0], "body": body | {"max_tokens": 6}} for i in range(6)]
+    rows.append(rows[0] | {"body": body | {"max_tokens": 12}})
+    job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "--ordered")
+    found = [row["response"] for row in read(tmp_path / "out.jsonl")]
+    assert [response["status_code"] for response in found] == [200] * 6 + [400]
+    assert "for one client" in found[6]["body"]["error"]["message"]
+
+
 def test_what_a_body_does_not_say_is_as_the_job_has_it_in_every_form(job, tmp_path):
     bodies = {
         "/v1/chat/completions": {"messages": served.MESSAGES}, "/v1/completions": {"prompt": "Hi"},
@@ -245,52 +255,60 @@ def test_what_a_body_does_not_say_is_as_the_job_has_it_in_every_form(job, tmp_pa
     assert told["/v1/responses"]["status"] == "incomplete" and told["/v1/messages"]["stop_reason"] == "max_tokens"
 
 
-def test_rows_have_as_much_room_as_requests_and_take_none_from_each_other(path, monkeypatch):
-    monkeypatch.setattr(kept, "total_bytes", lambda: 32_000_000)
-    bundle = open_bundle(path)
-    made = OpenAI(bundle.manifest, load_text(bundle), ["tiny"], {})
-
-    def work(**body):
-        fields = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "regex": "a+", **body}}
-        return made.work(Row(0, fields, fields, b""), "", 0)
-
-    assert [len(work().sequences) for _ in range(4)] == [1] * 4
-    with pytest.raises(ApiError, match="there are 2.0 MB for one client"):
-        work(n=2)
-
-
 def test_a_row_that_is_none_says_why_and_the_others_go_on(job, tmp_path):
     good = {"prompt": "Hi", "id": 1}
     bad = [
         "{", '"text"', "\xff", '{"prompt": NaN}', "[" * 100_000, {"id": 2}, {"prompt": 7}, {"prompt": []}, {"prompt": [999]},
         {"prompt": "a", "messages": [{"role": "user"}]}, {"messages": ["x"]}, {"prompt": "x" * 500}, {"prompt": "\ud800"},
+        {"messages": [{"role": "user", "content": 5}]}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"prompt": "x" * 100_001},
     ]  # fmt: skip
     alien = [
-        {"custom_id": "a", "url": "/v1/files", "body": {}}, {"custom_id": 7, "url": "/v1/completions", "body": {}},
+        {"custom_id": "a", "url": ["/v1/files"], "body": {}}, {"custom_id": 7, "url": "/v1/completions", "body": {}},
         {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}},
         {"custom_id": "a", "url": "/v1/completions", "body": "{"}, {"custom_id": "a", "body": {}, "more": 1},
+        {"custom_id": "a", "url": "/v1/completions"}, "not one of OpenAI's either",
     ]  # fmt: skip
+    # A table of the web has columns of such names too.
+    good |= {"url": "https://example.org", "body": "<html>"}
     place = tmp_path / "in.jsonl"
     place.write_bytes(
         b"\xef\xbb\xbf"
         + b"\n\n".join((r if isinstance(r, str) else json.dumps(r)).encode("latin-1") for r in [good, *bad, *alien, good])
     )
     counts = job(place, tmp_path / "out.jsonl", "-n", "4", "--ordered")
+    assert "castiron: 4 rows with a custom_id that another row has before" in job.errors
     first, *middle, last = read(tmp_path / "out.jsonl")
-    assert (counts["rows"], counts["failed"]) == (20, 18)
+    assert (counts["rows"], counts["failed"]) == (25, 23)
     assert first == last and first["generated"] and first["error"] is None
     assert all(row["error"] for row in middle[: len(bad)]) and all(row["generated"] is None for row in middle[: len(bad)])
     says = ["line 3 is not JSON", "not a JSON object", "not UTF-8", "NaN is no JSON", "not JSON", "no messages and no prompt",
-            "must be text", "must be text", "vocabulary", "messages and prompt", "objects with role", "126", "UTF-8"]  # fmt: skip
+            "must be text", "must be text", "vocabulary", "messages and prompt", "objects with role", "126", "UTF-8",
+            "messages.0 needs", "messages.0 needs", "characters"]  # fmt: skip
     assert [word for word, row in zip(says, middle) if word not in row["error"]] == []
     whys = [
         row["error"]["message"] if row["error"] else row["response"]["body"]["error"]["message"] for row in middle[len(bad) :]
     ]
     assert [
         w
-        for w, why in zip(["url must be", "custom_id must be", "no streams", "body is not JSON", "'more'"], whys)
+        for w, why in zip(
+            ["url must be", "custom_id must be", "no streams", "body is not JSON", "'more'", "body must be", "line"], whys
+        )
         if w not in why
     ] == []
+
+
+def test_a_row_is_of_the_form_of_its_columns_and_one_without_of_the_row_before_it():
+    lines = [
+        '{"custom_id": "a", "url": "u", "body": {}}',
+        "no",
+        "{",
+        '{"prompt": "", "url": "u", "body": ""}',
+        "no",
+        '{"body": 1}',
+    ]
+    rows = list(rows_module.JsonLines(io.BytesIO("\n".join(lines).encode())))
+    assert [row.is_request for row in rows] == [True, True, True, False, False, False]
 
 
 def test_what_was_changed_is_done_again_and_nothing_else(job, tmp_path):
@@ -326,6 +344,16 @@ def test_where_there_is_no_room_for_a_journal_is_said_and_it_is_begun_again(tmp_
     assert Path(f"{out}.journal").read_bytes() == TITLE
 
 
+def test_the_key_of_a_row_is_the_bundles_too(path):
+    manifest = open_bundle(path).manifest
+    others = [
+        replace(manifest, files={**manifest.files, name: replace(manifest.files[name], sha256="0" * 64)})
+        for name in ("weights.irpa", "model.vmfb", "tokenizer.json", "chat_template.jinja", "compile.log")
+    ]
+    same = [identity(manifest, {"seed": 0}) == identity(other, {"seed": 0}) for other in others]
+    assert same == [False] * 4 + [True] and identity(manifest, {"seed": 0}) != identity(manifest, {"seed": 1})
+
+
 def test_an_output_has_one_writer_and_is_no_input(path, tmp_path, capsys):
     place, out = write(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
     held = Journal(out)
@@ -341,9 +369,21 @@ def test_an_output_has_one_writer_and_is_no_input(path, tmp_path, capsys):
     assert "no journal of castiron batch" in refused(str(place), "-o", str(out))
     assert Path(f"{out}.journal").read_text() == "my own notes\n" and not out.exists()
     assert "is the input" in refused(str(place), "-o", str(place))
+    (tmp_path / "folder.jsonl").mkdir()
+    assert "is a folder" in refused(str(place), "-o", str(tmp_path / "folder.jsonl"))
     assert "ends in none of" in refused(str(place), "-o", "out.csv")
     assert "give -o a file" in refused(str(place), "-o", "-", "--json")
     assert "--embed" in refused(str(place), "-o", str(out), "--dimensions", "3")
+
+
+def test_an_output_may_lie_in_a_folder_to_be_made_and_on_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("castiron.pipelines.batch.journal.fcntl.flock", flock)
+    made, out = requests(), tmp_path / "a/b/out.jsonl"
+    job = lambda: run_job(rows_of_list([[3, 4]]), made.key, answering(Scheduler(FakeBatch(1)), made), out)
+    assert (job().before, job().before) == (0, 1) and len(read(out)) == 1
 
 
 def test_a_line_that_is_not_whole_counts_for_nothing(tmp_path):
@@ -369,7 +409,7 @@ def test_a_line_that_is_not_whole_counts_for_nothing(tmp_path):
 class rows_of_list:
     """Rows of prompts, as a file has them."""
 
-    share = None
+    share = fault = None
 
     def __init__(self, prompts):
         self.prompts = prompts
@@ -436,6 +476,18 @@ def test_tables_keep_their_columns_and_types(job, tmp_path):
     for name in ("prompt", "when", "vector", "blob"):
         assert found[name].equals(table[name]) and found.schema.field(name).type == table.schema.field(name).type
     assert found["error"].to_pylist() == [None, "the row has no messages and no prompt; give it one of messages, prompt", None]
+    # Words of a dictionary further down, and OpenAI's rows.
+    body = pa.StructArray.from_arrays(
+        [pa.array(["Hi", "Hi"]).dictionary_encode(), pa.array([2, None])], ["prompt", "max_tokens"]
+    )
+    pq.write_table(pa.table({"prompt": ["a", "b"], "deep": body}), tmp_path / "deep.parquet")
+    job(tmp_path / "deep.parquet", tmp_path / "deep.out.parquet", "-n", "1", "--ordered")
+    assert pq.read_table(tmp_path / "deep.out.parquet")["deep"].to_pylist() == body.to_pylist()
+    asked = pa.table({"custom_id": ["a", "b"], "url": ["/v1/completions"] * 2, "body": body})
+    pq.write_table(asked, tmp_path / "asked.parquet")
+    job(tmp_path / "asked.parquet", tmp_path / "asked.out.parquet", "-n", "1", "--ordered")
+    responses = [json.loads(row["response"]) for row in pq.read_table(tmp_path / "asked.out.parquet").to_pylist()]
+    assert [response["body"]["usage"]["completion_tokens"] for response in responses] == [2, 1]
     # Another name of a column is another row.
     names = ["question", *table.column_names[1:]]
     pq.write_table(table.rename_columns(names), tmp_path / "in.parquet")
@@ -453,6 +505,29 @@ def test_tables_keep_their_columns_and_types(job, tmp_path):
         ('"one"', None, None),
         (None, None, [0]),
     ]
+
+
+def test_rows_before_the_place_where_an_input_breaks_off_are_done_once(path, job, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parquet, "GROUP", 10)
+    rows = [{"prompt": f"Row {i}", "noise": random.Random(i).randbytes(40).hex()} for i in range(40)]
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet", row_group_size=20, compression="none")
+    table = (tmp_path / "in.parquet").read_bytes()
+    second = pq.ParquetFile(tmp_path / "in.parquet").metadata.row_group(1).column(0).data_page_offset
+    spoilt = {
+        "in.jsonl.gz": (whole, [whole[: len(whole) // 2], whole[: len(whole) // 2] + b"\xff" * 99]),
+        "in.parquet": (table, [table[:second] + b"\xff" * 20 + table[second + 20 :]]),
+    }
+    for name, (good, bad) in spoilt.items():
+        place, out, before = tmp_path / name, tmp_path / f"{name}.jsonl", 0
+        for data in bad:
+            place.write_bytes(data)
+            assert cli.main(["batch", str(path), str(place), "-o", str(out), "-n", "2", "--threads", "1"]) == 1
+            says = capsys.readouterr().err.splitlines()[-1]
+            assert "is not whole" in says and "its rows so far are done" in says and not out.exists()
+        place.write_bytes(good)
+        before = job(place, out, "-n", "2")["before"]
+        assert 5 < before < 40 and len(read(out)) == 40
 
 
 def test_pipes_have_each_result_as_it_comes_and_ordered_ones_in_order(path, tmp_path):
@@ -521,6 +596,9 @@ def test_how_far_a_job_is_stands_in_a_bar_at_a_terminal_and_elsewhere_in_a_line_
     summary = Summary(rows=1200, prompt_tokens=400, generated_tokens=600, seconds=10.0)
     command.teller(progress.Progress())(summary, 0.25)
     assert capsys.readouterr().err == "castiron: 1,200 rows, 100 tok/s, about 30 s left\n"
+    # Of half the rows that an earlier run did nobody knows how long they took.
+    command.teller(progress.Progress())(replace(summary, before=600), 0.25)
+    assert capsys.readouterr().err.endswith("about 60 s left\n")
     with progress.Progress() as shown:
         shown.shown, said = True, ""
         command.teller(shown)(summary, 0.25)

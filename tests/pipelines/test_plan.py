@@ -118,6 +118,8 @@ def test_the_command(tmp_path_factory, capsys, monkeypatch):
         (["--memory", "0.0001", "--flops", "9", "--bandwidth", "9"], "more memory"),
         (["--busiest", "1"], "--busiest is 1"),
         (["--rate", "0"], "--rate is 0"),
+        (["--rate", "1e9", "--flops", "1e-6", "--bandwidth", "1e-6"], "more than 1,000,000,000 such machines"),
+        (["--memory", "1e300"], "--memory is 1e+300; give a number from 1e-06 to 1e+09"),
         (["--check", "1"], "give one"),
         (["--check", "1", "--rate", "5", "--flops", "9"], "describe no other machine"),
     ):
