@@ -134,7 +134,10 @@ def test_lm_eval_finds_what_it_finds_with_transformers(folder, measure):
     assert float(expected["acc"]) > 0 and 5 < float(expected["word_perplexity"]) < 1000
     found = measure(asked)
     assert float(found.pop("word_perplexity")) == pytest.approx(float(expected.pop("word_perplexity")), rel=LAST_DIGITS)
-    assert found == expected
+    # Of four digits behind the point the last may be rounded up here and down there.
+    assert {name: float(said) for name, said in found.items()} == pytest.approx(
+        {name: float(said) for name, said in expected.items()}, rel=0, abs=1.01e-4
+    )
     at = asked.index("--model_args") + 1
     # As texts, one after another, and several requests at once.
     others = [*asked[:at], "tokenized_requests=False", "num_concurrent=3", *asked[at:]]
