@@ -31,6 +31,14 @@ PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 ROWS_SCRIPT, SERVE_SCRIPT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 STORE_BYTES = 80 << 20
 SLOTS = 4
+# That a machine is slow or has little memory left is no reason to end a node or a worker, or to ask another replica.
+PATIENCE = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "30",
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +65,8 @@ def cluster(notes):
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-        # A machine that is slow, or has little memory left, is no reason to ask another replica or to end a worker.
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        for wait in ("QUEUE_LENGTH_RESPONSE_DEADLINE", "MAX_QUEUE_LENGTH_RESPONSE_DEADLINE", "PROXY_READY_CHECK_TIMEOUT"):
-            patch.setenv(f"RAY_SERVE_{wait}_S", "30")
+        for name, value in PATIENCE.items():
+            patch.setenv(name, value)
         import ray
         from ray.cluster_utils import Cluster
 
