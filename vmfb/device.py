@@ -81,10 +81,11 @@ def _create(threads: int) -> rt.HalDevice:
     before = _workers()
     made = create_hal_driver("local-task").create_default_device()
     new, cpus = _begun(before, threads), _cpus()
-    # See `task_flags`.
-    for worker, cpu in zip(new, cpus) if threads == len(cpus) else ():
+    # See `task_flags`. IREE lets workers run on all CPUs there are, also those that `taskset` keeps from this process.
+    masks = [{cpu} for cpu in cpus] if threads == len(cpus) else [set(cpus)] * len(new)
+    for worker, mask in zip(new, masks):
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(worker, {cpu})
+            os.sched_setaffinity(worker, mask)
     return made
 
 

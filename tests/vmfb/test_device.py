@@ -69,6 +69,20 @@ def test_workers_for_all_cpus_stand_one_on_each_and_others_go_where_they_like():
         assert sorted(found, key=min) == masks
 
 
+def test_workers_stay_on_the_cpus_that_their_maker_may_use():
+    """As those of `taskset`, which IREE lets its workers leave."""
+
+    def work():
+        cpu = min(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpu})
+        before = of_workers(os.sched_getaffinity)
+        MADE.append(_create(2))
+        return cpu, [mask for thread, mask in of_workers(os.sched_getaffinity).items() if thread not in before]
+
+    cpu, masks = in_a_thread(work)
+    assert masks == [{cpu}] * 2
+
+
 def test_a_policy_that_somebody_chose_stays():
     def work():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
