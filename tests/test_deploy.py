@@ -80,9 +80,11 @@ def offline() -> list[str]:
 def another_user(python: Path) -> list[str]:
     """What a command is put behind to be nobody's, where the system lets us: for root no file is read-only."""
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if not os.geteuid() else []
-    # The interpreter, which castiron starts again for what it does not trust, may be in root's own folder: nobody may search it.
+    # The interpreter may be in root's own folder, which only some systems let nobody search; and castiron starts it again for
+    # what it does not trust.
     search = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
-    starts = lambda words: subprocess.run([*words, python, "-c", ""], cwd="/", capture_output=True).returncode == 0
+    again = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', '']).returncode)"
+    starts = lambda words: subprocess.run([*words, python, "-c", again], cwd="/", capture_output=True).returncode == 0
     ways = (user, [*user, *search]) if user and shutil.which("setpriv") else ()
     return next((words for words in ways if starts(words)), [])
 
