@@ -1,7 +1,7 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
 # make test          run the test suite
+# make coverage      the same, and how much of each package it runs
 # make test-aarch64  run bundles for aarch64 on aarch64 CPUs that qemu emulates: 15 minutes, 200 MB
-# make coverage      the same, and how much of each package the tests run
 # make lint          ruff and mypy, as CI runs them
 # make mutants       put small faults into castiron, one at a time: a test has to notice each
 # make bench         measure against llama.cpp and HF transformers, write JSON and a chart

@@ -32,7 +32,7 @@ class DiesOnce(Generate):
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         # Work is left for the node that comes then, however long it takes to come.
-        until = time.monotonic() + 60 * died.exists()
+        until = time.monotonic() + 200 * died.exists()
         while (
             len({line for path in notes.glob("*.jsonl") for line in path.read_text().splitlines()}) < 2
             and time.monotonic() < until

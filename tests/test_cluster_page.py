@@ -36,6 +36,14 @@ PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 ROWS_SCRIPT, SERVE_SCRIPT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 STORE_BYTES = 80 << 20
 SLOTS = 4
+# That a machine is slow or has little memory left is no reason to end a node or a worker, or to ask another replica.
+PATIENCE = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "30",
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +70,8 @@ def cluster(notes):
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        for name, value in PATIENCE.items():
+            patch.setenv(name, value)
         import ray
         from ray.cluster_utils import Cluster
 
@@ -122,12 +132,12 @@ def test_rows_are_answered_as_by_one_process_though_an_actor_dies_and_a_node_com
     job = threading.Thread(target=lambda: exec(compile(ROWS_SCRIPT, "docs/cluster.md", "exec"), {}))
     job.start()
     died = notes / "died"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not died.exists():
         assert job.is_alive() and time.monotonic() < until
         time.sleep(0.05)
     node = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
-    job.join(120)
+    job.join(400)
     assert not job.is_alive()
     found = pq.read_table(tmp_path / "answers").sort_by("id")
     assert found.select(expected.schema.names).to_pylist() == expected.to_pylist()
@@ -211,7 +221,7 @@ def ask(client: openai.OpenAI, messages: list[dict], tokens: int, **options):
 
 def states(handle) -> list[tuple[int, int]]:
     """Process and sequences of every replica that lives."""
-    found = handle.broadcast("state").results(timeout_s=30, return_exceptions=True)
+    found = handle.broadcast("state").results(timeout_s=120, return_exceptions=True)
     return [state for state in found if not isinstance(state, BaseException)]
 
 
@@ -247,24 +257,27 @@ def test_a_replica_that_is_killed_takes_no_request_along_that_had_not_begun_to_a
             assert not all(answer.done() for answer in answers)
             known = states(handle)
         os.kill(known[0][0], signal.SIGKILL)
-        said = [answer.result(60).choices[0].message.content for answer in answers]
+        said = [answer.result(200).choices[0].message.content for answer in answers]
     assert said[:2] == expected and all(said)
 
 
 def test_a_stream_passes_through_and_says_so_when_its_replica_ends(served):
+    from tests import cluster_parts
+
     client, handle = served
     pieces = [piece for piece in ask(client, serving.MESSAGES, 20, stream=True)]
     assert len(pieces) > 10 and pieces[-1].choices[0].finish_reason == "length"
-    # Whoever leaves has no sequence any more.
-    stream = ask(client, serving.MESSAGES, 800, stream=True)
+    # Whoever leaves has no sequence any more, long before it would have ended by itself.
+    long = {"stream": True, "extra_body": {"ignore_eos": True}}
+    stream = ask(client, serving.MESSAGES, 900, **long)
     next(stream)
     assert any(running for _, running in states(handle))
     stream.close()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 700 * cluster_parts.STEP
     while any(running for _, running in states(handle)):
         assert time.monotonic() < until
         time.sleep(0.1)
-    stream = ask(client, serving.MESSAGES, 400, stream=True)
+    stream = ask(client, serving.MESSAGES, 900, **long)
     next(stream)
     (mine,) = [process for process, running in states(handle) if running]
     os.kill(mine, signal.SIGKILL)

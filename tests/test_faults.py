@@ -3,6 +3,7 @@ written stays."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -68,9 +69,8 @@ def test_what_was_killed_at_any_moment_is_done_by_the_next_run_and_leaves_nothin
     os.rename(tmp_path / "made" / "bundle", tmp_path / "source")
     seconds = faults.finish(work, tmp_path / "whole")
     faults.kill_at_moments(work, tmp_path / "killed", seconds, seed=15)
-    for _ in range(50):
-        if not (left := faults.running_below(tmp_path)):
-            break
+    until = time.monotonic() + 60
+    while (left := faults.running_below(tmp_path)) and time.monotonic() < until:
         time.sleep(0.02)
     assert left == []
     faults.finish(work, tmp_path / "killed")
@@ -172,6 +172,13 @@ def test_a_session_runs_no_weights_that_were_written_into(place, compiled, tmp_p
             session.step(1)
 
 
+def told_in_a_sentence() -> bool:
+    """Whether this system and its processor have the handler that says it."""
+    with contextlib.suppress(OSError, AttributeError):
+        return cut_short._instructions() is not None
+    return False
+
+
 CUT = """
 import os, sys
 from castiron.pipelines import cli
@@ -193,13 +200,13 @@ def test_weights_that_are_cut_short_while_they_are_read_end_in_a_sentence(thread
     """On whichever thread it happens; where the machine is known, else with Python's report."""
     bundle = toy_at(tmp_path / "bundle", compiled)
     ended = subprocess.run([sys.executable, "-c", CUT, bundle, str(threads)], capture_output=True, cwd=ROOT)
-    if cut_short._instructions() is not None:
+    if told_in_a_sentence():
         assert (ended.returncode, ended.stderr, ended.stdout) == (1, cut_short.SENTENCE, b"")
     else:
         assert ended.returncode and b"Bus error" in ended.stderr
 
 
-@pytest.mark.skipif(cut_short._instructions() is None, reason="the sentence is for Linux on x86-64 and aarch64")
+@pytest.mark.skipif(not told_in_a_sentence(), reason="the sentence is for Linux on x86-64 and aarch64")
 def test_threads_that_find_it_at_once_say_it_once():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     faults.check_said_once(subprocess.Popen([sys.executable, "-c", faults.CUT_ON_THREADS], **pipes, cwd=ROOT))
@@ -273,6 +280,6 @@ def test_a_server_whose_weights_were_written_into_answers_so_and_ends(tmp_path_f
         os.truncate(place / WEIGHTS, 4096)
         status, body = ask()
         assert status == 500 and "weights.irpa was written into while it was in use" in body
-        assert server.process.wait(20) == 1
+        assert server.process.wait(100) == 1
         last = server.errors.splitlines()[-1]
         assert last.startswith(f"castiron: {place / WEIGHTS} was written into") and "Traceback" not in server.errors

@@ -307,10 +307,14 @@ def test_folders_of_a_user_are_not_in_the_way(tmp_path):
         assert done.returncode == 0 and "smollm2" in done.stdout, done.stderr
 
 
-def make(*argv: str, directory: Path) -> subprocess.CompletedProcess:
+def run_in(directory: Path, *command: str) -> subprocess.CompletedProcess:
     # What the make that runs the tests was told is not for this one.
     told = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_ARGS"))}
-    return subprocess.run(["make", *argv], cwd=directory, env=told, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=directory, env=told, capture_output=True, text=True, timeout=300, check=False)
+
+
+def make(*argv: str, directory: Path) -> subprocess.CompletedProcess:
+    return run_in(directory, "make", *argv)
 
 
 @pytest.fixture
@@ -422,6 +426,6 @@ def test_make_coverage_says_a_line_a_package_and_passes_the_tests_status_on(inst
 def test_ci_runs_the_tests_and_passes_their_status_on(installed_tree):
     shutil.copytree(ROOT / ".ci", installed_tree / ".ci")
     python = installed_tree / ".venv/bin/python"
-    assert subprocess.run(["bash", ".ci/run"], cwd=installed_tree, timeout=60, check=False).returncode == 0
+    assert run_in(installed_tree, "bash", ".ci/run").returncode == 0
     python.write_text(python.read_text() + "exit 3\n")
-    assert subprocess.run(["bash", ".ci/run"], cwd=installed_tree, timeout=60, check=False).returncode != 0
+    assert run_in(installed_tree, "bash", ".ci/run").returncode != 0

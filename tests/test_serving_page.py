@@ -110,7 +110,7 @@ def test_the_proxy_stands_before_a_server(bundle, tmp_path):
         if not shutil.which("nginx"):
             # What the page's client_max_body_size stands for.
             assert ask(running.url, "/v1/completions", long)[0] == 413
-            assert gaps(running.url) > 0.5
+            assert comes_in_pieces(running.url)
             return
         subprocess.run(
             ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=llm.example.org", "-days", "1",
@@ -138,7 +138,7 @@ def test_the_proxy_stands_before_a_server(bundle, tmp_path):
                 assert ask(url, "/health")[0] == 200
                 assert ask(url, "/metrics")[0] == 403 and ask(running.url, "/metrics")[0] == 200
                 assert ask(url, "/v1/completions", long)[0] == 413
-                assert gaps(url) > 0.5
+                assert comes_in_pieces(url)
             finally:
                 proxy.terminate()
 
@@ -149,6 +149,12 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def comes_in_pieces(url: str) -> bool:
+    """Whether the pieces of an answer come one by one. What is held back comes all at once every time, and what is not only where
+    this process is held up itself."""
+    return any(gaps(url) > 0.5 for _ in range(5))
 
 
 def gaps(url: str) -> float:

@@ -81,9 +81,11 @@ def _create(threads: int) -> rt.HalDevice:
     rt.flags.parse_flags(*_flags(threads, ()))
     before = _workers()
     made = create_hal_driver("local-task").create_default_device()
-    for worker, cpu in zip(_begun(before, threads), _places(threads)):
+    # IREE lets workers run on all CPUs there are, also those that `taskset` keeps from this process.
+    masks = [{cpu} for cpu in _places(threads)] or [set(_cpus())] * threads
+    for worker, mask in zip(_begun(before, threads), masks if _cpus() else ()):
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(worker, {cpu})
+            os.sched_setaffinity(worker, mask)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import mmap
 import os
@@ -237,7 +238,11 @@ def _fresh(count: int, dtype: str) -> np.ndarray:
     numpy_dtype, _ = _ELEMENTS[dtype]
     # Private, or it would count as a file in shared memory.
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    return np.frombuffer(mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags), numpy_dtype, count)
+    memory = mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags)
+    # Where the system gives large pages unasked, the first row of every layer would take 2 MB.
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, numpy_dtype, count)
 
 
 class Call:

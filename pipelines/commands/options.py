@@ -104,7 +104,8 @@ def compile_options(args: argparse.Namespace):
 def check_threads(args: argparse.Namespace) -> None:
     """PipelineError for more --threads than this machine has CPUs, in a command whose threads would run here."""
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
-    here = args.command != "emit" and getattr(args, "target", "host") == "host"
+    elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
+    here = args.command != "emit" and not elsewhere
     if here and threads is not None and threads > cpus:
         raise PipelineError(
             f"--threads is {threads} and this machine has {cpus} CPU{'s' * (cpus != 1)}; give at most {cpus}, or leave it "

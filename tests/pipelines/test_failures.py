@@ -74,8 +74,12 @@ def test_more_threads_than_cpus_are_refused(bundle, command, monkeypatch, capsys
 
 def test_threads_of_another_machine_are_its_own(monkeypatch, capsys):
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert cli.main(["compile", "/no/such.gguf", "--target", "aarch64", "--threads", "64"]) == 1
-    assert "/no/such.gguf" in capsys.readouterr().err
+    rows = ["batch", "/no/such.gguf", "/no/such.jsonl", "-o", "answers.jsonl", "--ray"]
+    for command in (["compile", "/no/such.gguf", "--target", "aarch64"], [*rows, "head:6379"]):
+        assert cli.main([*command, "--threads", "64"]) == 1
+        assert "/no/such" in capsys.readouterr().err
+    assert cli.main([*rows, "local", "--threads", "64"]) == 1
+    assert "give at most 6" in capsys.readouterr().err
 
 
 def missing(module: str) -> str:

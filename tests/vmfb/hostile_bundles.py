@@ -25,7 +25,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-LONGEST, SECONDS, BYTES = 400, 10, 4 << 30
+LONGEST, SECONDS, BYTES = 400, 30, 4 << 30
 NUMBERS = [0, 1, -1, 2, 3, 7, 31, 33, 64, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64, 10**30, 0.5, 1e308, 1e400]
 WORDS = [
     "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -180,6 +181,17 @@ def resident() -> int:
     return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
+def in_small_pages(address: int) -> bool:
+    """Whether the memory there may not be in large pages, which some systems give unasked."""
+    there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            there = int(found[1], 16) <= address < int(found[2], 16)
+        elif there and line.startswith("VmFlags:"):
+            return "nh" in line.split()
+    return False
+
+
 def test_a_buffer_costs_memory_as_it_is_filled(toy_dir):
     program = Program(open_bundle(toy_dir), 1)
     before = resident()
@@ -188,6 +200,8 @@ def test_a_buffer_costs_memory_as_it_is_filled(toy_dir):
     buffer.array[:, :1000] = 1
     assert resident() - before < 2**22
     assert buffer.array.nbytes == 2**30
+    # Whatever this system does.
+    assert in_small_pages(buffer.array.ctypes.data) or not Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 def test_weights_are_mapped_not_copied(tmp_path, monkeypatch, compile_cache):
@@ -258,7 +272,7 @@ session = Session(open_bundle({place!r}), {threads})
 session.prefill({first})
 
 def child(queue):
-    signal.alarm(30)
+    signal.alarm(200)
     try:
         inherited = session.prefill({rest})
     except SessionError as error:
@@ -276,7 +290,7 @@ assert process.exitcode == 0, process.exitcode
 print(queue.get())
 print(session.prefill({rest}))
 if not os.fork():
-    signal.alarm(30)
+    signal.alarm(200)
     sys.exit(0)
 print(os.wait()[1])
 """
@@ -286,7 +300,7 @@ print(os.wait()[1])
 def test_a_forked_child_is_told_and_can_make_a_session_of_its_own(toy_dir, threads):
     """What needs the parent's workers is refused, where it hung before; what needs none goes on."""
     code = FORKING.format(place=str(toy_dir), threads=threads, first=TOKENS[:9], rest=TOKENS[9:15])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     best = int(np.argmax(toy.Toy(CONTEXT).run(TOKENS[:15])))
     told, parents, ended = done.stdout.splitlines()
