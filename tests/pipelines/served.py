@@ -88,16 +88,17 @@ class Served:
         return self.log.read_text()
 
 
-# The small model answers faster than a test can look: every step and prompt takes at least so many seconds here, and no step
-# begins while a file is there.
+# The small model answers faster than a test can look: every step and prompt takes at least so many seconds here, and no step but
+# the first, with which an answer begins, is made while a file is there.
 SLOW = """
-import os, sys, time
+import itertools, os, sys, time
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.session import Session
+steps = itertools.count()
 def slowly(function, held):
     def slow(*arguments):
         time.sleep(float(sys.argv[1]))
-        while os.path.exists(held):
+        while held and next(steps) and os.path.exists(held):
             time.sleep(0.005)
         return function(*arguments)
     return slow
@@ -117,8 +118,8 @@ def served(
     descriptors: int | None = None,
     **environment: str,
 ):
-    """`castiron serve` on a free port, with steps of at least `slow` seconds that wait while the file `held` is there, and at most
-    so many `descriptors`; killed at the end if it still runs."""
+    """`castiron serve` on a free port, with steps of at least `slow` seconds, which but for the first wait while the file `held` is
+    there, and at most so many `descriptors`; killed at the end if it still runs."""
     start = ["-c", SLOW, str(slow), str(held or "")] if slow or held else ["-m", "castiron"]
     command = [sys.executable, *start, "serve", str(path), "--port", "0", "--threads", "1", *options]
     if descriptors:

@@ -84,7 +84,7 @@ def test_a_stream_joins_to_the_whole_answer(client, alone):
 
 
 def test_a_stream_comes_while_it_is_made(path, tmp_path):
-    """The first piece is there before the second token is."""
+    """The first piece is there when the model has said no more than two tokens."""
     (held := tmp_path / "held").touch()
     with served(path, tmp_path / "log", held=held) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
