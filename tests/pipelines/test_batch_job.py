@@ -361,7 +361,7 @@ sys.exit(main(sys.argv[3:]))
 
 
 def test_a_job_killed_at_any_moment_goes_on_where_it_was(job, path, tmp_path):
-    rng, kills = random.Random(7), 10
+    rng, kills = random.Random(7), 6
     rows = [{"prompt": f"Tell me of {rng.randrange(10**6)}", "id": i} for i in range(90)]
     body = {"prompt": "Once", "max_tokens": 7, "ignore_eos": True}
     rows += [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i in range(30)]
