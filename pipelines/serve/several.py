@@ -181,10 +181,16 @@ class Several:
                 return
             if isinstance(front.api.engine, Engine):
                 self.metrics.forget(model.name)
-            await asyncio.get_running_loop().run_in_executor(None, front.api.engine.stop)
+            held = [front]
             del front
-            # What refers to itself would keep the weights and the states.
-            gc.collect()
+
+            def close() -> None:
+                held.pop().api.engine.stop()
+                # What refers to itself would keep the weights and the states. After this call the thread of it might still
+                # hold the engine, which would keep them too.
+                gc.collect()
+
+            await asyncio.get_running_loop().run_in_executor(None, close)
             say(f"{model.name} closed")
 
     @contextlib.asynccontextmanager

@@ -56,9 +56,12 @@ class Browser:
         self._session = None
         self.errors: list[str] = []
         self.requests: list[str] = []
-        target = self.call("Target.getTargets")["targetInfos"]
-        page = next(info for info in target if info["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        until = time.monotonic() + 60
+        # It answers before it has opened one.
+        while not (pages := [one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"]):
+            assert time.monotonic() < until, "Chromium opens no page"
+            time.sleep(0.02)
+        self._session = self.call("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 

@@ -33,7 +33,7 @@ from tests.pipelines.hostile_mutants import mutant, source_of
 from tests.pipelines.hostile_sound import write_sound
 
 # What a refusal may be, in characters beside the path that was given; what a mutant may take of the machine.
-LONGEST, SECONDS, BYTES, WAIT = 300, 5.0, 1 << 30, 20.0
+LONGEST, SECONDS, BYTES, WAIT = 300, 5.0, 1 << 30, 120.0
 CORPUS = Path(__file__).with_name("hostile_corpus.txt")
 # A sound checkpoint and the number of what becomes of it.
 Mutant = tuple[Path, int]

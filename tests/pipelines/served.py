@@ -88,27 +88,39 @@ class Served:
         return self.log.read_text()
 
 
-# The small model answers faster than a test can look; every step and prompt takes at least so many seconds here.
+# The small model answers faster than a test can look: every step and prompt takes at least so many seconds here, and no step but
+# the first, with which an answer begins, is made while a file is there.
 SLOW = """
-import sys, time
+import itertools, os, sys, time
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.session import Session
-def slowly(function):
+steps = itertools.count()
+def slowly(function, held):
     def slow(*arguments):
         time.sleep(float(sys.argv[1]))
+        while held and next(steps) and os.path.exists(held):
+            time.sleep(0.005)
         return function(*arguments)
     return slow
-Batch.step, Session.prefill = slowly(Batch.step), slowly(Session.prefill)
+Batch.step, Session.prefill = slowly(Batch.step, sys.argv[2]), slowly(Session.prefill, "")
 from castiron.pipelines.cli import main
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[3:]))
 """
 
 
 @contextlib.contextmanager
-def served(path: Path, log: Path, *options: str, slow: float = 0, descriptors: int | None = None, **environment: str):
-    """`castiron serve` on a free port, with steps of at least `slow` seconds, and at most so many `descriptors`; killed at the end
-    if it still runs."""
-    start = ["-c", SLOW, str(slow)] if slow else ["-m", "castiron"]
+def served(
+    path: Path,
+    log: Path,
+    *options: str,
+    slow: float = 0,
+    held: Path | None = None,
+    descriptors: int | None = None,
+    **environment: str,
+):
+    """`castiron serve` on a free port, with steps of at least `slow` seconds, which but for the first wait while the file `held` is
+    there, and at most so many `descriptors`; killed at the end if it still runs."""
+    start = ["-c", SLOW, str(slow), str(held or "")] if slow or held else ["-m", "castiron"]
     command = [sys.executable, *start, "serve", str(path), "--port", "0", "--threads", "1", *options]
     if descriptors:
         command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$0" "$@"', *command]

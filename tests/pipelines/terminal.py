@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -38,7 +39,7 @@ class Terminal:
             own = {"TERM": "xterm", "INPUTRC": os.devnull, **environment}
             os.execve(sys.executable, [sys.executable, "-c", SLOW, str(step), without, *argv], {**os.environ, **own})
         fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-        self.shown = ""
+        self.shown, self._decoder = "", codecs.getincrementaldecoder("utf-8")()
 
     def __enter__(self):
         return self
@@ -68,8 +69,7 @@ class Terminal:
         until = time.monotonic() + 60
         while not (found := re.search(pattern, self.shown)):
             assert time.monotonic() < until, f"no {pattern!r} in {self.shown!r}"
-            if select.select([self.end], [], [], 1)[0]:
-                self.shown += os.read(self.end, 4096).decode()
+            self._look()
         before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return before
 
@@ -80,9 +80,13 @@ class Terminal:
             if time.monotonic() > until:
                 self.type("\x03")
                 until = time.monotonic() + 5
-            if select.select([self.end], [], [], 1)[0]:
-                self.shown += os.read(self.end, 4096).decode()
+            self._look()
         self.prompt()
+
+    def _look(self) -> None:
+        """Takes what has come within a second; a character may come in two pieces."""
+        if select.select([self.end], [], [], 1)[0]:
+            self.shown += self._decoder.decode(os.read(self.end, 4096))
 
     def listens(self) -> None:
         """Waits until readline takes single keys; its prompt shows before that."""

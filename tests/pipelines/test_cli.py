@@ -244,14 +244,18 @@ def test_inspect_describes_bundles_and_the_catalogue(bundle, bare_bundle, capsys
 
 
 PROGRESS = """
-import sys, time
-from castiron.pipelines.progress import Progress
-with Progress() as progress:
+import time
+from castiron.pipelines import progress as drawing
+drawing.PATIENCE = drawing.INTERVAL = 0.02
+def until_drawn():
+    while progress.shown and not progress._drawn:
+        time.sleep(0.01)
+with drawing.Progress() as progress:
     progress('melting', 0.5)
-    time.sleep(1)
+    until_drawn()
     progress.print('a result')
     progress('casting', 0.0)
-    time.sleep(1)
+    until_drawn()
 print('done')
 """
 
@@ -264,7 +268,7 @@ def test_progress_is_a_bar_at_a_terminal_that_goes_when_the_work_is_done():
     shown = os.read(terminal, 1 << 16).decode()
     os.close(terminal)
     assert done.stdout == "a result\ndone\n"
-    assert re.search(r"melting +\[#+\.+\]  50%", shown) and re.search(r"casting +\d s", shown) and "\n" not in shown
+    assert re.search(r"melting +\[#+\.+\]  50%", shown) and re.search(r"casting +\d+ s", shown) and "\n" not in shown
     # The last thing that happens to the line is that it is wiped.
     assert shown.endswith("\r\x1b[K") and "100%" not in shown
 

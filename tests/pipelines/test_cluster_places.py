@@ -69,7 +69,7 @@ def test_processes_of_a_node_fetch_a_bundle_once(toy, server, cache):
     command = [sys.executable, "-c", code, f"{url}/toy.castiron"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    places = {process.communicate(timeout=60)[0].strip() for process in running}
+    places = {process.communicate(timeout=120)[0].strip() for process in running}
     assert len(places) == 1 and all(process.returncode == 0 for process in running)
     assert asked.count("/toy.castiron") == 1
     assert Path(places.pop()).read_bytes() == (toy / "toy.castiron").read_bytes()

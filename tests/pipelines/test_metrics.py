@@ -69,8 +69,10 @@ def test_prometheus_reads_what_was_counted(page):
     assert 10 / (2 * CONTEXT) < of("vllm:kv_cache_usage_perc") < 15 / (2 * CONTEXT)
     assert of("vllm:request_prompt_tokens_bucket", le="2") == 0 and of("vllm:request_prompt_tokens_bucket", le="5") == 3
     assert of("vllm:time_to_first_token_seconds_count") == 4 and of("vllm:e2e_request_latency_seconds_count") == 3
-    parts = sum(of(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
+    # The queue's has that of the fourth too.
+    parts = sum(of(f"vllm:request_{part}_time_seconds_sum") for part in ("prefill", "decode"))
     assert 0 < parts <= of("vllm:e2e_request_latency_seconds_sum")
+    assert of("vllm:request_queue_time_seconds_count") == 4 and of("vllm:request_prefill_time_seconds_count") == 3
     assert ({"reason": "queue_full"}, 1) in found["vllm:admission_rejections_total"]
     assert ({"handler": "other", "method": "other", "status": "4xx"}, 1) in found["http_requests_total"]
     assert {own["model_name"] for own, _ in found["vllm:prompt_tokens_total"]} == {"idle", 'a "model"\\'}

@@ -246,7 +246,7 @@ import castiron
 model = castiron.load({place!r}, threads={threads})
 model.generate([1, 2], max_tokens=2)
 if not os.fork():
-    signal.alarm(30)
+    signal.alarm(100)
     try:
         model.generate([1, 2], max_tokens=2)
     except castiron.PipelineError as error:

@@ -49,7 +49,7 @@ def server(path, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def strict(path, tmp_path_factory):
-    options = ("--api-key", "first", "--queue", "2", "--max-body", "0.002", "--timeout", "1.5")
+    options = ("--api-key", "first", "--queue", "2", "--max-body", "0.002")
     with served(
         path, tmp_path_factory.mktemp("strict") / "log", *options, slow=STEP, CASTIRON_API_KEY="second, third"
     ) as found:
@@ -83,7 +83,7 @@ def gauge(server, name: str, key: str | None = None) -> float:
     return float(re.search(rf"^(?:vllm:|castiron_){name}{{[^}}]*}} (\S+)$", page, re.MULTILINE)[1])
 
 
-def until(condition, seconds: float = 20) -> None:
+def until(condition, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "this never came true"
@@ -126,9 +126,9 @@ def test_a_full_queue_refuses_and_says_how_long_it_is(strict):
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error_and_frees_its_slots(path, tmp_path):
-    with served(path, tmp_path / "log", "--timeout", "0.3", slow=STEP) as server:
+    with served(path, tmp_path / "log", "--timeout", "1", slow=STEP) as server:
         status, _, body = ask(server, "/v1/chat/completions", LONG)
-        assert status == 504 and "0.3 s" in body["error"]["message"] and body["error"]["code"] == "timeout"
+        assert status == 504 and "than the 1 s" in body["error"]["message"] and body["error"]["code"] == "timeout"
         connection, response = stream_of(server, LONG)
         events = response.read().decode().strip().split("\n\n")
         connection.close()
@@ -214,7 +214,8 @@ def test_nonsense_disturbs_nobody(server, alone):
 
 
 def test_sigterm_lets_requests_finish_and_ends_with_0(path, alone, tmp_path):
-    with served(path, tmp_path / "log", slow=STEP) as server:
+    (held := tmp_path / "held").touch()
+    with served(path, tmp_path / "log", held=held) as server:
         connection, response = stream_of(server, {**LONG, "n": 8})
         response.read(10)
         idle = connect(server)
@@ -222,15 +223,16 @@ def test_sigterm_lets_requests_finish_and_ends_with_0(path, alone, tmp_path):
         assert idle.getresponse().read() == b'{"status":"ok"}'
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "stopping" in server.errors)
-        idle.sock.settimeout(5)
+        idle.sock.settimeout(60)
         assert idle.sock.recv(1) == b"", "an idle connection stays"
         idle.close()
         assert ask(server, "/health")[::2] == (503, {"status": "stopping"})
         status, headers, body = ask(server, "/v1/chat/completions", LONG)
         assert status == 503 and headers["Retry-After"] and body["error"]["code"] == "shutting_down"
+        held.unlink()
         events = response.read().decode().strip().split("\n\n")
         connection.close()
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
         texts = [""] * 8
         # The first event is the one that was cut in two above.
         for event in events[1:-1]:
@@ -256,16 +258,16 @@ def test_what_does_not_finish_in_time_is_told_and_ended(path, tmp_path, again):
         events = response.read().decode().strip().split("\n\n")
         connection.close()
         assert json.loads(events[-2][6:])["error"]["code"] == "shutting_down" and events[-1] == "data: [DONE]"
-        assert server.process.wait(15) == 0 and "Traceback" not in server.errors
+        assert server.process.wait(60) == 0 and "Traceback" not in server.errors
 
 
 def test_an_idle_server_ends_at_once_on_ctrl_c(path, tmp_path):
-    with served(path, tmp_path / "log") as server:
+    with served(path, tmp_path / "log", "--grace", "600") as server:
         idle = connect(server)
         idle.request("GET", "/health")
         idle.getresponse().read()
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(5) == 0
+        assert server.process.wait(60) == 0
         idle.close()
 
 

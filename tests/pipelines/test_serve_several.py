@@ -49,7 +49,7 @@ class Doors:
 
     def __call__(self, bundle, name, metrics) -> Front:
         if name in self.shut:
-            assert self.shut[name].wait(20)
+            assert self.shut[name].wait(60)
         self.opened.append(name)
         front = open_app(bundle, threads=1, name=name, metrics=metrics)
         self.programs.append(weakref.ref(front.api.engine.scheduler.batch.program))
@@ -114,7 +114,7 @@ class Asking:
         return [model["loaded"] for model in (await self.get("/v1/models")).json["data"]]
 
     async def until(self, *loaded: bool) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await self.loaded() != list(loaded):
                 await asyncio.sleep(0.01)
 
@@ -167,7 +167,7 @@ def test_a_model_that_nobody_uses_is_closed_and_opened_again(paths, alone):
         async with Asking(paths, doors, keep=0.05) as asking:
             await asking.says("tiny")
             await asking.until(False, False)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while doors.programs[0]():
                     await asyncio.sleep(0.01)
             assert await asking.says("tiny") == alone.says(RENDERED, 12) and doors.opened == ["tiny", "tiny"]
@@ -228,7 +228,7 @@ def test_castiron_serve_takes_several(paths, alone, tmp_path):
             with pytest.raises(openai.NotFoundError, match="'other2' does not exist"):
                 client.chat.completions.create(model="other2", **options)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
     assert "Traceback" not in server.errors
 
 

@@ -169,8 +169,22 @@ def test_text_without_repetition_loses_at_most_five_per_cent(alphabet):
         assert session.now < 1.05 * 255
 
 
+class Timed(Session):
+    """Every pass takes as long on its clock, whatever else the machine does."""
+
+    now = 0.0
+
+    def step(self, token):
+        self.now += 1.0
+        return super().step(token)
+
+    def verify(self, tokens):
+        self.now += 1.2
+        return super().verify(tokens)
+
+
 def test_a_bundle_gives_the_tokens_of_one_at_a_time(bundle):
-    session, accepted, proposed = Session(bundle, 1), 0, 0
+    session, accepted, proposed = Timed(bundle, 1), 0, 0
     for seed in range(6):
         prompt = np.random.default_rng(seed).integers(3, 211, 15).tolist()
         n = CONTEXT - len(prompt) + 1
@@ -180,6 +194,7 @@ def test_a_bundle_gives_the_tokens_of_one_at_a_time(bundle):
         said = [9 if i % 17 == 16 else token for i, token in enumerate(plain)]
         session.rewind(0)
         generation = Generation(session, prompt, speculate=True, history=prompt + said)
+        generation.speculator.clock = lambda: session.now
         for width in (4, 8):
             generation.speculator.costs.learn(width, 1e-9)
         assert list(generation) == plain and generation.finish_reason == "context"

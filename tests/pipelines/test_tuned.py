@@ -194,13 +194,15 @@ def test_the_file_is_whole_at_every_moment():
     done = threading.Event()
 
     def write():
-        for _ in range(20):
-            store.keep(many)
-        done.set()
+        try:
+            for _ in range(20):
+                store.keep(many)
+        finally:
+            done.set()
 
     writer = threading.Thread(target=write)
     writer.start()
-    sizes = set()
+    sizes = {len(store.read())}
     while not done.is_set():
         sizes.add(len(store.read()))
     writer.join()

@@ -269,7 +269,8 @@ def test_who_keeps_the_renderer_busy_waits_for_the_others(path, monkeypatch):
 
         async def run() -> None:
             many = [asyncio.create_task(ask("many")) for _ in range(20)]
-            await asyncio.sleep(0.005)
+            while not order:
+                await asyncio.sleep(0)
             await ask("few")
             await asyncio.gather(*many)
 
