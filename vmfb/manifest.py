@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from castiron.vmfb.facts import check_facts
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.states import KINDS, State
 from castiron.vmfb.targets import Target
@@ -34,6 +35,8 @@ FILES: dict[str, bool] = {
     LOG: False,
     TEXT: False,
 }
+# In bytes, of what is read whole.
+_LARGEST = dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE), 100_000_000)
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 
@@ -143,11 +146,11 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, as it
-    does `accuracy`, which is there where `numerics` are not exact and were compared. `hidden` is the length of a hidden state
-    where a function gives them, that of a text's vector with an `encoder`, else 0; `tool_form` is how the chat template writes
-    calls of functions, None where it does not. `codecs` counts the weights' tensors by codec. `files` is filled in by
-    BundleWriter.
+    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, with
+    the types that `facts` knows, as it does `accuracy`, which is there where `numerics` are not exact and were compared.
+    `hidden` is the length of a hidden state where a function gives them, that of a text's vector with an `encoder`, else 0;
+    `tool_form` is how the chat template writes calls of functions, None where it does not. `codecs` counts the weights' tensors
+    by codec. `files` is filled in by BundleWriter.
     """
 
     name: str
@@ -236,6 +239,8 @@ def check(manifest: Manifest) -> None:
     if manifest.vocab > most:
         raise RecordError(f"vocab is {manifest.vocab}, and the weights have no more than {most} rows")
     _check_states(manifest)
+    check_facts("source", manifest.source)
+    check_facts("compile", manifest.compile)
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     several = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in several if not 2 <= w <= manifest.context]:
@@ -254,6 +259,8 @@ def check(manifest: Manifest) -> None:
             raise RecordError(f"files.{name} is not a file that this version knows")
         if file.size < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
             raise RecordError(f"files.{name} has no proper size and sha256")
+        if file.size > _LARGEST.get(name, file.size):
+            raise RecordError(f"files.{name} has {file.size} bytes, and none has more than {_LARGEST[name]}")
     if manifest.encoder:
         _check_encoder(manifest, manifest.encoder)
     tokens = (manifest.tokens.bos, *manifest.tokens.eos)

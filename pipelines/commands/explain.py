@@ -6,6 +6,7 @@ import statistics
 import time
 from pathlib import Path
 
+from castiron.pipelines.harmless import harmless
 from castiron.vmfb.disk import naming
 
 EXAMPLES = """\
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     if args.html:
         with naming(args.html):
             Path(args.html).write_text(page(result, bundle.manifest.name, list(work)), encoding="utf-8")
-    print(json.dumps(result) if args.json else "\n".join(table(result)))
+    print(json.dumps(result) if args.json else harmless("\n".join(table(result))))
     return 0
 
 
