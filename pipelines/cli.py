@@ -85,9 +85,11 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: this process's) and returns its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A model's text may hold any character, and not every locale has them all.
-        sys.stdout.reconfigure(encoding="utf-8")
+        # A model's text may hold any character, and not every locale has them all; names of files may be no text, of which
+        # this is what JSON writes too.
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
     as_json = "--json" in argv
@@ -114,6 +116,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(sentence, type(error).__name__, as_json)
         return FAILED
+
+
+def _open_what_is_closed() -> None:
+    """Where stdin, stdout or stderr were closed nothing is: else the next file that is opened would have its number, and be
+    written into."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def build_parser(argv: Sequence[str], *, whole: bool = False) -> Parser:
@@ -165,7 +179,8 @@ def explain(error: Exception) -> str | None:
 
 def _complain(sentence: str, kind: str, as_json: bool) -> None:
     """One sentence on stderr, and where JSON was asked for an object on stdout."""
-    with contextlib.suppress(BrokenPipeError):
+    # Nobody reads it, or what it would be written on is full.
+    with contextlib.suppress(OSError):
         print(f"castiron: {harmless(sentence)}", file=sys.stderr)
         if as_json:
             _print_error(kind, sentence)

@@ -11,7 +11,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.text import Text, load_text
-from castiron.pipelines.generation.tokenizing import utf8
+from castiron.pipelines.generation.tokenizing import encoding_of, utf8
 from castiron.pipelines.progress import say
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.encoder import Encoder
@@ -63,7 +63,7 @@ class Embedder:
                 raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none: give token ids")
             # White space at the ends counts for nothing, as in sentence-transformers.
             words = (prompt + text).strip()
-            found = self.text.tokenizer.encode(utf8(words.lower() if self.facts.lower_case else words, "a text"))
+            found = encoding_of(self.text.tokenizer, utf8(words.lower() if self.facts.lower_case else words, "a text"))
             tokens = Tokens(found.ids, bool(found.overflowing))
         else:
             tokens = Tokens(list(text))
@@ -76,7 +76,7 @@ class Embedder:
         text that is not valid."""
         if self.text is None:
             raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none")
-        found = self.text.tokenizer.encode(utf8(query.strip(), "a text"), utf8(document.strip(), "a text"))
+        found = encoding_of(self.text.tokenizer, utf8(query.strip(), "a text"), utf8(document.strip(), "a text"))
         shift = self.bundle.manifest.vocab if self.facts.types else 0
         ids = [token + shift * (kind > 0) for token, kind in zip(found.ids, found.type_ids)]
         return Tokens(ids, bool(found.overflowing))

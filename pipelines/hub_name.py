@@ -68,10 +68,13 @@ def with_options(model: str | None, file: str | None, revision: str | None) -> s
 
 def cache_folder() -> Path:
     """Where huggingface_hub keeps what it fetches."""
-    if own := os.environ.get("HF_HUB_CACHE"):
-        return Path(own).expanduser().absolute()
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(home).expanduser().absolute() / "hub"
+    try:
+        if own := os.environ.get("HF_HUB_CACHE"):
+            return Path(own).expanduser().absolute()
+        home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        return Path(home).expanduser().absolute() / "hub"
+    except RuntimeError:  # a user without a home, as in some containers
+        raise PipelineError("there is no home directory for the hub's cache: set HF_HOME to a folder") from None
 
 
 def folder_of(repository: str) -> Path:

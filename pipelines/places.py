@@ -6,16 +6,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from castiron.pipelines.errors import CheckpointError
 from castiron.pipelines.hub_name import FOLDER as HUB
+from castiron.pipelines.ordinary_files import has_too_many_values, ordinary_bytes
+from castiron.vmfb.record import short
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER = "adapter_config.json"
 PARTS = (".safetensors", ".json", ".bin", ".pt", ".pth")
 SHOWN = 5
-# Of a bundle's manifest.
-_MOST_BYTES = 100_000_000
 
 
 def is_bundle(path: Path) -> bool:
@@ -23,13 +24,10 @@ def is_bundle(path: Path) -> bool:
     if path.is_file():
         return is_archive(path)
     manifest_path = path / "manifest.json"
-    try:
-        # Neither a pipe, which would be waited for, nor a device without an end.
-        sound = manifest_path.is_file() and manifest_path.stat().st_size <= _MOST_BYTES
-        manifest = json.loads(manifest_path.read_bytes()) if sound else None
-    except (OSError, ValueError, RecursionError):
-        return (path / "model.vmfb").exists()
-    return isinstance(manifest, dict) and "schema" in manifest
+    if not manifest_path.is_file():
+        return False
+    manifest = _json(manifest_path)
+    return (path / "model.vmfb").exists() if manifest is None else isinstance(manifest, dict) and "schema" in manifest
 
 
 def is_archive(path: Path) -> bool:
@@ -58,9 +56,23 @@ def model_name(path: Path) -> str:
     path = Path(os.path.abspath(path))
     repository = next((part for part in (path, *path.parents[:2]) if part.name.startswith(HUB)), None)
     if repository is None:
-        return path.name.removesuffix(".gguf")
+        return as_text(path.name.removesuffix(".gguf"))
     owner, _, name = repository.name.removeprefix(HUB).partition("--")
-    return name or owner
+    return as_text(name or owner)
+
+
+def as_text(name: str | os.PathLike) -> str:
+    """A name of a file as a manifest has it: its bytes may be no UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def _json(path: Path) -> Any:
+    """What a file of JSON holds; None for what is none, or cannot be read."""
+    try:
+        data = ordinary_bytes(path)
+        return None if has_too_many_values(data) else json.loads(data)
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _head(path: Path) -> bytes:
@@ -81,11 +93,9 @@ def _is_adapter(path: Path) -> bool:
 
 
 def _refuse_adapter(path: Path) -> Path:
-    try:
-        base = json.loads((path / ADAPTER).read_bytes()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        base = None
-    of = f" of {base[:60]}" if isinstance(base, str) and base else ""
+    config = _json(path / ADAPTER)
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    of = f" of {short(base)}" if isinstance(base, str) and base else ""
     raise CheckpointError(f"{path} is an adapter{of}, not a model: give its base, and this with --adapter")
 
 
@@ -101,8 +111,9 @@ def _snapshot(path: Path) -> Path:
     """Of `models--org--name` what refs/main names, else the one snapshot there is."""
     path = path.parent if path.name == "snapshots" else path
     try:
-        found = path / "snapshots" / (path / "refs" / "main").read_text().strip()
-        if found.is_dir():
+        named = ordinary_bytes(path / "refs" / "main").decode(errors="replace").strip()
+        # The name of a folder there: a path could lead anywhere, and "." back here.
+        if named and Path(named).name == named != ".." and (found := path / "snapshots" / named).is_dir():
             return _model_in(found)
     except OSError:
         pass

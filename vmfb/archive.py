@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import mmap
 import os
 import struct
@@ -21,6 +22,7 @@ from castiron.vmfb.cache import cache_folder, clear
 from castiron.vmfb.disk import naming, reason
 from castiron.vmfb.manifest import FILES, BundleError, File
 from castiron.vmfb.open_file import OpenFile
+from castiron.vmfb.record import short
 from castiron.vmfb.signature import SIGNATURE
 
 MANIFEST = "manifest.json"
@@ -33,6 +35,8 @@ _PADDING = struct.Struct("<HH")
 _PADDING_ID = 0xD935
 _CHUNK = 1 << 20
 KEPT_DAYS = 7.0
+# Of an archive's directory, in which each entry has its padding too.
+_LARGEST_DIRECTORY = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -109,18 +113,27 @@ def other_bytes(place: Part | Path) -> BundleError:
     return BundleError(f"{place} is not the file that was written (sha256); compile the bundle again")
 
 
+class _Reader(io.BufferedReader):
+    """Of an archive whose directory may say that it is as large as the disk: zipfile reads all of it."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _LARGEST_DIRECTORY:
+            raise zipfile.BadZipFile(f"its directory has {size} bytes")
+        return super().read(size)
+
+
 def parts_of(path: Path) -> dict[str, Part]:
     """Where the files of a bundle lie in the archive at `path`; BundleError if it is not an archive that `pack` wrote."""
     wrong = f"{path} is not a packed bundle"
     remedy = "make one with castiron compile and castiron pack"
     opened, found = OpenFile(path), dict[str, Part]()
     try:
-        with open(os.dup(opened.number), "rb") as file:
+        with _Reader(io.FileIO(os.dup(opened.number))) as file:
             with zipfile.ZipFile(file) as archive:
                 entries, end = archive.infolist(), opened.stat().st_size
             for entry in entries:
                 if entry.filename not in (MANIFEST, SIGNATURE, *FILES) or entry.filename in found:
-                    raise BundleError(f"{wrong} (it holds {entry.filename!r}); {remedy}")
+                    raise BundleError(f"{wrong} (it holds {short(entry.filename)}); {remedy}")
                 file.seek(entry.header_offset)
                 magic, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
                 part = Part(path, entry.header_offset + _LOCAL.size + name + extra, entry.file_size, opened)

@@ -25,6 +25,8 @@ from castiron.vmfb.targets import TILES, missing_features
 
 # A bundle that is replaced while it is opened is opened again; nobody replaces it this often.
 TRIES = 9
+# The manifest of a hundred layers has 200 KB.
+_LARGEST_MANIFEST = 16_000_000
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,18 @@ def open_bundle(
     raise BundleError(f"{path} is replaced again and again while it is opened: wait for those who do that")
 
 
+def manifest_at(path: Path) -> Manifest:
+    """What the manifest of the bundle at a path says, whatever its files are; BundleError if there is none."""
+    parts = parts_of(path) if path.is_file() else _parts_in(path)
+    return parse(_manifest_bytes(path, parts), str(path))
+
+
+def _manifest_bytes(path: Path, parts: Mapping[str, Part]) -> bytes:
+    if (size := parts[MANIFEST].size) > _LARGEST_MANIFEST:
+        raise BundleError(f"{path} has a manifest of {size} bytes, as none has; compile the bundle again")
+    return parts[MANIFEST].read_bytes()
+
+
 def _identity(path: Path) -> tuple[int, int] | None:
     """Which directory or file is at a path; None if there is none."""
     try:
@@ -102,7 +116,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _opened(path: Path, full_check: bool, run: bool, verify_key: Path | str | None) -> Bundle:
     packed = path.is_file()
     parts = parts_of(path) if packed else _parts_in(path)
-    data = parts[MANIFEST].read_bytes()
+    data = _manifest_bytes(path, parts)
     manifest = parse(data, f"{path}: {MANIFEST}" if packed else str(path / MANIFEST))
     if verify_key is not None:
         check_signature(path, data, _signature(parts), verify_key)
@@ -313,8 +327,8 @@ class BundleWriter:
             raise BundleError(f"{self.target} is a file; choose another place for the bundle")
         try:
             entries = {entry.name for entry in self.target.iterdir()}
-            value = json.loads((self.target / MANIFEST).read_bytes()) if entries else {"schema": 0}
-        except (OSError, ValueError):
+            value = json.loads(_manifest_bytes(self.target, _parts_in(self.target))) if entries else {"schema": 0}
+        except (OSError, ValueError, RecursionError, BundleError):
             value = None
         # A directory of another kind is never deleted, even if it happens to have a manifest.json.
         if not isinstance(value, dict) or "schema" not in value or entries - set(FILES) - {MANIFEST, SIGNATURE}:

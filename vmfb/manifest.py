@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from castiron.vmfb.facts import check_facts
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.states import KINDS, State
 from castiron.vmfb.targets import Target
@@ -34,6 +35,8 @@ FILES: dict[str, bool] = {
     LOG: False,
     TEXT: False,
 }
+# In bytes, of what is read whole.
+_LARGEST = dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE), 100_000_000)
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 
@@ -134,20 +137,6 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class KernelWork:
-    """What a kernel does in one call of a function: in how many `calls` of its own, and in one of these FLOP and bytes as [at
-    position 0, per position, largest]. weights: those of the bytes that are weights. paths: the modules that it is of. tokens:
-    how many rows a product has."""
-
-    calls: int
-    flops: tuple[int, ...]
-    bytes: tuple[int, ...]
-    weights: int = 0
-    paths: tuple[str, ...] = ()
-    tokens: int | None = None
-
-
-@dataclass(frozen=True)
 class File:
     """Size in bytes and sha256 in hex of one file."""
 
@@ -157,12 +146,11 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines, and `accuracy` is there where
-    `numerics` are not exact and were compared: vmfb only carries them, but for `compile["work"]`, the `KernelWork` of each
-    function's kernels by their names. `hidden` is the length of a hidden state
-    where a function gives them, that of a text's vector with an `encoder`, else 0; `tool_form` is how the chat template writes
-    calls of functions, None where it does not. `codecs` counts the weights' tensors by codec. `files` is filled in by
-    BundleWriter.
+    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, with
+    the types that `facts` knows, as it does `accuracy`, which is there where `numerics` are not exact and were compared.
+    `hidden` is the length of a hidden state where a function gives them, that of a text's vector with an `encoder`, else 0;
+    `tool_form` is how the chat template writes calls of functions, None where it does not. `codecs` counts the weights' tensors
+    by codec. `files` is filled in by BundleWriter.
     """
 
     name: str
@@ -251,6 +239,8 @@ def check(manifest: Manifest) -> None:
     if manifest.vocab > most:
         raise RecordError(f"vocab is {manifest.vocab}, and the weights have no more than {most} rows")
     _check_states(manifest)
+    check_facts("source", manifest.source)
+    check_facts("compile", manifest.compile)
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     several = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in several if not 2 <= w <= manifest.context]:
@@ -269,20 +259,13 @@ def check(manifest: Manifest) -> None:
             raise RecordError(f"files.{name} is not a file that this version knows")
         if file.size < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
             raise RecordError(f"files.{name} has no proper size and sha256")
-    _check_work(manifest.compile.get("work", {}))
+        if file.size > _LARGEST.get(name, file.size):
+            raise RecordError(f"files.{name} has {file.size} bytes, and none has more than {_LARGEST[name]}")
     if manifest.encoder:
         _check_encoder(manifest, manifest.encoder)
     tokens = (manifest.tokens.bos, *manifest.tokens.eos)
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
         raise RecordError(f"tokens names {bad[0]}, outside the vocabulary of {manifest.vocab}")
-
-
-def _check_work(work: Json) -> None:
-    functions = from_json(dict[str, dict[str, KernelWork]], work, "compile.work")
-    for name, kernel in [pair for kernels in functions.values() for pair in kernels.items()]:
-        amounts = (kernel.calls, kernel.weights, *kernel.flops, *kernel.bytes)
-        if len(kernel.flops) != 3 or len(kernel.bytes) != 3 or min(amounts) < 0 or max(amounts) >= 2**63:
-            raise RecordError(f"compile.work says of {short(name)} what no kernel does")
 
 
 def _check_encoder(manifest: Manifest, encoder: Encoder) -> None:

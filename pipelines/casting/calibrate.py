@@ -25,6 +25,7 @@ from castiron.emitter.step import ModelModule
 from castiron.emitter.types import F32
 from castiron.pipelines.checkpoints import Checkpoint
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.generation.tokenizing import encoded
 from castiron.pipelines.generation.trial import tokenizer_of
 from castiron.pipelines.progress import say
 from castiron.pipelines.space import need_room
@@ -98,7 +99,7 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
         content = Path(text).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise PipelineError(f"{text} is not a text in UTF-8: give one to calibrate on") from None
-    tokens = tokenizer_of(checkpoint.tokenizer, checkpoint.path).encode(content, add_special_tokens=False).ids
+    tokens = encoded(tokenizer_of(checkpoint.tokenizer, checkpoint.path), content, False)
     length = min(CHUNK, len(tokens) // WIDTH * WIDTH)
     if not length:
         raise PipelineError(f"{text} has {len(tokens)} tokens, and calibrating takes {WIDTH} at least: give a longer text")

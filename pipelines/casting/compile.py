@@ -39,7 +39,7 @@ from castiron.pipelines.checkpoints.identity import checkpoint_sha256
 from castiron.pipelines.generation.tool_forms import form_of
 from castiron.pipelines.generation.vocabulary import Vocabulary
 from castiron.pipelines.hub_name import source_of
-from castiron.pipelines.places import model_name
+from castiron.pipelines.places import as_text, model_name
 from castiron.pipelines.progress import clock
 from castiron.pipelines.space import need_room
 from castiron.pipelines.tuning import store
@@ -340,7 +340,7 @@ def vocab_of(config: dict) -> int:
 def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, module: Module, facts) -> Manifest:
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes_of(checkpoint, options)
     source = {
-        "model": str(model), "path": os.path.abspath(checkpoint.path), "format": checkpoint.format,
+        "model": as_text(model), "path": as_text(os.path.abspath(checkpoint.path)), "format": checkpoint.format,
         "sha256": checkpoint_sha256(checkpoint.path), "ignored_keys": list(options.ignore_keys),
         "left_out": dict(checkpoint.left_out),
     }  # fmt: skip
@@ -348,10 +348,11 @@ def _manifest(model, checkpoint: Checkpoint, options: Options, target: Target, m
         source["hub"] = hub
     if options.adapter:
         place = Path(options.adapter)
-        source["adapter"] = {"path": os.path.abspath(place), "sha256": adapter_sha256(place), "rank": open_adapter(place).rank}
+        path, rank = as_text(os.path.abspath(place)), open_adapter(place).rank
+        source["adapter"] = {"path": path, "sha256": adapter_sha256(place), "rank": rank}
     if options.calibrate:
         text = options.calibrate
-        source["calibrated"] = {"path": os.path.abspath(text), "sha256": calibrate.text_sha256(text)}
+        source["calibrated"] = {"path": as_text(os.path.abspath(text)), "sha256": calibrate.text_sha256(text)}
     return Manifest(
         name=model_name(checkpoint.path),
         config=config,

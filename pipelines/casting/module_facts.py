@@ -36,7 +36,7 @@ def arithmetic_of(products: Sequence[Product], target: Target) -> dict[str, int]
 def work_of(function: Function, context: int) -> dict[str, dict]:
     """What each kernel of a function does in one call of the function, for `castiron explain` and `castiron bench`.
 
-    By kernel name what `castiron.vmfb.manifest.KernelWork` has, layer numbers in paths as `*`: work grows with the position
+    By kernel name what `castiron.vmfb.facts.KernelWork` has, layer numbers in paths as `*`: work grows with the position
     until a window is full.
     """
     found: dict[str, dict] = {}

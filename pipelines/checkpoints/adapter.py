@@ -23,6 +23,7 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from castiron.pipelines.checkpoints.hf_directory import chat_template
 from castiron.pipelines.checkpoints.json_files import json_object
 from castiron.pipelines.checkpoints.safetensors_file import CODEC_OF_DTYPE, StoredTensor, read_safetensors
+from castiron.vmfb.archive import Part
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -66,7 +67,11 @@ class Adapter:
 
 def adapter_sha256(path: Path) -> str:
     """In hex, over the two files. CheckpointError if they cannot be read."""
-    return hashlib.sha256(b"".join(hashlib.sha256(_bytes(path / name)).digest() for name in (CONFIG, WEIGHTS))).hexdigest()
+    try:
+        hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def open_adapter(path: Path) -> Adapter:
@@ -151,13 +156,6 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
 
 
 _MERGE = "merge it with peft (merge_and_unload, save_pretrained) and give the directory that this writes"
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _config(path: Path) -> dict:

@@ -7,6 +7,8 @@ and offset, and takes 13 s for a vocabulary of 262,144 that takes 0.5 s here. La
 
 import math
 import mmap
+import os
+import stat
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,10 @@ _SMALLEST_ENTRY = 8 + 4 + 1  # key length, type, one byte of value
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # name length, rank, one dimension, type, offset
 _DEFAULT_ALIGNMENT = 32
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
+# Of all strings together; the tokenizer of 260,000 tokens has 800,000 of 10 MB. A file with holes has as many as it says.
+_MOST_STRINGS, _MOST_STRING_BYTES = 2_000_000, 200_000_000
+# Of metadata, and of tensors: files have a few thousand.
+_MOST_ENTRIES = 200_000
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class _Cursor:
 
     def __init__(self, path: Path, view: mmap.mmap):
         self.path, self.view, self.at = path, view, 0
+        self.strings = self.string_bytes = 0
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is not a sound GGUF file: {what}")
@@ -90,15 +97,20 @@ class _Cursor:
     def string(self, what: str) -> str:
         size = self.number(_U64, what)
         start = self.take(size, what)
+        self.strings, self.string_bytes = self.strings + 1, self.string_bytes + size
+        if self.strings > _MOST_STRINGS or self.string_bytes > _MOST_STRING_BYTES:
+            raise self.fail(f"it holds more text than any, with {what}")
         try:
             return self.view[start : start + size].decode("utf-8")
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8") from None
 
-    def count(self, smallest: int, what: str) -> int:
+    def count(self, smallest: int, what: str, most: int = 2**64) -> int:
         count = self.number(_U64, what)
         if count * smallest > self.left:
             raise self.fail(f"it announces {count} {what}, more than its {len(self.view)} bytes can hold")
+        if count > most:
+            raise self.fail(f"it announces {count} {what}, and no model's has more than {most}")
         return count
 
     def value(self, kind: int, what: str):
@@ -135,7 +147,10 @@ class _Cursor:
 def read_gguf(path: Path) -> GgufFile:
     """The container at `path`, mapped and checked. CheckpointError if anything in it does not hold."""
     try:
-        with open(path, "rb") as file:
+        # Opening a pipe would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CheckpointError(f"{path} is no ordinary file: give a GGUF file")
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
         raise CheckpointError(f"{path} is empty: give a GGUF file") from None
@@ -143,8 +158,8 @@ def read_gguf(path: Path) -> GgufFile:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     cursor = _Cursor(path, view)
     version = _version(cursor)
-    tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors")
-    metadata, alignment, ranges = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries"))
+    tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors", _MOST_ENTRIES)
+    metadata, alignment, ranges = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries", _MOST_ENTRIES))
     entries = _tensor_table(cursor, tensor_count)
     tensors = _placed(cursor, entries, alignment)
     return GgufFile(path, version, metadata, tensors, np.frombuffer(view, np.uint8), ranges)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+from castiron.emitter.shown import shown_list
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, INDEX, SINGLE, shards_of
 from castiron.pipelines.hub_name import HubName, cache_folder, folder_of
@@ -63,7 +64,7 @@ def cached(name: HubName) -> Path | None:
     """The checkpoint `name` in the hub's cache; None where it is not there whole."""
     folder = folder_of(name.repository)
     try:
-        commit = (folder / "refs" / name.revision).read_text().strip()
+        commit = (folder / "refs" / name.revision).read_text(errors="replace").strip() or name.revision
     except OSError:
         commit = name.revision
     snapshot = folder / "snapshots" / commit
@@ -80,7 +81,8 @@ def chosen(name: HubName, sizes: Mapping[str, int], where: str) -> str | None:
     """The GGUF file that `name` means among files with these sizes; None for a directory of safetensors. CheckpointError, which
     begins with `where`, for a repository that has neither and for a name that does not say which of several."""
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NO_MODEL.search(file)}
-    listed = ", ".join(f"{file} ({megabytes(size)})" for file, size in sorted(files.items(), key=lambda item: item[1]))
+    by_size = sorted(files.items(), key=lambda item: item[1])
+    listed = shown_list([f"{file} ({megabytes(size)})" for file, size in by_size], most=500)
     if name.wanted is None:
         if CONFIG in sizes and not {SINGLE, INDEX}.isdisjoint(sizes):
             return None
@@ -136,7 +138,7 @@ def _fetched(name: HubName, commit: str, sizes: dict[str, int], progress: Progre
         with _storing(name):
             ref = folder_of(name.repository) / "refs" / name.revision
             # A cache that is whole may be one that can only be read.
-            if not ref.is_file() or ref.read_text() != commit:
+            if not ref.is_file() or ref.read_bytes() != commit.encode():
                 write_atomically(ref, commit.encode())
     return snapshot if file is None else snapshot / file
 

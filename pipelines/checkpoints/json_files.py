@@ -1,37 +1,26 @@
 """The text and the JSON beside a model's tensors."""
 
 import json
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.ordinary_files import has_too_many_values, ordinary_bytes
 
-# Tokenizers of 260,000 tokens take 35 MB, an index of 100,000 tensors 10 MB.
-MOST_BYTES = 100_000_000
 _LARGE, _DEEPEST = 1_000_000, 50
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def text_of(path: Path) -> str | None:
-    """What a file of text holds, None where there is no such file; CheckpointError for one that is no file of UTF-8 or has more
-    than `MOST_BYTES`."""
+    """What a file of text holds, None where there is no such file; CheckpointError for one that is no file of UTF-8 or too
+    large."""
     try:
-        # Opening a pipe waits for a writer, and a device has no end.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CheckpointError(f"{path} is not a file: fetch it again")
-            data = file.read(MOST_BYTES + 1)
+        return ordinary_bytes(path).decode("utf-8")
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > MOST_BYTES:
-        raise CheckpointError(f"{path} is larger than {MOST_BYTES // 10**6} MB, as no such file is: fetch it again")
-    try:
-        return data.decode("utf-8")
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{path} is not UTF-8 text: fetch it again") from None
 
@@ -44,6 +33,8 @@ def json_value(path: Path) -> Any:
     text = text_of(path)
     if text is None:
         return None
+    if has_too_many_values(text):
+        raise CheckpointError(f"{path} holds more values than any file of a model does: fetch it again")
     try:
         content = json.loads(text)
         # Such strings could be written nowhere.

@@ -64,7 +64,7 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
     """Kind and folder of a module; kinds have had several homes in sentence-transformers."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
-        if folder == Path(folder).name != ".." and len(folder) < 100:
+        if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
             return entry["type"].rpartition(".")[2], folder
     raise CheckpointError(f"{path / MODULES} does not name the type and the folder of each module")
 

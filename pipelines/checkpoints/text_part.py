@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from castiron.emitter.shown import shown_list
 from castiron.pipelines.checkpoints.checkpoint import Tensor
 
 
@@ -84,4 +85,4 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 def in_words(left_out: Mapping[str, int]) -> str:
     """`12 tensors of model.visual, 1 tensor of mtp`."""
-    return ", ".join(f"{count} tensor{'s' * (count != 1)} of {part}" for part, count in left_out.items())
+    return shown_list([f"{count} tensor{'s' * (count != 1)} of {part}" for part, count in left_out.items()], most=500)

@@ -67,9 +67,10 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
     elif checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer: give token ids with --tokens 1,2,3")
     else:
+        from castiron.pipelines.generation.tokenizing import encoded
         from castiron.pipelines.generation.trial import tokenizer_of
 
-        tokens = tokenizer_of(checkpoint.tokenizer, checkpoint.path).encode(args.prompt).ids
+        tokens = encoded(tokenizer_of(checkpoint.tokenizer, checkpoint.path), args.prompt, True)
     if len(tokens) < 2:
         raise PipelineError("give at least two tokens: one alone does not test attention")
     return tokens

@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 
+from castiron.pipelines.harmless import harmless
 from castiron.vmfb.disk import write_text
 
 EXAMPLES = """\
@@ -77,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     result["peak_share"] = peak_share(result)
     if args.html:
         write_text(args.html, page(result, bundle.manifest.name, list(work)))
-    print(json.dumps(result) if args.json else "\n".join(table(result)))
+    print(json.dumps(result) if args.json else harmless("\n".join(table(result))))
     return 0
 
 

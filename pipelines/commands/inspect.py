@@ -158,7 +158,8 @@ def tuned(facts: dict) -> str:
     found, products = facts.get("tuned"), facts.get("products", ())
     if not found:
         return "no"
-    return f"{len(found)} of {len(products)} matrix products, for {facts['threads']} thread{'s' * (facts['threads'] != 1)}"
+    threads = facts.get("threads", "?")
+    return f"{len(found)} of {len(products)} matrix products, for {threads} thread{'s' * (threads != 1)}"
 
 
 def repacked(facts: dict) -> list[dict]:

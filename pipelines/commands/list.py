@@ -69,12 +69,11 @@ def catalogue() -> list[dict]:
 
 def bundle(path: Path) -> dict:
     """What the manifest at `path` says, unchecked, or why it says nothing."""
-    from castiron.vmfb.archive import MANIFEST, parts_of
-    from castiron.vmfb.manifest import BundleError, parse
+    from castiron.vmfb.bundle import manifest_at
+    from castiron.vmfb.manifest import BundleError
 
     try:
-        data = parts_of(path)[MANIFEST].read_bytes() if path.is_file() else (path / MANIFEST).read_bytes()
-        manifest = parse(data, str(path))
+        manifest = manifest_at(path)
     except BundleError as error:
         return {"path": str(path), "error": str(error)}
     return {

@@ -161,6 +161,9 @@ def check(args: argparse.Namespace) -> None:
         ("keep", args.keep is None or 0 <= args.keep < float("inf"), "0 or more"),
         ("grace", 0 <= args.grace < float("inf"), "0 or more"),
     )
+    if not args.host:
+        # To the system it is every address there is.
+        raise PipelineError("--host is empty; give an address, or leave the option out for 127.0.0.1")
     for name, holds, wanted in ranges:
         if not holds:
             raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")

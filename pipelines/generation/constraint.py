@@ -91,7 +91,7 @@ class Constraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """The text goes on by `token`; PipelineError for one that is not allowed."""
+        """The text goes on by `token`; CannotFollow for one that is not allowed, or where the grammar grows too large."""
         if self._ends:
             self._think(token)
         elif token in self._begins:
@@ -125,7 +125,7 @@ class Constraint:
             self.forced.extend(tokens[: self._matcher.validate_tokens(tokens)])
 
     def _fail(self) -> None:
-        raise PipelineError(self._reason())
+        raise CannotFollow(self._reason())
 
     def _reason(self) -> str:
         reason = next(iter(self._matcher.get_error().splitlines()), "")

@@ -38,13 +38,23 @@ class ControlWords:
         self._added = {str(token.content): token.special for token in added if token.content}
         self.words = {w for w, special in self._added.items() if special and _is_mark(w)}
         self.words |= {w for w in self._added if w in answers or _is_bracketed(w) and w in template}
+        # Merges of BPE make no control word; other models find one in a text by themselves.
+        self._normalised = tokenizer.normalizer is not None and (
+            type(tokenizer.model).__name__ != "BPE" or any(t.normalized for t in added if t.content in self.words)
+        )
         # What neither begins nor ends a word has none and no part of one.
         self._ends = {c for word in self.words for c in (word[0], word[-1])}
         self._answers = answers
 
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Variables of a template with a break in each word of their texts that is a control word, or a part of one where a
-        text begins or ends; and the break, "" where there is none in any."""
+        text begins or ends; and the break, "" where there is none in any. PipelineError for what is nested too deep."""
+        try:
+            return self._broken(given)
+        except RecursionError:
+            raise PipelineError("the messages nest values too deep for a chat template: send what is in them as text") from None
+
+    def _broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         said = [text for text in _strings(given) if not self._ends.isdisjoint(text)]
         if not any(self._everywhere.breaks(text) for text in said):
             return dict(given), ""
@@ -56,8 +66,11 @@ class ControlWords:
         return self._parted(given, mark, self._everywhere), mark
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """The ids of a rendered text, in which words with a break `mark` in them are no control words."""
-        pieces = re.split(rf"{mark}|\\+u{ord(mark):04x}", text)
+        """The ids of a rendered text, in which words with a break `mark` in them are no control words; nor are those that come
+        about as the tokenizer normalises it, such as one of full-width letters."""
+        if not mark and not self._normalised:
+            return encoded(self._tokenizer, text, False)
+        pieces = re.split(rf"{mark}|\\+u{ord(mark):04x}", text) if mark else [text]
         breaks = [0]
         for piece in pieces[:-1]:
             breaks.append(breaks[-1] + len(piece))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.sampling import Sampling
+from castiron.vmfb.record import short
 
 # What bends the logits of a model that draws, by HF's names, which are Sampling's too.
 DRAWING = ("temperature", "top_k", "top_p", "min_p")
 PENALTY = "repetition_penalty"
+_LARGEST = sys.float_info.max
 
 
 def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
@@ -45,10 +47,11 @@ def _number(generation: Mapping[str, Any], name: str) -> float | None:
     value = generation.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # A whole number may be larger than any of 64 bits.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise PipelineError(
-            f"the model's generation_config has {value!r} as {name}, which is no number: mend generation_config.json and "
-            "compile it again"
+            f"the model's generation_config has {short(repr(value))} as {name}, which is no number: mend "
+            "generation_config.json and compile it again"
         )
     return value
 

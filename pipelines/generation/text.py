@@ -11,7 +11,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat_template import check_variables, prepare, render
 from castiron.pipelines.generation.control_words import ControlWords
 from castiron.pipelines.generation.thoughts import Marks, Thoughts, marks_of
-from castiron.pipelines.generation.tokenizing import encoded, utf8
+from castiron.pipelines.generation.tokenizing import by_the_library, encoded, encoding_of, utf8
 from castiron.pipelines.generation.tool_forms import FORMS, ToolForm
 from castiron.pipelines.generation.trial import Trial
 from castiron.vmfb.bundle import Bundle, open_bundle
@@ -78,7 +78,7 @@ class Text:
                 found.append(end)
                 end += len(detokeniser.add(token))
             return found
-        for first, last in self.tokenizer.encode(prompt).offsets:
+        for first, last in encoding_of(self.tokenizer, prompt).offsets:
             # White space before a word is its token's, though some tokenizers leave it out; a special token has no place.
             found.append(min(first, end) if last > first else end)
             end = max(end, last)
@@ -109,7 +109,7 @@ class Text:
 
     def _encode_rendered(self, text: str, mark: str) -> list[int]:
         # The template has written the special tokens itself.
-        return self.control_words.encode(utf8(text), mark) if mark else self._encode(text, False)
+        return self._encode(text, False) if self.parse_special else self.control_words.encode(utf8(text), mark)
 
     def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
         """The text whose ids `encode_chat` gives."""
@@ -140,7 +140,8 @@ class Text:
 
     def end_of(self, prompt: Sequence[int]) -> str:
         """The text of a prompt's last tokens, with its special ones: enough for a mark, which is a few at most."""
-        return self.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
+        with by_the_library():
+            return self.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
 
     @property
     def answer_marks(self) -> Marks:
@@ -185,7 +186,8 @@ class Text:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, special ones left out but for those that tell thoughts and calls apart."""
-        return self.tokenizer.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
+        with by_the_library():
+            return self.tokenizer.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
 
 
 def load_text(

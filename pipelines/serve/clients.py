@@ -50,7 +50,7 @@ class Access:
     def __init__(self, keys: Sequence[str], origins: Sequence[str], shared_prefixes: bool = False, local: bool = False):
         """`origins`: whose pages may ask, "*" for all. `shared_prefixes`: whether what prompts with different keys begin with
         is read once for all. `local`: whether the server is for this machine alone."""
-        self.keys, self.origins = [key.encode() for key in keys], origins
+        self.keys, self.origins = [key.encode(errors="surrogateescape") for key in keys], origins
         self.apart, self.local = len(keys) > 1 and not shared_prefixes, local
         self.names = {urlsplit(origin).hostname for origin in origins}
 

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long one may say nothing, and clients that close their half or all of one."""
+"""Connections: how many there may be, how long one may say or read nothing, and clients that close their half or all of one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ CONNECTIONS = 1000
 RESERVED = 56
 # From a connection's begin, or the first byte of its next request, to the end of that request's headers.
 HEADER_SECONDS = 10.0
+# How long what is written for a client may wait for it to read, and after how long its connection gives way to a new one.
+STALLED_SECONDS, GIVES_WAY_SECONDS = 60.0, 5.0
 # How soon it is asked again whether a client that will send no more still reads.
 PROBES = (0.01, 0.05, 0.2, 1.0)
 
@@ -32,6 +34,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.half_closed = False
         self._timer: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
         self._expect_headers()
 
     @property
@@ -41,8 +44,9 @@ class Connection(H11Protocol):
 
     @property
     def incomplete(self) -> bool:
-        """Whether nothing is being done for it: it is idle, or a request is still on its way."""
-        return not self.unanswered or self.cycle.more_body and not self.cycle.response_started
+        """Whether nothing is being done for it: it is idle, a request is still on its way, or its client does not read."""
+        waits = self._stalled is not None and self._stalled.when() - self.loop.time() < STALLED_SECONDS - GIVES_WAY_SECONDS
+        return waits or not self.unanswered or self.cycle.more_body and not self.cycle.response_started
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -59,6 +63,19 @@ class Connection(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_SECONDS, self.end)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read()
+
+    def _read(self) -> None:
+        if self._stalled:
+            self._stalled.cancel()
+            self._stalled = None
+
     def end(self) -> None:
         """Closes it, whatever it is doing."""
         if not self.transport.is_closing():
@@ -66,6 +83,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._read()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:

@@ -23,6 +23,14 @@ ANTHROPIC_TYPES = {
 }  # fmt: skip
 
 
+# Characters of a sentence, and of the name of a field.
+LONGEST, LONGEST_PARAM = 1000, 200
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 + 3 :]}"
+
+
 @dataclass
 class ApiError(Exception):
     """A request that gets `status` and one sentence; `param` is the field that is wrong, `code` a word for programs."""
@@ -31,6 +39,11 @@ class ApiError(Exception):
     message: str
     param: str | None = None
     code: str | None = None
+
+    def __post_init__(self) -> None:
+        # What it quotes may have been said in megabytes.
+        self.message = _cut(self.message, LONGEST)
+        self.param = self.param and _cut(self.param, LONGEST_PARAM)
 
     @property
     def body(self) -> dict:

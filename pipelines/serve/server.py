@@ -22,6 +22,8 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; PipelineError if the address cannot be had. Port 0 takes any that is free."""
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512)
+    except (TypeError, ValueError):  # what is no text, or holds a zero byte
+        raise PipelineError(f"--host is {host!r}, which is no address: give one such as 127.0.0.1") from None
     except OSError as error:
         # create_server puts the address into the system's words; those of getaddrinfo are its own.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from castiron.pipelines.embedding import NO_RERANKER
 from castiron.pipelines.generation.chat_template import variables_of
 from castiron.pipelines.generation.text import Text
-from castiron.pipelines.generation.tokenizing import COUNTED, encoded
+from castiron.pipelines.generation.tokenizing import COUNTED, by_the_library, encoded
 from castiron.pipelines.serve.clients import ASKER
 from castiron.pipelines.serve.errors import ApiError
 from castiron.pipelines.serve.messages import check_noticed, placed
@@ -26,6 +26,9 @@ from castiron.pipelines.serve.schemas import (
 )
 from castiron.pipelines.serve.turns import Turns
 from castiron.vmfb.manifest import Manifest
+
+# Characters of a text that is made tokens of for its own sake; each takes 200 bytes.
+MOST_COUNTED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ class TextApi:
                 raise ApiError(400, message, "add_special", "invalid_value")
             return await self.render(body.messages)
         text = body.content if body.content is not None else body.prompt
+        name = "prompt" if body.content is None else "content"
+        if len(text) > MOST_COUNTED:
+            message = f"{name} has {len(text)} characters, and {MOST_COUNTED} at most are made tokens of: send it in parts"
+            raise ApiError(400, message, name, "invalid_value")
         special = body.add_special if body.add_special is not None else body.add_special_tokens
         # Where nothing is said llama.cpp, whose name is content, adds none, and vLLM, whose name is prompt, does.
         if body.prompt is not None if special is None else special:
@@ -133,7 +140,12 @@ class TextApi:
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of the ids, special tokens included."""
         self.check_ids(tokens, "tokens")
-        return await on_the_side(self.text.tokenizer.decode, tokens, False)
+
+        def decode() -> str:
+            with by_the_library():
+                return self.text.tokenizer.decode(tokens, False)
+
+        return await on_the_side(decode)
 
     async def render(
         self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({}), *, go_on: bool = False

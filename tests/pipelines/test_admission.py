@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from castiron.pipelines.serve.app import open_app
 from castiron.pipelines.serve.schemas import MAX_BIASES
-from castiron.pipelines.serve.text_api import COUNTED, Limits
+from castiron.pipelines.serve.text_api import COUNTED, MOST_COUNTED, Limits
 from tests.pipelines.served import bundle
 from tests.pipelines.test_serve_fuzz import WHOLE
 
@@ -42,6 +42,10 @@ def test_what_costs_too_much_is_refused_before_it_costs(path):
         assert "630 characters fit at most; the prompt has 100001" in refused({"prompt": long})
         assert "the messages have 100001" in refused({"messages": [{"role": "user", "content": long}]}, "/v1/chat/completions")
         assert "at most 1024 items" in refused({**BODY, "logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}})
+        assert "content has 1000001 characters, and 1000000 at most" in refused(
+            {"content": "a" * (MOST_COUNTED + 1)}, "/tokenize"
+        )
+        assert len(refused({"x" * 10**6: 1})) < 1100 > len(refused({**BODY, "stop": ["a"], "n": 10**6}))
         assert "messages.0" in refused(b'{"messages":[' + b"{}," * 800_000 + b"{}]}", "/v1/chat/completions")
         assert "prompt must be" in refused(b'{"prompt":[' + b"-1," * 800_000 + b"1]}")
         assert "the prompt has 600000 tokens" in refused({"prompt": [5] * 600_000, "echo": True, "logprobs": 1})

@@ -296,3 +296,22 @@ def test_text_is_utf_8_whatever_the_locale_says(bundle):
         there = castiron(*said, *more, encoding="utf-8", env={**os.environ, "PYTHONIOENCODING": "ascii"})
         texts = [json.loads(done.stdout)["text"] if more else done.stdout for done in (here, there)]
         assert not texts[0].isascii() and texts[0] == texts[1], there.stderr
+
+
+def test_names_that_are_no_text_and_descriptors_that_are_closed(bundle, tmp_path):
+    """JSON has the bytes of a name as escapes; what was closed takes nothing, and no other file has its number."""
+    alien = os.fsencode(tmp_path) + b"/n\xff\n"
+    os.symlink(bundle, alien)
+    listed = castiron("list", os.fsdecode(alien), "--json")
+    assert listed.returncode == 0 and json.loads(listed.stdout)["bundles"][-1]["path"] == os.fsdecode(alien)
+    refused = castiron("inspect", os.fsdecode(alien) + "x", "--json")
+    assert refused.returncode == 1 and "n\udcff" in json.loads(refused.stdout)["error"]["message"]
+    command = [sys.executable, "-m", "castiron", "run", bundle, "a", "-n", "1"]
+    full = subprocess.run([*command, "--json"], stdout=open("/dev/full", "w"), stderr=subprocess.PIPE, text=True, timeout=60)
+    assert full.returncode == 1 and full.stderr.startswith("castiron: stdout: No space left on device")
+    assert full.stderr.count("\n") == 1
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        done = subprocess.run(["sh", "-c", f'exec "$0" "$@" {closed}', *command], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "Traceback" not in done.stderr
+        assert bool(done.stdout) == (" >&-" not in f" {closed}"), closed
+        assert ("castiron: prompt 3 tokens" in done.stderr) == ("2>&-" not in closed), closed

@@ -22,7 +22,8 @@ GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Answers:
-    """An application that answers /now at once and anything else when it may; `left` counts clients that went before."""
+    """An application that answers /now at once and anything else when it may, /much with 10 MB; `left` counts clients that went
+    before."""
 
     def __init__(self):
         self.may, self.begun, self.left = asyncio.Event(), 0, 0
@@ -40,8 +41,9 @@ class Answers:
             if not self.may.is_set():
                 self.left += 1
                 return
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
-        await send({"type": "http.response.body", "body": b"yes"})
+        body = bytes(10**7) if scope["path"] == "/much" else b"yes"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
 
 
 def test_no_connection_holds_small_writes_back():
@@ -227,3 +229,34 @@ def test_bodies_have_room_of_all_and_of_one_client():
     for body in (first, second, third):
         body.give_back()
     assert bodies.total == 0 and not bodies.held
+
+
+def test_who_reads_nothing_gives_way_and_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(connections, "GIVES_WAY_SECONDS", 0.0)
+
+    async def test(answers, port, there):
+        answers.may.set()
+        stalled = lambda: sum(connection.flow.write_paused for connection in there)
+
+        async def deaf(count: int) -> socket.socket:
+            made = socket.socket()
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            made.connect(("127.0.0.1", port))
+            made.sendall(GET % b"much")
+            while stalled() < count:
+                await asyncio.sleep(0.005)
+            return made
+
+        held = [await deaf(count + 1) for count in range(7)]
+        reader, writer = await ask(port)
+        # One of the eight has made room for the next.
+        assert b"200" in await answer(reader) and stalled() == 6
+        writer.close()
+        monkeypatch.setattr(connections, "STALLED_SECONDS", 0.1)
+        held.append(await deaf(7))
+        while stalled() == 7:
+            await asyncio.sleep(0.005)
+        for each in held:
+            each.close()
+
+    over_sockets(test)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.chat_template import render
@@ -143,3 +143,17 @@ def test_a_prompt_that_is_no_text_is_one_sentence():
 def test_without_a_template_the_way_out_is_named():
     with pytest.raises(PipelineError, match="--raw"):
         TEXTS["byte-level"].encode_chat(MESSAGES)
+
+
+@pytest.mark.parametrize(("expression", "unknown"), [("(x+)+$", "<unk>"), ("x", "none")])
+def test_a_text_that_the_library_gives_up_on_is_one_sentence(expression, unknown):
+    """By a panic, which is no Exception, or by an Exception without a class; other texts are read before and after."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(expression), "isolated")
+    text = Text(tokenizer, "{{ messages[0].content }}")
+    for said in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}]), text.offsets):
+        for words in ("x" * 40 + "b", "x" * 30_000 + "b"):
+            assert len(said("a")) == 1
+            with pytest.raises(PipelineError, match="the model's tokenizer does not take this text") as error:
+                said(words)
+            assert len(str(error.value)) < 300

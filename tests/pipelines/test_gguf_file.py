@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 import gguf
@@ -190,3 +191,16 @@ def test_no_damage_to_the_header_escapes_as_another_error(data, sound, tmp_path)
         return
     for tensor in checkpoint.tensors.values():
         assert tensor.dequantise().shape == tensor.shape
+
+
+def test_what_is_no_file_and_what_has_holes_takes_neither_time_nor_memory(tmp_path):
+    """A file with a hole is as long as it says and takes no room: so are its strings."""
+    pipe, holes = tmp_path / "pipe.gguf", tmp_path / "holes.gguf"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match="is no ordinary file"):
+        read_gguf(pipe)
+    for head in (struct.pack("<IIQ", ARRAY, STRING, 10**9), struct.pack("<IQ", STRING, 8 * 10**9)):
+        holes.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + string("tokenizer.ggml.tokens") + head)
+        os.truncate(holes, 9 * 10**9)
+        with pytest.raises(CheckpointError, match="it holds more text than any, with "):
+            read_gguf(holes)

@@ -241,3 +241,28 @@ def open_checkpoint_names(path):
         num_key_value_heads=1,
     )
     return open_checkpoint(path).tensors
+
+
+def test_values_beyond_number_are_counted_before_they_are_read(llama):
+    """Each takes thirty times its own bytes."""
+    for name in ("config.json", "tokenizer.json"):
+        (before := (llama / name)).rename(llama / "before")
+        before.write_bytes(b'{"model_type": "llama", "x": [' + b"[]," * 2_100_000 + b"0]}")
+        assert f"{name} holds more values than any file of a model does" in refusal(llama)
+        (llama / "before").replace(before)
+    head = b'{"__metadata__": {"a": "' + b"," * 1_000_001 + b'"}}'
+    (llama / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
+    assert "holds more tensors than any file of a model does" in refusal(llama)
+
+
+def test_more_dimensions_than_arrays_have(llama):
+    head = b'{"a": {"dtype": "F32", "data_offsets": [0, 4], "shape": [' + b"1," * 99 + b"1]}}"
+    (llama / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(4))
+    assert "100 dimensions" in refusal(llama)
+
+
+def test_a_folder_that_no_file_system_knows(llama):
+    modules = [("", "Transformer"), ("1\0", "Pooling")]
+    content = [{"idx": n, "path": path, "type": f"x.{kind}"} for n, (path, kind) in enumerate(modules)]
+    (llama / "modules.json").write_text(json.dumps(content))
+    assert "does not name the type and the folder of each module" in refusal(llama)

@@ -178,3 +178,23 @@ def test_a_key_of_a_gguf_file_is_left_out_when_that_is_asked_for(tmp_path):
     with pytest.raises(CheckpointError, match="llama.attention.sink_multiplier; --ignore-key"):
         open_checkpoint(path)
     assert open_checkpoint(path, ignore_keys=["llama.attention.sink_multiplier"]).config["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("named", [b"", b".", b"..", b"/", b"../../x", b"\xff", b"a\0b", b"x" * 5000])
+def test_a_folder_of_the_hub_whose_ref_names_no_snapshot_has_the_one_there_is(llama, named, tmp_path):
+    hub = tmp_path / "models--org--name"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs/main").write_bytes(named)
+    shutil.copytree(llama, hub / "snapshots/0123")
+    assert find_checkpoint(hub) == hub / "snapshots/0123"
+    (hub / "refs/main").unlink()
+    os.mkfifo(hub / "refs/main")
+    assert find_checkpoint(hub) == hub / "snapshots/0123"
+
+
+def test_what_a_folder_says_is_quoted_on_one_line(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a\n\x1b[2J\ud800" * 100}))
+    assert r"is an adapter of a\n\x1b[2J\ud800" in refusal(tmp_path)
+    with open(tmp_path / "adapter_config.json", "r+b") as file:
+        file.truncate(10**10)
+    assert "is an adapter, not a model" in refusal(tmp_path)

@@ -316,6 +316,8 @@ def test_a_bundle_that_cannot_batch_says_at_start_what_to_do(path, tmp_path):
         (["--temperature", "3"], "--temperature is 3"),
         (["--api-key", ""], "--api-key is empty"),
         (["--host", "203.0.113.1", "--port", "0"], "choose another --host or --port"),
+        (["--host", ""], "--host is empty"),
+        (["--host", "\udcff", "--port", "0"], "--host is '\\udcff', which is no address"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(capsys, options, says):

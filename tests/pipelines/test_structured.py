@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 import castiron
 from castiron.pipelines import cli
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.constraint import Constraint
+from castiron.pipelines.generation.constraint import CannotFollow, Constraint
 from castiron.pipelines.generation.generate import Generation
 from castiron.pipelines.generation.grammar import GrammarError
 from castiron.pipelines.generation.sampling import Sampler, Sampling
@@ -229,7 +229,8 @@ def test_a_mask_forbids_all_but_what_is_allowed():
     logits = np.zeros(300, np.float32)
     allowed = np.flatnonzero(constraint.masked(logits) == 0)
     assert [schemas.TEXT.grammars.tokens[i] for i in allowed] == [b"a", b"b"] and constraint.masked(logits).dtype == np.float32
-    with pytest.raises(PipelineError, match="cannot be followed"):
+    # A request's fault, and no failure of the model.
+    with pytest.raises(CannotFollow, match="cannot be followed"):
         constraint.accept(0)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -182,3 +183,18 @@ def test_weights_are_pages_of_the_file_and_not_a_copy(toy_dir, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, out], capture_output=True, text=True, cwd=root, check=True)
     anonymous = int(re.search(r"RssAnon:\s+(\d+) kB", done.stdout)[1]) / 1000
     assert anonymous < 120, json.dumps(done.stdout.splitlines()[-30:])
+
+
+def test_a_directory_as_large_as_the_disk_is_not_read(tmp_path):
+    """A file with a hole takes no room."""
+    place, size = tmp_path / "x.castiron", 10**10
+    with open(place, "wb") as file:
+        file.write(b"PK\3\4")
+        file.seek(size)
+        file.write(b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, 1, 1, size - 4, 4))
+        file.write(b"PK\6\7" + struct.pack("<IQI", 0, size, 1))
+        file.write(b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, 0))
+    assert f"its directory has {size - 4} bytes" in refusal(place)
+    with zipfile.ZipFile(place, "w") as archive:
+        archive.writestr("\x1b[2J\n" * 5000, b"")
+    assert len(said := refusal(place)) < 300 + len(str(place)) and said.isprintable()

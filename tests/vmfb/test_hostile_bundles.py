@@ -210,3 +210,39 @@ def test_without_the_library_a_signature_is_one_sentence(toy, keys, monkeypatch,
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.ed25519", None)
     assert cli.main(["pack", str(toy), "-o", str(toy) + ".castiron", "--sign", str(keys / "mine")]) == 1
     assert "this needs cryptography" in capsys.readouterr().err
+
+
+KERNEL = {"paths": [], "calls": 1, "flops": [1, 0, 1], "bytes": [1, 0, 1], "weights": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "says"),
+    [
+        ("source", {"hub": 5}, "source.hub is 5, not an object"),
+        ("source", {"left_out": {"a": "b"}}, "source.left_out.a is 'b', not a whole number"),
+        ("source", {"adapter": {"path": 5}}, "source.adapter.path is 5, not a string"),
+        ("compile", {"work": {"decode_step": 5}}, "compile.work.decode_step is 5, not an object"),
+        ("compile", {"work": {"decode_step": {"k": KERNEL | {"flops": [1]}}}}, "what no kernel does"),
+        ("compile", {"work": {"decode_step": {"k": KERNEL | {"calls": 10**400}}}}, "what no kernel does"),
+        ("compile", {"repacked": []}, "compile.repacked is [], not an object"),
+    ],
+)
+def test_what_a_manifest_tells_of_its_making_is_of_its_type(toy, name, facts, says, capsys):
+    """Commands show it, and choose by it how slots are decoded."""
+    place = toy / "manifest.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {name: facts}))
+    for command in (["run", str(toy), "a"], ["inspect", str(toy)]):
+        assert cli.main(command) == 1
+        assert says in capsys.readouterr().err
+    assert cli.main(["list", str(toy)]) == 0 and says in capsys.readouterr().out
+
+
+def test_small_files_that_are_large_are_not_read(toy):
+    """Files with holes take no room."""
+    manifest = json.loads((toy / "manifest.json").read_text())
+    manifest["files"]["tokenizer.json"]["size"] = 10**10
+    (toy / "manifest.json").write_text(json.dumps(manifest))
+    os.truncate(toy / "tokenizer.json", 10**10)
+    assert "files.tokenizer.json has 10000000000 bytes, and none has more than" in refusal(toy)
+    os.truncate(toy / "manifest.json", 10**10)
+    assert "has a manifest of 10000000000 bytes, as none has" in refusal(toy)
