@@ -63,8 +63,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 def check_facts(name: str, facts: Mapping[str, Any]) -> None:
     """RecordError unless what the manifest's field `name` says is of the types of `KNOWN`."""
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in KNOWN[name].items() if key in facts}
-    for function, kernels in found.get("work", {}).items():
-        for kernel in kernels.values():
-            amounts = (kernel.calls, kernel.weights, *kernel.flops, *kernel.bytes)
-            if len(kernel.flops) != 3 or len(kernel.bytes) != 3 or min(amounts) < 0 or max(amounts) >= _LARGEST:
-                raise RecordError(f"{name}.work says of {short(function)} what no kernel does")
+    for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
+        amounts = (work.calls, work.weights, *work.flops, *work.bytes)
+        if len(work.flops) != 3 or len(work.bytes) != 3 or min(amounts) < 0 or max(amounts) >= _LARGEST:
+            raise RecordError(f"{name}.work says of {short(kernel)} what no kernel does")

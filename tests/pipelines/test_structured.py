@@ -201,6 +201,13 @@ def test_a_schema_that_is_no_object():
     assert schemas.say(schemas.TEXT, schemas.TEXT.grammar(json_schema=True), 1)[1] == "stop"
 
 
+def test_a_text_that_is_forced_for_ever_is_looked_ahead_so_far():
+    """It is done while others wait for the step."""
+    assert len(schemas.TEXT.grammar(regex="((a{1000}){1000}){1000}").constraint().forced) < 250_000
+    values = [f"value {i * 7919} of {i}" for i in range(20_000)]
+    assert schemas.TEXT.grammar(json_schema={"enum": values}).constraint().mask(300).any()
+
+
 THINKS = (("<think>", "</think>"),)
 
 
