@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.generation.constraint import CannotFollow
-from castiron.pipelines.generation.pausing import Paused, yielding
+from castiron.pipelines.generation.pausing import Paused
 from castiron.pipelines.generation.positions import shared, stand
 from castiron.pipelines.generation.prefix_cache import PrefixCache
 from castiron.pipelines.generation.prefix_store import PrefixStore
 from castiron.pipelines.generation.scores import score_chunk, width_of
-from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence
+from castiron.pipelines.generation.sequence import Event, Failed, Finished, Sequence, yielding
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.program import NoNumbers, SessionError
 

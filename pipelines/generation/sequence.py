@@ -6,7 +6,7 @@ Whoever runs the model drives it: a `Generation` pulls its session, the `Schedul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -259,3 +259,13 @@ class Sequence:
         events = self._release(self._detokeniser.finish() if self._detokeniser else None, rest=True)
         self.finish_reason = "stop" if self._stops.stopped else reason
         return [*events, Finished(self.finish_reason, self.repeated, self._stops.met)]
+
+
+def yielding(running: Mapping[int, Sequence], priority: int) -> int | None:
+    """The slot of the sequence, of those that run, that gives way to one of this priority: of the largest number the one that
+    came last; None if there is none of a larger one that can pause."""
+    # The scores of a prompt are its slot's as well.
+    found = [
+        (s.priority, s.arrived, slot) for slot, s in running.items() if s.priority > priority and s.prompt_logprobs is None
+    ]
+    return max(found)[2] if found else None
