@@ -1,15 +1,17 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
-# make test          run the test suite
-# make coverage      the same, and how much of each package it runs
+# make test          run the quick tests: the core, in about 8 minutes on 2 cores
+# make test-all      run all tests
+# make coverage      run all tests, and print how much of each package they run
 # make test-aarch64  run bundles for aarch64 on aarch64 CPUs that qemu emulates: 15 minutes, 200 MB
-# make lint          ruff and mypy, as CI runs them
+# make lint          ruff, mypy, import-linter and .ci/language.py, as CI runs them
 # make mutants       put small faults into castiron, one at a time: a test has to notice each
-# make bench         measure against llama.cpp and HF transformers, write JSON and a chart
+# make bench         measure against llama.cpp and HF transformers, write JSON
 # make docs          the pages of docs as a site with search, in build/site
 # make clean         remove what was built; make distclean removes .venv too
 #
-# The first target that is made sets up .venv with exact versions: those of requirements.lock for compile-llm (640 MB on
-# disk), and of requirements-test.lock on top for the tests (2.6 GB more, torch and Ray above all).
+# The first target that is made sets up .venv with exact versions: requirements.lock for compile-llm
+# (640 MB on disk), requirements-test.lock on top for test, lint and mutants (1.1 GB more, torch above
+# all) and requirements-test-all.lock for test-all and coverage (1.5 GB more, Ray and JAX above all).
 
 # A name from the catalogue, a GGUF file, or a directory of safetensors.
 MODEL ?= smollm2-135m-instruct
@@ -23,6 +25,8 @@ THREADS ?= 2
 PYTHON ?= python3
 # Arguments for pytest: make test PYTEST_ARGS='-k kernels'
 PYTEST_ARGS ?=
+# Processes that run tests at the same time; a file's tests run in one of them.
+JOBS ?= 2
 # Words in names or files of mutants; empty means all: make mutants MUTANTS='window grammar'
 MUTANTS ?=
 
@@ -30,8 +34,10 @@ BIN := .venv/bin
 key = $(shell cat $(1) pyproject.toml | cksum | cut -d ' ' -f 1)
 LOCK := requirements.lock
 TEST_LOCK := requirements-test.lock
+ALL_LOCK := requirements-test-all.lock
 INSTALLED := .venv/installed-$(call key,$(LOCK))
 TEST_INSTALLED := .venv/installed-test-$(call key,$(LOCK) $(TEST_LOCK))
+ALL_INSTALLED := .venv/installed-all-$(call key,$(LOCK) $(TEST_LOCK) $(ALL_LOCK))
 BENCH_INSTALLED := .venv/installed-bench-$(call key,$(LOCK) $(TEST_LOCK) requirements-bench.lock)
 DOCS_INSTALLED := .venv/installed-docs-$(call key,requirements-docs.lock)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
@@ -41,7 +47,7 @@ export MODEL CONTEXT WEIGHTS PROMPT TOKENS MUTANTS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test test-aarch64 coverage lint mutants bench docs clean distclean
+.PHONY: compile-llm test test-all test-aarch64 coverage lint mutants bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -50,17 +56,23 @@ compile-llm: $(INSTALLED)
 	if [ -n "$$TOKENS" ]; then $(BIN)/castiron run "$$out" --tokens "$$TOKENS" -n 32; \
 	else printf '\n> %s\n\n' "$$PROMPT"; $(BIN)/castiron run "$$out" -p "$$PROMPT" </dev/null; fi
 
+PYTEST = -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
 test: $(TEST_INSTALLED)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python $(PYTEST) --tier quick
+
+# CI, which has run the quick tests, adds PYTEST_ARGS='--tier full'.
+test-all: $(ALL_INSTALLED)
+	@$(BIN)/python $(PYTEST)
 
 test-aarch64: $(TEST_INSTALLED)
 	@$(BIN)/python -m tests.aarch64 build/aarch64
 	@CASTIRON_AARCH64=build/aarch64 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_aarch64.py
 
 # A line a package: the share of its lines that ran.
-coverage: $(TEST_INSTALLED)
+coverage: $(ALL_INSTALLED)
 	@rm -rf build/coverage; mkdir -p build/coverage
-	@$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS); status=$$?; \
+	@$(BIN)/python -m coverage run $(PYTEST); status=$$?; \
 	$(BIN)/python -m coverage combine --quiet; \
 	for package in emitter vmfb pipelines reference; do \
 		printf '%-9s %s %%\n' $$package $$($(BIN)/python -m coverage report --include="$$package/*" --format=total --precision=1); \
@@ -71,15 +83,17 @@ lint: $(TEST_INSTALLED)
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check --quiet
 	@$(BIN)/python -m mypy
+	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python .ci/language.py
 
-mutants: $(TEST_INSTALLED)
+mutants: $(ALL_INSTALLED)
 	@$(BIN)/python -m tests.mutants $$MUTANTS
 
 bench: $(BENCH_INSTALLED)
 	@$(OUT); set -e; \
 	$(BIN)/castiron compile "$$MODEL" -o "$$out" --weights "$$WEIGHTS" $${CONTEXT:+--context "$$CONTEXT"}; \
 	$(BIN)/castiron bench "$$out" --threads $(THREADS) --against llama.cpp,hf \
-		--output build/bench.json --chart build/bench.svg
+		--output build/bench.json
 
 docs: $(DOCS_INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
@@ -93,10 +107,15 @@ $(INSTALLED): | $(BIN)/python
 	@touch $@
 
 $(TEST_INSTALLED): $(INSTALLED)
-	@echo 'castiron: installing what the tests need too, once: 2.6 GB on disk; torch, which verify compares with, and Ray' >&2
+	@echo 'castiron: installing what the quick tests need, once: 1.1 GB on disk, torch above all' >&2
 	@$(PIP) install "$$(grep '^torch==' $(TEST_LOCK))"
 	@echo 'castiron:   everything else' >&2
 	@$(PIP) install -r $(TEST_LOCK)
+	@touch $@
+
+$(ALL_INSTALLED): $(TEST_INSTALLED)
+	@echo 'castiron: installing what the other tests need, once: 1.5 GB on disk, Ray and JAX above all' >&2
+	@$(PIP) install -r $(ALL_LOCK)
 	@touch $@
 
 $(BENCH_INSTALLED): $(TEST_INSTALLED)

@@ -1,7 +1,7 @@
-"""castiron from Python: `import castiron` is everything that docs/python.md shows, loaded when first asked for.
+"""castiron's Python API (docs/python.md); names are loaded on demand.
 
-The folders beside this file are the project's packages: `castiron.emitter`, `castiron.vmfb`, `castiron.pipelines` and
-`castiron.reference`.
+The folders beside this file are the packages: `castiron.emitter`, `castiron.vmfb`,
+`castiron.pipelines` and `castiron.reference`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from castiron import ray as ray
     from castiron.emitter.types import EmitError as EmitError
-    from castiron.pipelines.casting.cast import compile as compile
     from castiron.pipelines.checkpoints.checkpoint import CheckpointError as CheckpointError
+    from castiron.pipelines.engine.draft import Draft as Draft
+    from castiron.pipelines.engine.engine import Engine as Engine
+    from castiron.pipelines.engine.engine import EventStream as EventStream
+    from castiron.pipelines.engine.request import Failed as Failed
+    from castiron.pipelines.engine.request import Finished as Finished
+    from castiron.pipelines.engine.request import Request as Request
+    from castiron.pipelines.engine.request import Token as Token
+    from castiron.pipelines.engine.request import Tokens as Tokens
+    from castiron.pipelines.engine.sampling import Sampling as Sampling
+    from castiron.pipelines.engine.sampling import model_sampling as model_sampling
     from castiron.pipelines.errors import PipelineError as PipelineError
-    from castiron.pipelines.generation.chat import Chat as Chat
-    from castiron.pipelines.generation.draft import Draft as Draft
-    from castiron.pipelines.generation.draft import open_draft as open_draft
-    from castiron.pipelines.generation.generate import Generation as Generation
-    from castiron.pipelines.generation.many import Result as Result
-    from castiron.pipelines.generation.many import generate_many as generate_many
-    from castiron.pipelines.generation.model_sampling import model_sampling as model_sampling
-    from castiron.pipelines.generation.sampling import Sampling as Sampling
-    from castiron.pipelines.generation.scheduler import Scheduler as Scheduler
-    from castiron.pipelines.generation.scoring import Scored as Scored
-    from castiron.pipelines.generation.sequence import Delta as Delta
-    from castiron.pipelines.generation.sequence import Failed as Failed
-    from castiron.pipelines.generation.sequence import Finished as Finished
-    from castiron.pipelines.generation.sequence import Sequence as Sequence
-    from castiron.pipelines.generation.text import Detokeniser as Detokeniser
-    from castiron.pipelines.generation.text import Text as Text
-    from castiron.pipelines.generation.text import load_text as load_text
-    from castiron.pipelines.generation.thoughts import Thought as Thought
     from castiron.pipelines.model import Model as Model
-    from castiron.pipelines.model import Stream as Stream
+    from castiron.pipelines.model import compile_bundle
     from castiron.pipelines.model import load as load
-    from castiron.pipelines.serve.app import open_app as open_app
+    from castiron.pipelines.server.app import open_app as open_app
+    from castiron.pipelines.text.conversation import Chat as Chat
+    from castiron.pipelines.text.generation import Result as Result
+    from castiron.pipelines.text.generation import Scored as Scored
+    from castiron.pipelines.text.generation import Stream as Stream
+    from castiron.pipelines.text.generation import open_draft as open_draft
+    from castiron.pipelines.text.reasoning import Reasoning as Reasoning
+    from castiron.pipelines.text.text_output import Delta as Delta
+    from castiron.pipelines.text.text_output import text_request as text_request
+    from castiron.pipelines.text.tokenizer import Detokeniser as Detokeniser
+    from castiron.pipelines.text.tokenizer import Tokenizer as Tokenizer
+    from castiron.pipelines.text.tokenizer import load_tokenizer as load_tokenizer
     from castiron.vmfb.bundle import Bundle as Bundle
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.compiler import CompileError as CompileError
@@ -46,56 +48,44 @@ if TYPE_CHECKING:
     from castiron.vmfb.program import SessionError as SessionError
     from castiron.vmfb.session import Session as Session
 
-    # Under another name it is exported by being assigned.
-    generate, open = Generation, open_bundle
+    # Type checkers take an assignment as an export under another name.
+    compile, open = compile_bundle, open_bundle
 
-# The full name of each. The runtime takes a quarter of a second to load, and the command line imports this module too.
-_FULL_NAMES = {
-    "Bundle": "castiron.vmfb.bundle.Bundle",
-    "BundleError": "castiron.vmfb.manifest.BundleError",
-    "Chat": "castiron.pipelines.generation.chat.Chat",
-    "CheckpointError": "castiron.pipelines.checkpoints.checkpoint.CheckpointError",
-    "CompileError": "castiron.vmfb.compiler.CompileError",
-    "Delta": "castiron.pipelines.generation.sequence.Delta",
-    "Detokeniser": "castiron.pipelines.generation.text.Detokeniser",
-    "Draft": "castiron.pipelines.generation.draft.Draft",
-    "EmitError": "castiron.emitter.types.EmitError",
-    "Failed": "castiron.pipelines.generation.sequence.Failed",
-    "Finished": "castiron.pipelines.generation.sequence.Finished",
-    "Generation": "castiron.pipelines.generation.generate.Generation",
-    "Model": "castiron.pipelines.model.Model",
-    "PipelineError": "castiron.pipelines.errors.PipelineError",
-    "Result": "castiron.pipelines.generation.many.Result",
-    "Sampling": "castiron.pipelines.generation.sampling.Sampling",
-    "Scheduler": "castiron.pipelines.generation.scheduler.Scheduler",
-    "Scored": "castiron.pipelines.generation.scoring.Scored",
-    "Sequence": "castiron.pipelines.generation.sequence.Sequence",
-    "Session": "castiron.vmfb.session.Session",
-    "SessionError": "castiron.vmfb.program.SessionError",
-    "Stream": "castiron.pipelines.model.Stream",
-    "Text": "castiron.pipelines.generation.text.Text",
-    "compile": "castiron.pipelines.casting.cast.compile",
-    "Thought": "castiron.pipelines.generation.thoughts.Thought",
-    "generate": "castiron.pipelines.generation.generate.Generation",
-    "generate_many": "castiron.pipelines.generation.many.generate_many",
-    "load": "castiron.pipelines.model.load",
-    "load_text": "castiron.pipelines.generation.text.load_text",
-    "model_sampling": "castiron.pipelines.generation.model_sampling.model_sampling",
-    "open": "castiron.vmfb.bundle.open_bundle",
-    "open_draft": "castiron.pipelines.generation.draft.open_draft",
-    "open_app": "castiron.pipelines.serve.app.open_app",
+# Names by module. They are loaded on demand, because loading the runtime takes a quarter of a second
+# and the command line imports this module too.
+_NAMES = {
+    "emitter.types": "EmitError",
+    "pipelines.checkpoints.checkpoint": "CheckpointError",
+    "pipelines.engine.draft": "Draft",
+    "pipelines.engine.engine": "Engine EventStream",
+    "pipelines.engine.request": "Failed Finished Request Token Tokens",
+    "pipelines.engine.sampling": "Sampling model_sampling",
+    "pipelines.errors": "PipelineError",
+    "pipelines.model": "Model compile load",
+    "pipelines.server.app": "open_app",
+    "pipelines.text.conversation": "Chat",
+    "pipelines.text.generation": "Result Scored Stream open_draft",
+    "pipelines.text.reasoning": "Reasoning",
+    "pipelines.text.text_output": "Delta text_request",
+    "pipelines.text.tokenizer": "Detokeniser Tokenizer load_tokenizer",
+    "vmfb.bundle": "Bundle open",
+    "vmfb.compiler": "CompileError",
+    "vmfb.manifest": "BundleError",
+    "vmfb.program": "SessionError",
+    "vmfb.session": "Session",
 }
-__all__ = ["__version__", *_FULL_NAMES]  # noqa: PLE0604
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_ALIASES = {"compile": "compile_bundle", "open": "open_bundle"}
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name == "ray":
-        # A module of its own, which needs the extra `ray`.
+        # castiron.ray is loaded as a module, because it needs the extra `ray`.
         return import_module("castiron.ray")
-    if name not in _FULL_NAMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'castiron' has no attribute {name!r}")
-    module, _, attribute = _FULL_NAMES[name].rpartition(".")
-    globals()[name] = value = getattr(import_module(module), attribute)
+    globals()[name] = value = getattr(import_module(f"castiron.{_MODULES[name]}"), _ALIASES.get(name, name))
     return value
 
 

@@ -1,4 +1,4 @@
-"""castiron on a cluster of Ray: rows of datasets with Ray Data, requests with Ray Serve. docs/cluster.md shows all of it."""
+"""castiron on Ray: `Generate` for Ray Data, `deployment` for Ray Serve (docs/cluster.md)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from castiron.pipelines.installing import remedy
+from castiron.pipelines.errors import install_command
 
 if TYPE_CHECKING:
-    from castiron.pipelines.cluster.places import Stored as Stored
-    from castiron.pipelines.cluster.places import store as store
-    from castiron.pipelines.cluster.rows import Generate as Generate
-    from castiron.pipelines.cluster.serving import deployment as deployment
+    from castiron.pipelines.cluster.actors import Generate as Generate
+    from castiron.pipelines.cluster.bundle_source import Stored as Stored
+    from castiron.pipelines.cluster.bundle_source import store as store
+    from castiron.pipelines.cluster.deployment import deployment as deployment
 
 if find_spec("ray") is None:
-    raise ModuleNotFoundError(f"castiron.ray needs ray, which is not installed: {remedy('ray')}", name="ray")
+    raise ModuleNotFoundError(f"castiron.ray needs ray, which is not installed: {install_command('ray')}", name="ray")
 
-# Rows need nothing of what serves, and the other way round.
-_MODULES = {"Generate": "rows", "Stored": "places", "deployment": "serving", "store": "places"}
+_MODULES = {"Generate": "actors", "Stored": "bundle_source", "deployment": "deployment", "store": "bundle_source"}
 __all__ = [*_MODULES]  # noqa: PLE0604
 
 

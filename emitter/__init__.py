@@ -1,4 +1,5 @@
-"""A checkpoint's mathematics as a typed SSA graph, printed as StableHLO text with kernels of our own.
+"""The emitter: builds a model's computation as a typed SSA graph and prints it as StableHLO text.
 
-Imports the standard library and numpy only: this package knows neither IREE nor files.
+Parts of the graph may be calls of castiron's own kernels. The package imports the standard library
+and numpy only, so it works without IREE.
 """

@@ -1,8 +1,8 @@
-"""Weight codecs: how a checkpoint stores a row of numbers, and what those numbers are.
+"""Weight codecs: the formats in which checkpoints store a row of weights, such as f32 and q4_k.
 
-A codec is a row of the table `CODECS`. A quantised row is a sequence of blocks; `split` takes blocks apart
-into codes, scales and minima, and everything else (dequantisation here, packing for the kernels) follows from
-those parts:
+A codec is an entry of the table `CODECS`. A quantised row is a sequence of blocks. `Codec.split`
+separates blocks into codes, scales and minima, from which values are computed and kernels' weights
+are packed:
 
     value = scale[group] * code + minimum[group]
 
@@ -20,16 +20,18 @@ _ROWS_AT_ONCE_BYTES = 1 << 22  # bounds the temporaries of a dequantisation, not
 
 
 def rows_at_once(bytes_of_a_row: int) -> int:
-    """How many rows to convert in one go, so that temporaries stay small whatever the size of the tensor."""
+    """Return how many rows to convert at a time, so that temporary arrays stay small."""
     return max(1, _ROWS_AT_ONCE_BYTES // bytes_of_a_row)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """n blocks taken apart. `codes` already carry their sign, so `code` is the factor of the scale.
+    """The parts of n quantised blocks: signed codes, scales and minima.
 
-    codes [n, block] i8; d [n] f16, or u8 exponents (`Codec.exponents`); m [n] f16; scales, minima [n, groups] u8 or i8,
-    factors of d and m, or None for ones.
+    codes: [n, block] i8. d: the scale of each block, [n] f16, or [n] u8 exponents if the codec has
+    `exponents`. m: the minimum of each block, [n] f16. scales, minima: [n, groups] u8 or i8; a
+    group's scale is its factor in `scales` times d, and its minimum the factor in `minima` times m.
+    None stands for factors of 1.
     """
 
     codes: np.ndarray
@@ -41,11 +43,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to store a row. `block` elements take `block_bytes` bytes; `group` elements share a scale.
+    """A format of rows: blocks of `block` elements, in which `group` elements share a scale.
 
-    Codes are packed `bits` wide, and stored as `code + offset` (unsigned) unless they are 8 bits wide, or as the place of the
-    code in `table` where there is one. `minimum` is the sign with which the minimum is added: +1, -1, or 0 where there is
-    none. `exponents`: d is 2^(d - 128), as in OCP's MX formats.
+    block_bytes: size of a block. splitter: implements `split`; None if the format is not quantised.
+    A code has `bits` bits. It is stored as the unsigned number `code + offset`, or as an index into
+    `table` if there is one; codes of 8 bits are stored signed. minimum: the sign with which a
+    group's minimum is added, 0 if there is no minimum. exponents: whether a block's scale is stored
+    as the exponent d of 2^(d - 128), as in OCP's MX formats.
     """
 
     name: str
@@ -61,7 +65,7 @@ class Codec:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code itself, however it is stored."""
+        """Return the bits of a signed code: 8 if codes are values of `table`, otherwise `bits`."""
         return 8 if self.table else self.bits
 
     @property
@@ -70,11 +74,11 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Whether products with its codes take sums over groups of x, for offsets or minima."""
+        """Return whether a matmul needs the sums of x's groups, for the offset or minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:
-        """Blocks [n, block_bytes] u8 taken apart; for quantised codecs only."""
+        """Split blocks [n, block_bytes] u8 into their parts; for quantised codecs only."""
         assert self.splitter is not None, f"{self.name} has no blocks"
         return self.splitter(blocks)
 
@@ -84,13 +88,19 @@ def _f16(columns: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(columns: np.ndarray, run: int) -> np.ndarray:
-    """[n, b] bytes -> [n, 2b] codes: in every `run` bytes the low nibbles come first, then the high ones."""
+    """Unpack bytes [n, b] to 4-bit codes [n, 2b].
+
+    Each run of `run` bytes gives the low nibbles of all its bytes, then the high nibbles.
+    """
     runs = columns.reshape(len(columns), -1, 1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(columns), -1)
 
 
 def _bit_plane(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """[n, b] bytes -> [n, 8b/bits] fields of `bits` bits: in every `run` bytes the lowest fields come first."""
+    """Unpack bytes [n, b] to fields of `bits` bits, [n, 8b / bits].
+
+    Each run of `run` bytes gives the lowest field of all its bytes, then the next field, and so on.
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     fields = columns.reshape(len(columns), -1, 1, run) >> shifts & (1 << bits) - 1
     return fields.reshape(len(columns), -1)
@@ -100,25 +110,21 @@ def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
     return codes.view(np.int8) - np.int8(offset)
 
 
-def _split_q4_0(b: np.ndarray) -> Parts:
-    return Parts(_signed(_nibbles(b[:, 2:], 16), 8), _f16(b[:, :2]))
+def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
+    """Return the function that splits blocks of 32 codes, which have `bits` bits.
 
+    A block has d, m if `offset` is 0, the fifth bits of the codes if `bits` is 5, and the low 4
+    bits of the codes.
+    """
 
-def _split_q4_1(b: np.ndarray) -> Parts:
-    return Parts(_signed(_nibbles(b[:, 4:], 16), 0), _f16(b[:, :2]), _f16(b[:, 2:4]))
+    def split(b: np.ndarray) -> Parts:
+        start = 2 if offset else 4
+        codes = _nibbles(b[:, -16:], 16)
+        if bits == 5:  # bit k of a little-endian word is the fifth bit of code k
+            codes |= np.unpackbits(b[:, start : start + 4], axis=1, bitorder="little") << 4
+        return Parts(_signed(codes, offset), _f16(b[:, :2]), None if offset else _f16(b[:, 2:4]))
 
-
-def _fifth_bits(columns: np.ndarray) -> np.ndarray:
-    """[n, 4] bytes: bit k of the little-endian word is the fifth bit of code k."""
-    return np.unpackbits(columns, axis=1, bitorder="little") << 4
-
-
-def _split_q5_0(b: np.ndarray) -> Parts:
-    return Parts(_signed(_nibbles(b[:, 6:], 16) | _fifth_bits(b[:, 2:6]), 16), _f16(b[:, :2]))
-
-
-def _split_q5_1(b: np.ndarray) -> Parts:
-    return Parts(_signed(_nibbles(b[:, 8:], 16) | _fifth_bits(b[:, 4:8]), 0), _f16(b[:, :2]), _f16(b[:, 2:4]))
+    return split
 
 
 def _split_q8_0(b: np.ndarray) -> Parts:
@@ -126,21 +132,21 @@ def _split_q8_0(b: np.ndarray) -> Parts:
 
 
 def _six_bit_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[n, 12] bytes -> scales, minima [n, 8] of 6 bits (ggml's get_scale_min_k4)."""
+    """Unpack bytes [n, 12] to 6-bit scales [n, 8] and minima [n, 8] (ggml's get_scale_min_k4)."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
     minima = np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=1)
     return scales, minima
 
 
-def _split_q4_k(b: np.ndarray) -> Parts:
-    codes = _nibbles(b[:, 16:], 32)
-    return Parts(_signed(codes, 0), _f16(b[:, :2]), _f16(b[:, 2:4]), *_six_bit_scales(b[:, 4:16]))
+def _split_q45_k(bits: int) -> Callable[[np.ndarray], Parts]:
+    def split(b: np.ndarray) -> Parts:
+        codes = _nibbles(b[:, -128:], 32)
+        if bits == 5:
+            codes |= _bit_plane(b[:, 16:48], 32, 1) << 4
+        return Parts(_signed(codes, 0), _f16(b[:, :2]), _f16(b[:, 2:4]), *_six_bit_scales(b[:, 4:16]))
 
-
-def _split_q5_k(b: np.ndarray) -> Parts:
-    codes = _nibbles(b[:, 48:], 32) | _bit_plane(b[:, 16:48], 32, 1) << 4
-    return Parts(_signed(codes, 0), _f16(b[:, :2]), _f16(b[:, 2:4]), *_six_bit_scales(b[:, 4:16]))
+    return split
 
 
 def _split_q6_k(b: np.ndarray) -> Parts:
@@ -159,8 +165,8 @@ def _split_q3_k(b: np.ndarray) -> Parts:
     return Parts(_signed(codes, 4), _f16(b[:, 108:]), scales=_signed(scales, 32))
 
 
-def _in_table(table: tuple[int, ...], places: np.ndarray) -> np.ndarray:
-    return np.array(table, np.int8)[places]
+def _in_table(table: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
+    return np.array(table, np.int8)[indices]
 
 
 def _split_iq4_nl(b: np.ndarray) -> Parts:
@@ -179,7 +185,10 @@ def _split_mxfp4(b: np.ndarray) -> Parts:
 
 
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
-    """[n, b] bytes of digits to base 3 behind the point, the first one of all bytes first: -1, 0 or 1 of each."""
+    """Unpack bytes [n, b] of `digits` base-3 digits each to -1, 0 or 1, [n, b * digits].
+
+    A byte is the fraction 0.d1d2d3... in base 3, times 256, rounded up.
+    """
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
     return found.astype(np.int8).reshape(len(columns), -1) - np.int8(1)
@@ -194,7 +203,7 @@ def _split_tq2_0(b: np.ndarray) -> Parts:
     return Parts(_signed(_bit_plane(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
 
 
-# What four bits stand for: ggml's kvalues_iq4nl, and twice the numbers of OCP's E2M1.
+# Values of the 16 codes of 4 bits: ggml's kvalues_iq4nl, and twice the numbers of OCP's E2M1.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -204,21 +213,21 @@ CODECS: dict[str, Codec] = {
         Codec("f32", 1, 4),
         Codec("f16", 1, 2),
         Codec("bf16", 1, 2),
-        Codec("q4_0", 32, 18, _split_q4_0, bits=4, offset=8, group=32),
-        Codec("q4_1", 32, 20, _split_q4_1, bits=4, group=32, minimum=+1),
-        Codec("q5_0", 32, 22, _split_q5_0, bits=5, offset=16, group=32),
-        Codec("q5_1", 32, 24, _split_q5_1, bits=5, group=32, minimum=+1),
+        Codec("q4_0", 32, 18, _split_32(4, 8), bits=4, offset=8, group=32),
+        Codec("q4_1", 32, 20, _split_32(4, 0), bits=4, group=32, minimum=+1),
+        Codec("q5_0", 32, 22, _split_32(5, 16), bits=5, offset=16, group=32),
+        Codec("q5_1", 32, 24, _split_32(5, 0), bits=5, group=32, minimum=+1),
         Codec("q8_0", 32, 34, _split_q8_0, bits=8, group=32),
-        Codec("q4_k", 256, 144, _split_q4_k, bits=4, group=32, minimum=-1),
-        Codec("q5_k", 256, 176, _split_q5_k, bits=5, group=32, minimum=-1),
+        Codec("q4_k", 256, 144, _split_q45_k(4), bits=4, group=32, minimum=-1),
+        Codec("q5_k", 256, 176, _split_q45_k(5), bits=5, group=32, minimum=-1),
         Codec("q6_k", 256, 210, _split_q6_k, bits=6, offset=32, group=16),
         Codec("q2_k", 256, 84, _split_q2_k, bits=2, group=16, minimum=-1),
-        # Of 3 bits, packed as 4.
+        # Codes of 3 bits, packed as 4.
         Codec("q3_k", 256, 110, _split_q3_k, bits=4, offset=4, group=16),
         Codec("iq4_nl", 32, 18, _split_iq4_nl, bits=4, group=32, table=IQ4),
         Codec("iq4_xs", 256, 136, _split_iq4_xs, bits=4, group=32, table=IQ4),
         Codec("mxfp4", 32, 17, _split_mxfp4, bits=4, group=32, table=E2M1, exponents=True),
-        # Ternary, packed as 2 bits.
+        # Ternary codes, packed as 2 bits.
         Codec("tq1_0", 256, 54, _split_tq1_0, bits=2, offset=1, group=32),
         Codec("tq2_0", 256, 66, _split_tq2_0, bits=2, offset=1, group=32),
     )
@@ -226,27 +235,30 @@ CODECS: dict[str, Codec] = {
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of that name. ValueError names the codecs there are."""
+    """Return the codec called `name`; raise ValueError if there is none."""
     try:
         return CODECS[name]
     except KeyError:
-        raise ValueError(f"weight type {name!r} is unknown: use one of {', '.join(CODECS)}") from None
+        raise ValueError(f"weight type {name!r} is unknown; use one of {', '.join(CODECS)}") from None
 
 
 def row_bytes(codec_name: str, in_features: int) -> int:
-    """Bytes of a stored row of `in_features` elements. ValueError if they do not fill whole blocks."""
+    """Return the size in bytes of a row; raise ValueError if its last block would be partial."""
     codec = codec_of(codec_name)
     blocks, rest = divmod(in_features, codec.block)
     if rest:
-        raise ValueError(f"a {codec.name} row has {in_features} elements: it takes a multiple of {codec.block}")
+        raise ValueError(f"a {codec.name} row has {in_features} elements; use a multiple of {codec.block}")
     return blocks * codec.block_bytes
 
 
 def in_features_of(codec: Codec, raw: np.ndarray) -> int:
-    """Elements of a row of raw [..., row_bytes]. ValueError if it is not whole blocks."""
+    """Return how many elements each row of `raw`, u8 [..., row_bytes], has.
+
+    Raise ValueError if the last block of a row is partial.
+    """
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
-        raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes: it takes a multiple of {codec.block_bytes}")
+        raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes; use a multiple of {codec.block_bytes}")
     return blocks * codec.block
 
 
@@ -259,12 +271,12 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
 
 
 def powers_of_two(exponents: np.ndarray) -> np.ndarray:
-    """2^(e - 128) f32 of u8."""
+    """Return 2^(e - 128) as f32 for exponents e in u8."""
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
 
 
 def values(codec: Codec, parts: Parts) -> np.ndarray:
-    """n blocks -> what they stand for, [n, block] f32, rounded where ggml rounds."""
+    """Dequantise n split blocks to f32 [n, block], with the same roundings as ggml."""
     scale = (powers_of_two(parts.d) if codec.exponents else parts.d.astype(np.float32))[:, None]
     if parts.scales is not None:
         scale = scale * parts.scales.astype(np.float32)
@@ -278,18 +290,21 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
     return result.reshape(len(parts.codes), -1)
 
 
-# Of a type of float, or of the f16 at these bytes of a block: bits that are all set in infinities and what is no number.
+# Infinities and NaN have all these exponent bits set; _HALVES: byte offsets of the f16 numbers in a block.
 _EXPONENTS = {"f32": ("<u4", 0x7F800000), "f16": ("<u2", 0x7C00), "bf16": ("<u2", 0x7F80)}
 _HALVES = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
     "q2_k": (80, 82), "q3_k": (108,), "iq4_nl": (0,), "iq4_xs": (0,), "tq1_0": (52,), "tq2_0": (64,), "mxfp4": (),
 }  # fmt: skip
-# Twelve, E2M1's largest, of a larger power is no f32.
+# Above this exponent, E2M1's largest code, 12, times the power of two exceeds f32.
 _LARGEST_EXPONENT = 252
 
 
 def are_finite(codec_name: str, raw: np.ndarray) -> bool:
-    """Whether what raw [..., row_bytes] u8 stands for are finite numbers; most bytes of blocks are not read for it."""
+    """Return whether all weights in the rows `raw`, u8 [..., row_bytes], are finite.
+
+    In quantised blocks, only the scales and minima can be infinite or NaN, so only these are read.
+    """
     codec = codec_of(codec_name)
     rows = raw.reshape(-1, raw.shape[-1])
     step = rows_at_once(raw.shape[-1])
@@ -308,7 +323,7 @@ def _are_finite(codec: Codec, rows: np.ndarray) -> bool:
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """raw [..., row_bytes] u8 -> values [..., in] f32, bit for bit those of `gguf.quants.dequantize`."""
+    """Convert `raw`, u8 [..., row_bytes], to f32 [..., in], as `gguf.quants.dequantize` does."""
     codec = codec_of(codec_name)
     result = np.empty((*raw.shape[:-1], in_features_of(codec, raw)), np.float32)
     if result.size:

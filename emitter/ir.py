@@ -1,7 +1,7 @@
-"""The typed SSA graph: values, operations, functions, modules, and the scopes that name where in a model one stands.
+"""The typed SSA graph: values, operations, functions, modules, and scopes that name module paths.
 
-Operations are appended to the function being built (`with module.function(...)`) under the current module path
-(`with scope("layers.3")`). Nothing is a string until `castiron.emitter.printer` prints it.
+Operations are appended to the function being built (`with module.function(...)`) under the current
+path (`with scope("layers.3")`). `castiron.emitter.printer` turns the graph into text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.states import State
+from castiron.emitter.abi import Function, State
 from castiron.emitter.types import EmitError, TensorType
 
 
@@ -36,7 +36,7 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """An operation: kind (`add`, `dot_general`, `kernel`, ...), operands, results, attributes and module path."""
+    """An operation: kind (`add`, `kernel`, ...), operands, results, attributes and module path."""
 
     kind: str
     operands: tuple[Value, ...]
@@ -47,10 +47,10 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """How a parameter's bytes come out of a checkpoint.
+    """The recipe for a parameter's bytes: checkpoint tensors and a function that packs them.
 
-    tensors: (checkpoint tensor name, codec it is wanted in) pairs.
-    pack: takes one raw uint8 array `[*shape[:-1], row_bytes]` per tensor, in order; returns the array to store.
+    tensors: (checkpoint tensor name, wanted codec) pairs. pack: gets one uint8 array `[*shape[:-1],
+    row_bytes]` for each tensor, and returns the array that the weights file stores.
     """
 
     tensors: tuple[tuple[str, str], ...]
@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Param:
-    """A weight or table that the module reads: one entry of the packed weights."""
+    """A weight or table of the module: one entry of the packed weights."""
 
     name: str
     type: TensorType
@@ -67,12 +67,13 @@ class Param:
 
 
 @dataclass(eq=False)
-class Function:
-    """A function: named inputs, operations in order, outputs.
+class Graph:
+    """The graph of a function: named inputs, operations in order, outputs.
 
-    `storage[i]` is the input whose buffer output i lives in (a state updated in place), where it has one. A function of a
-    model has a role (a key of `states.ROLES`), the number of tokens that a call takes, the states that it carries on, and
-    the input that says how many tokens are real, if not all need be.
+    storage: maps the index of an output to the input whose buffer that output overwrites (a state
+    that is updated in place). In a function of a model, `entry` is its role and width, `states` are
+    the states that it updates, and `length` is the input with the number of tokens that are not
+    padding, or None if the function has no padding.
     """
 
     name: str
@@ -81,36 +82,35 @@ class Function:
     outputs: tuple[Value, ...] = ()
     output_names: tuple[str, ...] = ()
     storage: dict[int, Value] = field(default_factory=dict)
-    role: str = ""
-    width: int = 1
+    entry: Function | None = None
     states: tuple[State, ...] = ()
     length: Value | None = None
 
     def returns(self, storage: Mapping[int, Value] = MappingProxyType({}), **outputs: Value) -> None:
-        """Name and set the outputs; `storage` maps an output's index to the input it is updated in."""
+        """Set the named outputs; `storage` maps an output's index to the input that it updates."""
         self.outputs = tuple(outputs.values())
         self.output_names = tuple(outputs)
         self.storage = dict(storage)
 
 
 class Module:
-    """Functions and the parameters they share."""
+    """A set of functions and the parameters that they share."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.functions: dict[str, Function] = {}
+        self.functions: dict[str, Graph] = {}
         self.params: dict[str, Param] = {}
 
     @contextmanager
     def function(self, name: str, **inputs: TensorType) -> Iterator[tuple[Value, ...]]:
-        """Build a function: yields its input values; operations made inside are appended to it."""
-        function = Function(name, [Value(type_, input_name) for input_name, type_ in inputs.items()])
+        """Build a function from the operations of the `with` block; yield its input values."""
+        function = Graph(name, [Value(type_, input_name) for input_name, type_ in inputs.items()])
         with self.defining(function):
             yield tuple(function.inputs)
 
     @contextmanager
-    def defining(self, function: Function) -> Iterator[None]:
-        """Operations made inside are appended to `function`, which is the module's at the end."""
+    def defining(self, function: Graph) -> Iterator[None]:
+        """Append the operations of the `with` block to `function`, then add it to the module."""
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
         with building(self, function):
@@ -119,17 +119,25 @@ class Module:
             raise EmitError(f"function {function.name!r} returns nothing; call returns(...) before its end")
         self.functions[function.name] = function
 
+    def part(self, *names: str) -> Module:
+        """Return a module with only the functions `names` and the parameters that they read."""
+        part = Module(self.name)
+        part.functions = {name: self.functions[name] for name in names}
+        read = {op.attrs["name"] for f in part.functions.values() for op in f.ops if op.kind == "parameter"}
+        part.params = {name: param for name, param in self.params.items() if name in read}
+        return part
+
     def add_param(self, param: Param) -> None:
-        """Register a parameter; the same name must always mean the same type."""
+        """Register a parameter; raise EmitError if its name is registered with another type."""
         known = self.params.setdefault(param.name, param)
         if known.type != param.type:
-            raise EmitError(f"parameter {param.name!r} is {known.type} in one place and {param.type} in another")
+            raise EmitError(f"parameter {param.name!r} has two types: {known.type} and {param.type}; rename one")
 
 
 @dataclass(slots=True)
 class _Building:
     module: Module
-    function: Function
+    function: Graph
     path: list[str]
     params: dict[str, Value]
 
@@ -138,8 +146,8 @@ _stack: list[_Building] = []
 
 
 @contextmanager
-def building(module: Module, function: Function) -> Iterator[None]:
-    """Append to `function` inside; restores the function built before, also on error."""
+def building(module: Module, function: Graph) -> Iterator[None]:
+    """Make `function` the current function inside the `with` block."""
     _stack.append(_Building(module, function, [], {}))
     try:
         yield
@@ -153,14 +161,14 @@ def _top() -> _Building:
     return _stack[-1]
 
 
-def current_function() -> Function:
-    """The function that is being built."""
+def current_function() -> Graph:
+    """Return the function that is being built."""
     return _top().function
 
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Operations made inside carry `name` at the end of their module path."""
+    """Append `name` to the module path of the operations of the `with` block."""
     path = _top().path
     path.append(name)
     try:
@@ -170,12 +178,12 @@ def scope(name: str) -> Iterator[None]:
 
 
 def current_path() -> str:
-    """The module path of the operation made next, such as `layers.3.self_attn`."""
+    """Return the current module path, such as `layers.3.self_attn`."""
     return ".".join(_stack[-1].path) if _stack else ""
 
 
 def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
-    """The error of an operation: its kind, its operands with their types, and the module path."""
+    """Return an EmitError that names the operation, its operands' types and its module path."""
     args = ", ".join(f"{v.name + ': ' if v.name else ''}{v.type}" for v in operands)
     path = current_path()
     return EmitError(f"{kind}({args}){' in ' + path if path else ''}: {message}")
@@ -184,17 +192,20 @@ def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
 def append(
     kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation whose result types the caller has inferred."""
+    """Append an operation without checking it; `results` are the types of its results."""
     for operand in operands:
         if not isinstance(operand, Value):
-            raise fail(kind, f"an operand is {type(operand).__name__}, not a value of the graph")
+            raise fail(kind, f"an operand is {type(operand).__name__}; pass a Value of the graph")
     values = tuple(Value(type_) for type_ in results)
     _top().function.ops.append(Op(kind, tuple(operands), values, dict(attrs or {}), current_path()))
     return values
 
 
 def parameter(param: Param) -> Value:
-    """The value of a module parameter in the function being built (read once a function)."""
+    """Return the value of a module's parameter in the function that is being built.
+
+    The first call in a function appends the operation that reads the parameter.
+    """
     top = _top()
     top.module.add_param(param)
     if param.name not in top.params:
@@ -202,8 +213,8 @@ def parameter(param: Param) -> Value:
     return top.params[param.name]
 
 
-def users(function: Function) -> dict[Value, int]:
-    """How often each value is used, outputs included."""
+def users(function: Graph) -> dict[Value, int]:
+    """Return how often each value is used, as an operand or as an output."""
     counts: dict[Value, int] = {}
     for value in [v for op in function.ops for v in op.operands] + list(function.outputs):
         counts[value] = counts.get(value, 0) + 1

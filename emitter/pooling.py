@@ -1,5 +1,4 @@
-"""From the hidden states of a text's tokens to its one vector, as the modules of sentence-transformers and the heads of HF's
-sequence classifiers do it."""
+"""Pooling of hidden states to a text's embedding, as in sentence-transformers."""
 
 from __future__ import annotations
 
@@ -8,16 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from castiron.emitter import ops
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import activation, carry, last_row, layer_norm, linear, recurrent
-from castiron.emitter.states import State
+from castiron.emitter.layers import activation, last_row, layer_norm, linear
+from castiron.emitter.recurrences import carry, recurrent
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32, EmitError
 
-# The sum of the states so far, of a text that is taken in several calls.
+# The state of a text that takes several calls: the sum of its hidden states so far.
 SUM = "sum"
-# torch.nn.functional.normalize divides by no less.
-LEAST_LENGTH = 1e-12
+# torch.nn.functional.normalize never divides by less than this.
+MIN_LENGTH = 1e-12
 
 _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "identity": lambda x: x,
@@ -29,9 +29,11 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer after pooling: tensors `<name>.linear.weight` [features, in] and, with `bias`, `<name>.linear.bias`; then
-    `activation`, one of `ACTIVATIONS`, and a LayerNorm, `<name>.norm.weight`, where there is a `norm`: its eps, and whether it
-    has a bias."""
+    """A linear layer after pooling, with `activation` and optionally a LayerNorm.
+
+    The weight is `<name>.linear.weight` [features, in]; with `bias` there is `<name>.linear.bias`.
+    activation: one of `ACTIVATIONS`. norm: (eps, bias) of the LayerNorm `<name>.norm`, or None.
+    """
 
     name: str
     features: int
@@ -58,29 +60,36 @@ def _last(step: Step, x: Value, chunks: bool) -> Value:
 
 def _first(step: Step, x: Value, chunks: bool) -> Value:
     if chunks:
-        raise EmitError("pooling cls takes the first token, which in a model that looks backwards has seen no other")
+        raise EmitError("pooling 'cls' needs a bidirectional model, and this one is causal; use 'mean' or 'last'")
     return ops.slice_(x, (0, 0), (1, x.shape[1]))
 
 
-# Of each mode, what makes one row [1, hidden] of rows [T, hidden]; chunks: of a text that comes in several calls.
+# Each function maps hidden states [T, hidden] to one row [1, hidden]; the bool is `chunks` of `Pooling.pool`.
 MODES: dict[str, Callable[[Step, Value, bool], Value]] = {"mean": _mean, "last": _last, "cls": _first}
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """mode: a key of `MODES`. dense: what follows it. normalised: the vector is divided by its length at the end."""
+    """The pooling of a text's hidden states to an embedding.
+
+    mode: a key of `MODES`. dense: linear layers after the pooling. normalised: whether to scale the
+    embedding to length 1.
+    """
 
     mode: str
     dense: tuple[Dense, ...] = ()
     normalised: bool = True
 
     def states(self, hidden: int) -> list[State]:
-        """What it remembers of a text that is taken in several calls."""
-        return [State(SUM, (1, hidden), F32, "recurrent")] if self.mode == "mean" else []
+        """Return the states of a text of several calls: for `mean`, a sum of hidden states."""
+        return [State(SUM, (1, hidden), "recurrent")] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
-        """The vector f32 [features] of hidden states x [T, hidden]: with `chunks` of the text up to here, of which these are
-        the latest, else of the whole text."""
+        """Return the embedding f32 [features] of hidden states x [T, hidden].
+
+        chunks: whether a text may take several calls, of which x is the latest; otherwise x is a
+        complete text.
+        """
         y = MODES[self.mode](step, x, chunks)
         for dense in self.dense:
             with scope(dense.name):
@@ -88,6 +97,6 @@ class Pooling:
                 y = layer_norm(step, y, "norm", *dense.norm) if dense.norm else y
         if self.normalised:
             squares = ops.reduce("add", ops.multiply(y, y), (1,))
-            length = ops.maximum(ops.sqrt(squares), ops.constant(LEAST_LENGTH, F32, squares.shape))
+            length = ops.maximum(ops.sqrt(squares), ops.constant(MIN_LENGTH, F32, squares.shape))
             y = ops.divide(y, ops.broadcast_in_dim(length, y.shape, (0,)))
         return ops.reshape(y, y.shape[1:])

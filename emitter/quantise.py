@@ -1,15 +1,16 @@
-"""Numbers into quantised blocks: the search for scales and codes, and the writing of what `codecs` takes apart.
+"""Quantisation of weights to blocks, such as q4_k: search scales and codes, then pack the blocks.
 
-All codecs are found in the same way. A group of numbers x, with a weight for the square of the error of each, is laid on grids
-of several widths; for the codes that each gives, the scale and the minimum of the least error are known in closed form, and the
-best grid is taken. Where scales are stored as factors of a block's own (K-quants), they are rounded to that, and minima are
-fitted anew to the rounded scales. Last, codes are rounded to the scales and minima that the reader will see.
+A group of numbers x shares a scale. For each group, with a weight for each squared error, the
+search tries grids (evenly spaced values) of different widths. The codes of x on a grid determine
+the best scale and minimum in closed form, and the best grid wins. In K-quants, scales are then
+rounded to integer factors of the block's scale, and minima are fitted again. Last, codes are
+rounded with the stored scales and minima.
 
-It is the search of ggml's `make_qx_quants` and `make_qkx2_quants` (ggml-quants.c), made for a different measure: where no
-importance is given, ggml counts an error more the larger its element is, and here all count alike, so that the mean square of
-the errors becomes least.
+The search is ggml's `make_qx_quants` and `make_qkx2_quants` (ggml-quants.c) with another error:
+without importance, ggml weighs errors of larger elements more; here all weigh the same, which
+minimises the mean square error.
 
-In the search a group is a column: arrays are [group, n], so that every step runs along memory.
+Inside the search a group is a column: arrays are [group, n], so that every step runs along memory.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ import numpy as np
 from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_features_of, row_bytes
 from castiron.emitter.types import DTYPES, from_f32
 
-_ELEMENTS_AT_ONCE = 1 << 16  # what is made of them on the way stays in a core's caches
-_MOST_THREADS = 16
-# A grid on which codes hardly differ says nothing of a scale: below this share, what is left of them is rounding.
-_LEAST_SPREAD = 1e-5
+_ELEMENTS_AT_ONCE = 1 << 16  # elements converted at a time: temporaries stay in a core's caches
+_MAX_THREADS = 16
+# If codes hardly differ, a grid cannot determine a scale: below this share of spread, differences are rounding.
+_MIN_SPREAD = 1e-5
 _SIX_BITS = 63
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How numbers become blocks of a codec.
+    """The parameters of quantisation to a codec.
 
-    low, high: the codes. steps: the grids that are tried, as how many codes more than there are the numbers of a group are
-    spread over; join writes parts as blocks, [n, block_bytes] u8.
+    low, high: range of codes. steps: the grids to try; for a step s, the numbers of a group are
+    spread over s more codes than the range has. join: converts parts to blocks [n, block_bytes] u8.
     """
 
     low: int
@@ -46,10 +47,10 @@ class Encoder:
 
 
 def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | None = None) -> np.ndarray:
-    """Rows of one codec in another: raw [..., row_bytes] u8 to [..., row_bytes of the target] u8, on several threads.
+    """Convert rows, u8 [..., row_bytes], from codec `source` to codec `target`, on several threads.
 
-    importance: [in] f32, positive; the weight of an error in each column. ValueError for rows that are no whole number of
-    blocks, and for numbers that a quantised codec cannot hold.
+    importance: f32 [in], positive; the weight of squared errors in each column. Raises ValueError
+    for rows with a partial block, and for numbers that the target codec cannot store.
     """
     features = in_features_of(codec_of(source), raw)
     rows = raw.reshape(-1, raw.shape[-1])
@@ -60,43 +61,46 @@ def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | 
         values = dequantise(source, rows[start : start + step])
         result[start : start + step] = encode(target, values, importance)
 
-    # NumPy lets go of the interpreter while it works.
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+    # NumPy releases the interpreter lock while it works.
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         for _ in pool.map(some, range(0, len(rows), step)):
             pass
     return result.reshape(*raw.shape[:-1], -1)
 
 
 def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
-    """values [rows, in] f32 as stored rows [rows, row_bytes] u8; what `convert` does, on this thread alone."""
+    """Quantise values f32 [rows, in] to rows u8 [rows, row_bytes], on the calling thread.
+
+    importance: as in `convert`.
+    """
     codec, (rows, features) = codec_of(codec_name), values.shape
     if not codec.quantised:
         stored = np.ascontiguousarray(from_f32(values, DTYPES[codec_name]))
         return stored.view(np.uint8).reshape(rows, -1)
     length = row_bytes(codec_name, features)
     if not np.isfinite(values).all():
-        raise ValueError(f"a number is infinite or none at all, and {codec_name} has no code for it")
+        raise ValueError(f"{codec_name} cannot store infinity or NaN")
     x = _columns(codec, values)
     weights = None if importance is None else _columns(codec, np.broadcast_to(importance, values.shape))
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         parts = (_with_minima if codec.minimum else _without_minima)(codec, ENCODERS[codec_name], x, weights)
     if not all(np.isfinite(part).all() for part in (parts.d, parts.m) if part is not None):
-        raise ValueError(f"numbers as large as {np.abs(values).max():.3g} are past the scales that {codec_name} can store")
+        raise ValueError(f"{codec_name} cannot store numbers as large as {np.abs(values).max():.3g}: the scale overflows")
     return ENCODERS[codec_name].join(parts).reshape(rows, length)
 
 
 def _columns(codec: Codec, values: np.ndarray) -> np.ndarray:
-    """[rows, in] -> [group, n], f32: group after group in the order of storage."""
+    """Return values [rows, in] as f32 [group, n]: a column for each group, in storage order."""
     return np.ascontiguousarray(values.reshape(-1, codec.group).T, np.float32)
 
 
 def _quotient(a, b: np.ndarray) -> np.ndarray:
-    """a / b, and 0 where b is 0."""
+    """Return a / b, with 0 where b is 0."""
     return np.divide(a, b, out=np.zeros(b.shape, np.float32), where=b != 0)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Sums over a group of a * b: [n]."""
+    """Return the sums [n] of a * b over each group."""
     return np.einsum("gn,gn->n", a, b)
 
 
@@ -107,7 +111,7 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 
 
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """The scale of each group, [n], with which `scale * code` is nearest to x [group, n]."""
+    """Return the scales [n] for which `scale * code` is nearest to x [group, n]."""
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0]
     weighted = x if weights is None else weights * x
     best, scale = np.zeros(x.shape[1], np.float32), np.zeros(x.shape[1], np.float32)
@@ -126,12 +130,14 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and minimum of each group, [n], with which `scale * code + minimum` is nearest to x [group, n]; with `negative`
-    no minimum is above 0."""
-    least, most = x.min(axis=0), x.max(axis=0)
+    """Return scales and minima [n] for which `scale * code + minimum` is nearest to x [group, n].
+
+    negative: whether minima must be 0 or negative.
+    """
+    low, high = x.min(axis=0), x.max(axis=0)
     if negative:
-        np.minimum(least, 0, out=least)
-    x, reach = x - least, most - least  # sums of what is near the minimum would lose their digits
+        np.minimum(low, 0, out=low)
+    x, reach = x - low, high - low  # sums of numbers near the minimum would lose precision
     weighted = x if weights is None else weights * x
     w, wx = (np.float32(len(x)) if weights is None else weights.sum(axis=0)), weighted.sum(axis=0)
     best = np.full(x.shape[1], -np.inf, np.float32)
@@ -144,34 +150,38 @@ def _scales_and_minima(
         spread = w * ll - wl * wl
         s, m = _quotient(w * xl - wx * wl, spread), _quotient(ll * wx - wl * xl, spread)
         if negative:
-            np.copyto(s, _quotient(xl + least * wl, ll), where=m > -least)
-            np.minimum(m, -least, out=m)
+            np.copyto(s, _quotient(xl + low * wl, ll), where=m > -low)
+            np.minimum(m, -low, out=m)
         gain = 2 * (s * xl + m * wx - s * m * wl) - s * s * ll - m * m * w
-        better = (gain > best) & (spread > np.float32(_LEAST_SPREAD) * w * ll)
-        for kept, found in ((best, gain), (scale, s), (minimum, m)):
-            np.copyto(kept, found, where=better)
-    return scale, minimum + least
+        better = (gain > best) & (spread > np.float32(_MIN_SPREAD) * w * ll)
+        for best_so_far, found in ((best, gain), (scale, s), (minimum, m)):
+            np.copyto(best_so_far, found, where=better)
+    return scale, minimum + low
 
 
-def _as_factors(values: np.ndarray, groups: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """values [n] as whole factors of a number for every block: d [blocks] f16, factors [blocks, groups] up to `most` in size,
-    of which the largest is negative where values may be, and what they stand for, [n] f32."""
+def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Round values [n] to integer multiples of one scale d per block.
+
+    Returns d [blocks] f16, the factors [blocks, groups], and the rounded values [n] f32. In each
+    block, the value of largest magnitude gets the factor `high`, and factors are between 0 and
+    `high`, or if `high` is negative, between `high` and `-high - 1`.
+    """
     by_block = values.reshape(-1, groups)
     largest = np.take_along_axis(by_block, np.abs(by_block).argmax(axis=1)[:, None], axis=1)
-    d = (largest / np.float32(most)).astype(np.float16)
+    d = (largest / np.float32(high)).astype(np.float16)
     wide = d.astype(np.float32)
-    factors = np.clip(np.rint(by_block * _quotient(np.float32(1), wide)), min(most, 0), max(most, -most - 1))
+    factors = np.clip(np.rint(by_block * _quotient(np.float32(1), wide)), min(high, 0), max(high, -high - 1))
     return d[:, 0], factors, (wide * factors).reshape(-1)
 
 
 def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """values as f16, and those again in f32."""
+    """Return values rounded to f16, and the rounded values as f32."""
     stored = values.astype(np.float16)
     return stored, stored.astype(np.float32)
 
 
 def _by_block(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    """codes [group, n] f32 -> [blocks, block] i8."""
+    """Return codes [group, n] f32 as [blocks, block] i8."""
     return np.ascontiguousarray(codes.astype(np.int8).T).reshape(-1, codec.block)
 
 
@@ -187,11 +197,11 @@ def _without_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.n
 
 
 def _with_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> Parts:
-    whole = codec.block == codec.group
-    scale, minimum = _scales_and_minima(encoder, x, weights, negative=not whole)
+    single_group = codec.block == codec.group
+    scale, minimum = _scales_and_minima(encoder, x, weights, negative=not single_group)
     scales = minima = None
     codes = np.empty_like(x)
-    if whole:
+    if single_group:
         (d, scale), (m, minimum) = _rounded(scale), _rounded(minimum)
     else:
         groups = codec.block // codec.group
@@ -207,12 +217,12 @@ def _with_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.ndar
 
 
 def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
-    """f16 [n] each -> bytes [n, 2]."""
+    """Return the bytes [n, 2] of each array of n f16 numbers."""
     return [np.ascontiguousarray(n, "<f2")[:, None].view(np.uint8) for n in numbers]
 
 
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """[n, k] codes u8 of `bits` bits -> [n, k * bits / 8] bytes: in every `run` bytes the lowest bits come first."""
+    """Pack codes [n, k] of `bits` bits to bytes [n, k * bits / 8]; inverts `codecs._bit_plane`."""
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
@@ -223,13 +233,13 @@ def _unsigned(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """scales, minima [n, 8] u8 below 64 -> [n, 12] bytes, as `codecs` takes them apart."""
+    """Pack scales and minima [n, 8] u8, below 64, to bytes [n, 12]; inverts `_six_bit_scales`."""
     (s, s_top), (m, m_top) = ((part[:, :4], part[:, 4:]) for part in (scales, minima))
     return np.concatenate([s | s_top >> 4 << 6, m | m_top >> 4 << 6, s_top & 15 | m_top << 4], axis=1)
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """The joiner of blocks of 32: d, m if there is one, the fifth bits if there are, and codes as nibbles."""
+    """Return the function that packs parts to blocks of 32 codes; inverts `codecs._split_32`."""
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)
@@ -262,7 +272,7 @@ def _join_q6_k(parts: Parts) -> np.ndarray:
     return np.concatenate([_planes(codes & 15, 64, 4), _planes(codes >> 4, 32, 2), scales, *_halves(parts.d)], axis=1)
 
 
-# Wider grids than these, and more of them, made the mean square less by under 1 %.
+# Wider grids, and more of them, reduce the mean square error by under 1 %.
 _STEPS = np.linspace(-2, 1, 13, dtype=np.float32)
 _STEPS_OF_8_BITS = np.linspace(-0.5, 0.5, 3, dtype=np.float32)
 _STEPS_OF_6_BITS = np.linspace(-4, 1, 13, dtype=np.float32)

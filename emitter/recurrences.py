@@ -1,7 +1,8 @@
-"""Layer operations that read a sequence by a recurrence: what they carry from token to token does not grow with it.
+"""Layer operations with a recurrent state: causal convolution, gated delta rule, selective scan.
 
-Each carries a recurrent state on (`states.py`), one slice of it a layer, and gives the same whether its tokens come one by
-one, in chunks, padded, or beside those of other sequences. `layer` counts the layers that have such a state.
+A recurrent state does not grow with the sequence; each layer has a slice of it. The results are the
+same whether tokens come one by one, in chunks, padded, or in a batch with other sequences. Here
+`layer` is a layer's index among the layers that have such a state.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from castiron.emitter.ir import Value, append, fail, scope
+from castiron.emitter import ops
+from castiron.emitter.ir import Value, fail, scope
+from castiron.emitter.layer_operations import LAYERS
+from castiron.emitter.layers import last_row
+from castiron.emitter.operations import build
 from castiron.emitter.step import Step
+from castiron.emitter.types import I32
 
 
 def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool, state: str = "conv") -> Value:
-    """`torch.nn.Conv1d` called `name` over time, a filter for each feature: x [T, features] to [T, features].
+    """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x [T, features].
 
-    y_t = bias + sum over i of w_i x_(t - n + 1 + i), for filters of n positions, `<name>.weight` [features, 1, n].
-    state: [layers, n - 1, features], the last rows of x, the latest last; n follows from it.
+    y_t = bias + sum over i of w_i x_(t - n + 1 + i), for filters of n positions, `<name>.weight`
+    [features, 1, n]. state: name of the state [layers, n - 1, features], the latest n - 1 rows of
+    x, oldest first.
     """
     positions = step.states[state].shape[1] + 1
     with scope(name):
@@ -28,26 +35,27 @@ def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool, state: 
 
 
 def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, b: Value, state: str = "delta") -> Value:
-    """The gated delta rule (arXiv:2412.06464), HF's `torch_chunk_gated_delta_rule`: [T, v_heads, v_dim].
+    """Apply the gated delta rule (arXiv:2412.06464), HF's `torch_chunk_gated_delta_rule`.
 
         S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) k_t S_(t-1))),  out_t = q_t S_t / sqrt(k_dim)
 
-    where q and k [T, k_heads, k_dim] are first divided by their length (epsilon 1e-6 under the root) and serve
-    v_heads / k_heads heads of v [T, v_heads, v_dim] each; g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), with
-    a and b [T, v_heads] and the vectors `A_log` and `dt_bias` [v_heads].
-    state: S, [layers, v_heads, k_dim, v_dim].
+    q and k [T, k_heads, k_dim] are first divided by their length (epsilon 1e-6 under the root), and
+    serve v_heads / k_heads heads of v [T, v_heads, v_dim] each. g = -exp(A_log) softplus(a +
+    dt_bias) and beta = sigmoid(b), of a and b [T, v_heads] and the vectors `A_log` and `dt_bias`.
+    state: S, [layers, v_heads, k_dim, v_dim]. Returns [T, v_heads, v_dim].
     """
     rates = _rate(step, v.shape[1]), step.vector("dt_bias", (v.shape[1],))
     return _recur(step, "gated_delta", (q, k, v, a, b, *rates), layer, state, v)
 
 
 def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Value, state: str = "scan") -> Value:
-    """The scan of Mamba 2 (arXiv:2405.21060), HF's `mamba2_chunk_scan`: [T, heads, head_dim].
+    """Apply the scan of Mamba 2 (arXiv:2405.21060), HF's `mamba2_chunk_scan`: [T, heads, head_dim].
 
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t
 
-    for x [T, heads, head_dim], d = softplus(dt + dt_bias) of dt [T, heads], A = -exp(A_log), and B and C [T, groups, n], which
-    serve heads / groups heads each; `A_log`, `D` and `dt_bias` are vectors [heads].
+    for x [T, heads, head_dim], d = softplus(dt + dt_bias) of dt [T, heads], A = -exp(A_log), and B
+    and C [T, groups, n], which serve heads / groups heads each; `A_log`, `D` and `dt_bias` are
+    vectors [heads].
     state: S, [layers, heads, head_dim, n].
     """
     heads = x.shape[1]
@@ -56,20 +64,67 @@ def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Val
 
 
 def _rate(step: Step, heads: int) -> Value:
-    """-exp(A_log) [heads]."""
-    return step.vector("A_log", (heads,), _negative_exp)
-
-
-def _negative_exp(x: np.ndarray) -> np.ndarray:
-    return -np.exp(x)
+    """Return -exp(A_log) [heads]."""
+    return step.vector("A_log", (heads,), lambda log: -np.exp(log))
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append the operation, whose result is of the type of `like`, and carry the state on; its rule checks the rest."""
+    """Append the operation `kind`, with a result of the type of `like`; update the state `name`."""
     state = step.states[name]
-    if step.kept[name].kind != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
-        raise fail(kind, f"there is no recurrent state {name!r} at layer {layer}", (*operands, state))
+    _check_layer(step, kind, name, layer, operands)
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
     attrs = {"layer": layer, "mode": step.mode}
-    result, step.states[name] = append(kind, (*operands, state, *numbers), (like.type, state.type), attrs)
+    result, step.states[name] = build(LAYERS, kind, (*operands, state, *numbers), (like.type, state.type), attrs)
     return result
+
+
+def _check_layer(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> None:
+    state = step.states[name]
+    if step.records[name].kind != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
+        raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, state))
+
+
+def recurrent(step: Step, name: str, layer: int) -> Value:
+    """Return a layer's state `name` before the step: [1, ...], or [T, ...] in a batch of T."""
+    _check_layer(step, "recurrent", name, layer)
+    return of_layer(step.states[name], layer, step.sequences)
+
+
+def carry(step: Step, name: str, layer: int, after: Value) -> None:
+    """Set a layer's state `name` to its value after the step's last token that is not padding.
+
+    after: the state after each of the step's tokens, [T, ...]. In a batch, every active sequence
+    gets the state after its token.
+    """
+    state, before = step.states[name], recurrent(step, name, layer)
+    if after.shape != (step.tokens.shape[0], *state.shape[1:]):
+        raise fail("carry", f"needs state {name!r} after each token, [T, ...]", (after, state))
+    last = where_active(step.start, after, before) if step.mode == "batch" else last_row(step, after)
+    step.states[name] = with_layer(state, layer, last)
+
+
+def of_layer(state: Value, layer: int, sequences: int) -> Value:
+    """Return the slice [sequences, ...] of a layer from a state [sequences * layers, ...]."""
+    per, own = state.shape[0] // sequences, state.shape[1:]
+    by_sequence = ops.reshape(state, (sequences, per, *own))
+    rest = [0] * len(own)
+    return ops.reshape(ops.slice_(by_sequence, (0, layer, *rest), (sequences, layer + 1, *own)), (sequences, *own))
+
+
+def with_layer(state: Value, layer: int, after: Value) -> Value:
+    """Replace a layer of a state [sequences * layers, ...] by `after` [sequences, ...]."""
+    sequences, own = after.shape[0], state.shape[1:]
+    zero = ops.constant(0, I32, ())
+    at = [zero, ops.constant(layer, I32, ()), *(zero for _ in own)]
+    by_sequence = ops.reshape(state, (sequences, state.shape[0] // sequences, *own))
+    carried = ops.dynamic_update_slice(by_sequence, ops.reshape(after, (sequences, 1, *own)), at)
+    return ops.reshape(carried, state.shape)
+
+
+def where_active(positions: Value, after: Value, before: Value) -> Value:
+    """Return `after` [sequences, ...] for active sequences, `before` for idle ones.
+
+    A sequence is idle if its position is negative.
+    """
+    runs = ops.compare("GE", positions, ops.constant(0, I32, positions.shape))
+    return ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)

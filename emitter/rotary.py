@@ -1,6 +1,7 @@
-"""Rotary frequencies and their tables, for every `rope_scaling` that is understood (HF `modeling_rope_utils`).
+"""Rotary frequencies and tables for every supported `rope_scaling` (HF `modeling_rope_utils`).
 
-Frequencies are rounded to f32 after each operation, as torch does, so that they are HF's to the last bit or two.
+Frequencies are rounded to f32 after each operation, as in torch, so that they differ from the
+frequencies of HF by at most a bit or two.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.shown import shown, shown_list
+from castiron.emitter.shorten import shorten, shorten_list
 from castiron.emitter.types import EmitError, is_number, is_positive
 
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Inverse frequencies f32[rotary_dim / 2] and the factor on cos and sin (yarn, longrope).
+    """Inverse frequencies f32 [rotary_dim / 2] and the factor of cos and sin (yarn, longrope).
 
-    positions: how many positions they hold for; past it every token of the sequence would have other ones.
+    positions: the max sequence length for these frequencies; for a longer sequence HF would use
+    other frequencies for all tokens.
     """
 
     inv_freq: np.ndarray
@@ -27,23 +29,25 @@ class Rotary:
     attention_factor: float = 1.0
 
     def table(self, positions: int, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """cos or sin of position * frequency, f32[positions, rotary_dim / 2]; the angle is rounded to f32, as HF does."""
+        """Return `function` (cos or sin) of position * frequency, f32 [positions, rotary_dim / 2].
+
+        The angle is rounded to f32, as in HF.
+        """
         angle = np.arange(positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]
         return (function(angle.astype(np.float64)).astype(np.float32) * np.float32(self.attention_factor)).astype(np.float32)
 
 
 def check_entry(entry: Mapping) -> None:
-    """EmitError for a value in a rope entry, or in those nested in it, that no model can have: what is read of it has the type
-    that `_VALUES` says."""
+    """Raise EmitError if a value in a `rope_scaling` entry, nested or not, is invalid."""
     for key, value in entry.items():
         if isinstance(value, Mapping) and key not in _VALUES:
             check_entry(value)
         elif key in _LAYERS:
-            raise EmitError(f"{key!r} in a rope scaling is {shown(value)}, which is not an object")
+            raise EmitError(f"{key!r} in a rope scaling is {shorten(value)}; it must be an object")
         elif key in _VALUES and value is not None:
             holds, words = _VALUES[key]
             if not holds(value):
-                raise EmitError(f"{key!r} in a rope scaling is {shown(value)}, which is not {words}")
+                raise EmitError(f"{key!r} in a rope scaling is {shorten(value)}; it must be {words}")
 
 
 def _is_length(value: object) -> bool:
@@ -53,14 +57,14 @@ def _is_length(value: object) -> bool:
 _POSITIVE = is_positive, "a number above 0"
 _NUMBER = is_number, "a number"
 _FACTORS = lambda value: isinstance(value, list | tuple) and all(map(is_positive, value)), "a list of numbers above 0"
-_WORD = lambda value: isinstance(value, str), "a word"
+_STRING = lambda value: isinstance(value, str), "a string"
 _LONGEST = 1 << 16
 # Kinds of layers that have an entry of their own.
 _LAYERS = ("full_attention", "sliding_attention")
-# Of each key what holds for its values, and that in words.
+# For each key: the condition on its values, and its description in words.
 _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
-    "rope_type": _WORD,
-    "type": _WORD,
+    "rope_type": _STRING,
+    "type": _STRING,
     "rope_theta": _POSITIVE,
     "partial_rotary_factor": _POSITIVE,
     "factor": _POSITIVE,
@@ -76,12 +80,15 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "short_factor": _FACTORS,
     "long_factor": _FACTORS,
     "truncate": (lambda value: isinstance(value, bool), "true or false"),
-    "original_max_position_embeddings": (_is_length, "a whole number of at least 2"),
+    "original_max_position_embeddings": (_is_length, "an integer of at least 2"),
 }
 
 
 def _wavelengths(theta: float, dim: int) -> np.ndarray:
-    """theta ** (2i / dim), f32[ceil(dim / 2)]; the power is taken in f64, which is the same on every machine."""
+    """Return theta ** (2i / dim), f32 [ceil(dim / 2)].
+
+    The power is computed in f64, so that it is equal on every machine.
+    """
     exponent = np.arange(0, dim, 2, dtype=np.int64).astype(np.float32) / np.float32(dim)
     return np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
 
@@ -99,12 +106,16 @@ def _linear(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Llama 3.1: long wavelengths are slowed, short ones kept, those between interpolated."""
+    """Scale frequencies as Llama 3.1 does.
+
+    Frequencies of long wavelengths are divided by `factor`, those of short wavelengths do not
+    change, and those between are interpolated.
+    """
     inv_freq = _base(theta, dim)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     if low >= high:
-        raise EmitError(f"rope scaling 'llama3' has the low_freq_factor {low}, which is not below its high_freq_factor {high}")
+        raise EmitError(f"low_freq_factor of rope scaling 'llama3' is {low}; it must be below high_freq_factor {high}")
     one = np.float32(1.0)
     # A number over a tensor is, in torch, the tensor's reciprocal times the number.
     wavelength = one / inv_freq * np.float32(2 * math.pi)
@@ -116,7 +127,7 @@ def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """YaRN (arXiv:2309.00071), with the attention factor of its section 3.4."""
+    """Scale frequencies as YaRN does (arXiv:2309.00071; the attention factor: section 3.4)."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def mscale(scale: float, m: float = 1.0) -> float:
@@ -144,17 +155,17 @@ def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """LongRoPE (arXiv:2402.13753): a factor for each frequency, one list for short sequences and one for long ones.
+    """Scale as LongRoPE (arXiv:2402.13753): divide each frequency by its entry in `short_factor`.
 
-    HF takes the long factors for all tokens of a sequence as soon as it is longer than the original length, which no
-    cache survives. So the short ones are taken, and they hold for the original length only.
+    HF switches all tokens to `long_factor` once a sequence exceeds the original length, which would
+    invalidate cached keys. So only `short_factor` is used, and only up to the original length.
     """
     original = scaling["original_max_position_embeddings"]
     short, long = (np.array(scaling[f"{length}_factor"], np.float32) for length in ("short", "long"))
     wavelengths = _wavelengths(theta, dim)
     if short.shape != wavelengths.shape or long.shape != wavelengths.shape:
         raise EmitError(
-            f"rope scaling 'longrope' has {short.size} short and {long.size} long factors for {wavelengths.size} frequencies"
+            f"rope scaling 'longrope' has {short.size} short and {long.size} long factors; it needs {wavelengths.size} of each"
         )
     factor, attention_factor = scaling.get("factor"), scaling.get("attention_factor")
     if attention_factor is None:
@@ -165,7 +176,10 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
 
 
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
-    """Gemma 4: the frequencies of a whole head, of which the first share turns anything and the others are zero."""
+    """Return Gemma 4's frequencies: the first `share` of a head's default frequencies, then zeros.
+
+    factor: divides all frequencies.
+    """
     _check_base(theta, dim)
     inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
     return Rotary(inv_freq / np.float32(factor), positions)
@@ -178,12 +192,12 @@ _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] 
     for kind, build, needed, optional in (
         ("default", _default, "", ""),
         ("linear", _linear, "factor", ""),
-        # It changes frequencies only past the length that a config allows.
+        # This kind changes frequencies only beyond the length that a config allows.
         ("dynamic", _default, "factor", ""),
         ("llama3", _llama3, f"factor low_freq_factor high_freq_factor {_ORIGINAL}", ""),
         ("yarn", _yarn, f"factor {_ORIGINAL}", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
         ("longrope", _longrope, f"short_factor long_factor {_ORIGINAL}", "factor attention_factor"),
-        # What Phi-3's first configs called it.
+        # The name of this kind in Phi-3's first configs.
         ("su", _longrope, f"short_factor long_factor {_ORIGINAL}", "factor attention_factor"),
     )
 }
@@ -191,39 +205,39 @@ WITH_ORIGINAL_LENGTH = frozenset(kind for kind, (_, needed, _) in _KINDS.items()
 
 
 def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions: int) -> Rotary:
-    """Frequencies for a `rope_scaling` / `rope_parameters` entry; None is the default kind.
+    """Return the frequencies for a `rope_scaling` or `rope_parameters` entry of a config.
 
-    max_positions: the config's `max_position_embeddings`, also the original length where an entry names none. Raises
-    EmitError for a kind or key that is not understood.
+    scaling: the entry; None for frequencies without scaling. max_positions: the config's
+    `max_position_embeddings`, which is also the default original length.
     """
     check_entry(scaling or {})
     _check_base(theta, rotary_dim)
     scaling = {key: value for key, value in (scaling or {}).items() if value is not None}
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    # Where an image would turn by rows and columns, a text's three positions are one.
+    # M-RoPE uses three positions per token; in text, all three are equal.
     for elsewhere in ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         scaling.pop(elsewhere, None)
     if kind not in _KINDS:
-        raise EmitError(f"rope scaling {shown(kind)} is not supported; supported are {', '.join(_KINDS)}")
+        raise EmitError(f"rope scaling {shorten(kind)} is not supported; supported are {', '.join(_KINDS)}")
     build, needed, optional = _KINDS[kind]
     if kind in WITH_ORIGINAL_LENGTH:
         scaling.setdefault(_ORIGINAL, max_positions)
     missing, unknown = needed - set(scaling), set(scaling) - needed - optional
     if missing or unknown:
-        problem = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown key {shown_list(sorted(unknown))}"
+        problem = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown key {shorten_list(sorted(unknown))}"
         raise EmitError(f"rope scaling {kind!r} {problem}")
     with np.errstate(all="ignore"):
         found = build(float(theta), rotary_dim, scaling, max_positions)
     if not np.isfinite(found.inv_freq).all() or not is_positive(found.attention_factor):
-        raise EmitError(f"rope scaling {kind!r} with the base {theta} gives frequencies that are not numbers")
+        raise EmitError(f"rope scaling {kind!r} with the base {theta} gives infinite or NaN frequencies")
     return found
 
 
 def _check_base(theta: float, rotary_dim: int) -> None:
-    # Frequencies are powers of it that become smaller, and YaRN divides by its logarithm.
+    # Frequencies are falling powers of theta, and YaRN divides by its logarithm.
     if not is_positive(theta) or theta <= 1:
-        raise EmitError(f"'rope_theta' is {shown(theta)}, which is not a number above 1")
+        raise EmitError(f"'rope_theta' is {shorten(theta)}; it must be a number above 1")
     if rotary_dim > _LONGEST:
-        raise EmitError(f"a rotary embedding of {rotary_dim} elements of a head is longer than any head, of {_LONGEST} at most")
+        raise EmitError(f"rotary_dim is {rotary_dim}; the max is {_LONGEST}")
     if rotary_dim < 1:
-        raise EmitError("a rotary embedding turns some elements of a head, and 'partial_rotary_factor' leaves none")
+        raise EmitError("rotary_dim is 0; increase 'partial_rotary_factor'")

@@ -1,4 +1,4 @@
-"""Element types and tensor types of the graph: one table, one failure."""
+"""Element types and tensor types of the graph."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import numpy as np
 
 
 class EmitError(Exception):
-    """A graph that cannot be built; one sentence that names the operation, its operands and the module path."""
+    """An invalid graph or config; the message is one line."""
 
 
-# The largest number of f32, and the smallest that it holds with all its digits.
+# The largest f32 and the smallest normal f32.
 LARGEST, SMALLEST = 3.4028234663852886e38, 2.0**-126
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a number that f32 holds, and no boolean."""
+    """Return whether `value` is a number (not a bool) in the range of f32."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def is_positive(value: object) -> bool:
-    """Whether `value` is a number above zero in f32."""
+    """Return whether `value` is a number that is at least the smallest normal f32."""
     return is_number(value) and value >= SMALLEST  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class DType:
-    """An element type.
+    """An element type. `name` is its StableHLO spelling, `numpy` the type of stored arrays.
 
-    `name` is its StableHLO spelling; `numpy` is how an array of it is stored (bf16, which numpy lacks, is stored as
-    its upper 16 bits in uint16).
+    NumPy lacks bf16, which is stored as its upper 16 bits in uint16.
     """
 
     name: str
@@ -65,7 +64,7 @@ class TensorType:
 
     def __post_init__(self) -> None:
         if any(not isinstance(n, int) or n < 0 for n in self.shape):
-            raise EmitError(f"tensor extents must be non-negative integers, got {self.shape}")
+            raise EmitError(f"invalid tensor shape: {self.shape}; use non-negative integers")
 
     @property
     def rank(self) -> int:
@@ -93,7 +92,7 @@ def to_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def from_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Narrow float32 to how `dtype` is stored, rounding to nearest even; bf16 comes back as uint16."""
+    """Round a float32 array to `dtype`, to nearest even; bf16 is returned as its bits in uint16."""
     if dtype is not BF16:
         return array.astype(dtype.numpy)
     bits = np.array(array, np.float32, order="C").view(np.uint32)

@@ -1,14 +1,21 @@
-"""The error of the pipelines, and the table of every error that a user may meet."""
+"""Errors whose text is shown to the user, and the commands that install missing packages."""
 
+from __future__ import annotations
+
+import errno
+import shlex
 import sys
+from pathlib import Path
+
+import castiron
 
 
 class PipelineError(Exception):
-    """Something asked of a command that cannot be done; one sentence for the user."""
+    """A command or request that cannot be carried out; its text is one line for the user."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be used; the text is one sentence for the user."""
+    """A checkpoint that cannot be used; its text is one line for the user."""
 
 
 # Module and class. A class is looked up only in modules that are already imported, so that the command line does not
@@ -24,9 +31,71 @@ USER_ERRORS = (
     ("castiron.vmfb.program", "SessionError"),
     ("castiron.vmfb.state_file", "StateError"),
 )
+# Extra of pyproject.toml -> the Makefile's target that installs it, and the modules that it provides.
+EXTRAS = {
+    "compile": ("compile-llm", "iree.compiler gguf safetensors"),
+    "verify": ("test", "torch transformers accelerate peft sentencepiece"),
+    "hub": ("compile-llm", "huggingface_hub"),
+    "serve": ("compile-llm", "fastapi httptools prometheus_client pydantic starlette uvicorn"),
+    "bench": ("bench", "llama_cpp"),
+    "terminal": ("compile-llm", "prompt_toolkit shtab"),
+    "parquet": ("test-all", "pyarrow"),
+    "ray": ("test-all", "ray"),
+}
 
 
 def user_errors() -> tuple[type[Exception], ...]:
-    """The error classes of the modules imported so far whose text is meant for a user."""
+    """Return the classes of USER_ERRORS whose modules are already imported; users see their text."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in USER_ERRORS)
     return tuple(error for error in found if error is not None)
+
+
+def error_message(error: Exception) -> str | None:
+    """Return the text to show for an error that the user or the machine caused; None for a bug of
+    castiron."""
+    from castiron.vmfb.disk import reason
+
+    if isinstance(error, user_errors()):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        path = error.filename
+        if path is None and error.errno == errno.ENOSPC:
+            # Every other file that castiron writes is named in its error.
+            path = "stdout"
+        return f"{path}: {reason(error)}" if path is not None else reason(error)
+    if isinstance(error, MemoryError):
+        return "out of memory; close other programs or use a smaller model or --context"
+    if isinstance(error, ModuleNotFoundError) and (command := install_command(error.name)):
+        return f"{error.name} is not installed: {command}"
+    return None
+
+
+def install_command(module: str | None) -> str | None:
+    """Return the command that installs a third-party module; None if no extra of castiron provides
+    it."""
+    names = {module, (module or "").partition(".")[0]}
+    for extra, (target, modules) in EXTRAS.items():
+        if names.isdisjoint(modules.split()):
+            continue
+        if (root := clone()) is not None:
+            package = shlex.quote(f"{root}[{extra}]")
+            return f"make {target} in {root}, or {shlex.quote(sys.executable)} -m pip install -e {package}"
+        return f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, requirements(extra)))}"
+    return None
+
+
+def clone() -> Path | None:
+    """Return the root of the git clone that this castiron runs from; None if it was installed from
+    a wheel."""
+    root = Path(castiron.__file__).parents[1]
+    return root if (root / "pyproject.toml").is_file() and (root / "Makefile").is_file() else None
+
+
+def requirements(extra: str) -> list[str]:
+    """Return the packages that an extra of castiron requires, from the installed package's
+    metadata."""
+    import importlib.metadata
+
+    marker = f'extra == "{extra}"'
+    lines = (line.partition(";") for line in importlib.metadata.requires("castiron-llm") or ())
+    return [name.strip() for name, _, condition in lines if condition.strip().replace("'", '"') == marker]

@@ -1,10 +1,10 @@
-"""A model as a Python program uses it: loaded by path or name, asked in text, messages or token ids."""
+"""The Python API: a model is loaded by path or name and takes text, messages or token ids."""
 
-# An overload is no redefinition, whoever defines it.
+# The function `overload` below is not typing's, so ruff takes overloads for redefinitions.
 # ruff: noqa: F811
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,29 +12,36 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, get_arg
 
 import numpy as np
 
-from castiron.pipelines.casting.cast import cast as bundle_of
-from castiron.pipelines.casting.cast import is_bundle, options_of
-from castiron.pipelines.embedding import NO_RERANKER, Embedder, cut_to
+from castiron.pipelines.compile.open_model import compile_to, is_bundle, open_or_compile, options_of
+from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS, default_limit, free_positions, move_to
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.prefix_store import PrefixStore
+from castiron.pipelines.engine.request import Request
+from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.draft import open_draft
-from castiron.pipelines.generation.many import Result, results
-from castiron.pipelines.generation.positions import USUAL_TOKENS, stand
-from castiron.pipelines.generation.prefix_store import PrefixStore
-from castiron.pipelines.generation.request import Prompt, Request, is_prompt
-from castiron.pipelines.generation.sampling import Sampling
-from castiron.pipelines.generation.scheduler import Scheduler
-from castiron.pipelines.generation.scoring import Scored, scored
-from castiron.pipelines.generation.sequence import Delta, Failed, Finished
-from castiron.pipelines.generation.sequence import Sequence as Generated
-from castiron.pipelines.generation.shared import Client, SharedScheduler
-from castiron.pipelines.generation.text import Text, load_text
+from castiron.pipelines.text.embedder import NO_RERANKER, Embedder, cut_to
+from castiron.pipelines.text.generation import (
+    Prompt,
+    Result,
+    Scored,
+    Stream,
+    encode_prompt,
+    generate_many,
+    is_messages,
+    is_prompt,
+    open_draft,
+    score_many,
+)
+from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.session import Session
 
 if TYPE_CHECKING:
     from typing import overload
 else:
-    # That of typing keeps a method for ever, and with it the devices, which the runtime then reports as leaked.
+    # typing.overload stores each method in a registry, and with it the devices, which the runtime
+    # then reports as leaked.
     def overload(method):
         return method
 
@@ -45,7 +52,7 @@ POOLINGS = get_args(Pooling)
 
 
 class Asking(TypedDict, total=False):
-    """What every question to a model can say: how much, where to end, and how to choose, as `Sampling` has it."""
+    """Options of a generation: max tokens, stop conditions, grammar, fields of `Sampling`."""
 
     max_tokens: int | None
     stop_strings: str | Iterable[str]
@@ -54,6 +61,7 @@ class Asking(TypedDict, total=False):
     json_schema: Mapping[str, Any] | bool | None
     regex: str | None
     grammar: str | None
+    compact_json: bool
     sampling: Sampling
     temperature: float
     top_k: int
@@ -66,73 +74,58 @@ class Asking(TypedDict, total=False):
     logit_bias: Mapping[int, float]
 
 
-# The rest of Asking is how to choose.
-LIMITS = {"max_tokens", "stop_strings", "stop_tokens", "template_args"}
 STRUCTURES = {"json_schema", "regex", "grammar"}
 
 
-class Stream(Iterator[str]):
-    """An answer's text as it comes; `tokens` and `finish_reason` are as in a Result, so far."""
-
-    def __init__(self, pieces: Generator[str, None, None], sequence: Generated):
-        self._pieces, self._sequence = pieces, sequence
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Stops the answer here; so does dropping the stream."""
-        self._pieces.close()
-
-    @property
-    def tokens(self) -> list[int]:
-        return self._sequence.tokens
-
-    @property
-    def finish_reason(self) -> str | None:
-        """None until the end."""
-        return self._sequence.finish_reason
-
-
 class Model:
-    """A bundle that is loaded and answers.
+    """A loaded bundle that generates or embeds text.
 
         with castiron.load("smollm2-135m-instruct") as model:
             print(model.chat("Why is the sky blue?"))
 
-    A prompt is text, which is taken as it is; messages, {"role", "content"} each, for the chat template; or token ids.
-    Questions say `max_tokens` (1024; None is as many as the context holds), `stop_strings`, `stop_tokens` (the model's own
-    end; () is none), `template_args` for the chat template, what the text has to be (a `json_schema`, a `regex`, or a
-    `grammar` of Lark's or GBNF), and how to choose tokens: `sampling`, or the fields of
-    `Sampling` by name. Without these the likeliest token is taken. PipelineError, one sentence, for what cannot be run.
+    A prompt is plain text; messages, {"role", "content"} each, for the chat template; or token ids.
 
-    What prompts share is read once, and a conversation that goes on costs only what is new. Several threads may ask one
-    model: what they ask runs together in the bundle's batch, and each gets the tokens that it gets alone.
+    Options of a generation:
+        max_tokens: 1024 by default; None generates to the end of the context.
+        stop_strings, stop_tokens: where to end; stop_tokens=() ignores the model's end token.
+        template_args: variables of the chat template.
+        json_schema, regex, grammar: what the text has to match; a grammar is Lark's or GBNF.
+            `compact_json` writes JSON without spaces.
+        sampling, or the fields of `Sampling` by name: greedy by default.
+
+    The model reads a common prefix of prompts only once, and only the new messages of a
+    conversation. Several threads may use one model: their requests run in one batch, and each
+    generates the same tokens as if it ran alone. A request that cannot run raises PipelineError.
     """
 
     def __init__(
         self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None,
         draft: Bundle | Path | str | None = None, parse_special: bool = False,
     ):  # fmt: skip
-        """`threads` default to the physical cores. `prefix_cache`: a folder that keeps states of long beginnings. `draft`: a
-        bundle with a smaller model that proposes tokens, for a prompt that runs alone. `parse_special`: words of messages that
-        are spelled as control tokens are these, and not text."""
+        """Open a bundle.
+
+        Args:
+            threads: CPU threads, by default one per physical core.
+            prefix_cache: a folder that stores the states of long prefixes.
+            draft: a bundle with a draft model, used while a single prompt runs.
+            parse_special: whether special tokens in messages become tokens instead of text.
+        """
         self.bundle = open_bundle(bundle)
-        # One of the two: a model encodes texts or generates them.
+        # A model either embeds texts or generates them: one of the two stays None.
         self._embedder: Embedder | None = None
-        self._shared: SharedScheduler | None = None
+        self._engine: Engine | None = None
         if self.bundle.manifest.encoder:
             self._embedder = Embedder(self.bundle, threads)
-            self.text: Text | None = self._embedder.text
+            self.tokenizer: Tokenizer | None = self._embedder.tokenizer
             self.threads: int = self._embedder.encoder.threads
         else:
-            self.text = load_text(self.bundle, parse_special=parse_special) if self.bundle.tokenizer else None
+            self.tokenizer = load_tokenizer(self.bundle, parse_special=parse_special) if self.bundle.tokenizer else None
             store = PrefixStore(prefix_cache, self.bundle.manifest) if prefix_cache else None
             proposing = open_draft(draft, self.bundle, threads) if draft else None
-            scheduler = Scheduler(self.bundle, threads, store=store, draft=proposing)
-            self.threads = scheduler.batch.program.threads
-            self._shared = SharedScheduler(scheduler)
-        # For embeddings, which leave the conversations' states as they are; made when first asked for.
+            self._engine = Engine(self.bundle, threads, store=store, draft=proposing)
+            self.threads = self._engine.threads
+        # The session of embeddings by a generating model, made at the first of them: the states of
+        # requests stay in the engine's sessions.
         self._reader: Session | None = None
 
     @property
@@ -145,7 +138,7 @@ class Model:
 
     @property
     def context(self) -> int:
-        """How many tokens a prompt and its answer may have together."""
+        """The max number of tokens of a prompt and its answer together."""
         return self.bundle.manifest.context
 
     @property
@@ -154,7 +147,7 @@ class Model:
         return tuple(function.name for function in self.bundle.manifest.functions)
 
     def __repr__(self) -> str:
-        closed = self._shared.closed if self._shared else self._embedder is None
+        closed = self._engine.closed if self._engine else self._embedder is None
         threads = "closed" if closed else f"{self.threads} thread{'s' * (self.threads > 1)}"
         functions = ", ".join(self.functions)
         return f"<castiron.Model {self.name}: {self.family}, context {self.context}, {threads}, functions {functions}>"
@@ -168,35 +161,38 @@ class Model:
     @overload
     def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
-        """What follows a prompt; or, of several prompts, a list in their order, run as many at once as the batch holds.
+        """Generate the text that follows a prompt; return a list of results for several prompts.
 
-        A prompt by itself that cannot be run raises; of several, one has a result whose `error` says why.
+        Several prompts run in one batch, and the list has their order. A single prompt that cannot
+        run raises PipelineError; among several prompts, the result of that prompt has an `error`.
         """
         if not is_prompt(prompts):
             return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **asking), key=lambda result: result.index)
-        client, request = self._client(asking)
-        (result,) = results(client, [cast(Prompt, prompts)], request)
+        (result,) = self.generate_many([cast(Prompt, prompts)], **asking)
         if result.error:
             raise result.error
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """A Result for each prompt as it is done; a prompt is taken from the iterable when there is a slot for it."""
-        client, request = self._client(asking)
-        return results(client, prompts, request)
+        """Yield a Result for each prompt as it ends.
+
+        A prompt is taken from the iterable when a slot is free for it.
+        """
+        return generate_many(self._open_engine(), prompts, self._requests(asking))
 
     def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:
-        """The answer to messages, or to one message of the user."""
+        """Generate the answer to a conversation, or to a single user message."""
         return self.generate([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **asking)
 
     def stream(self, prompt: Prompt, **asking: Unpack[Asking]) -> Stream:
-        """The text that follows a prompt, as soon as it is certain; never in the middle of a character. It can be left at
-        any time, and runs nothing until it is asked."""
-        client, request = self._client(asking)
-        if self.text is None:
-            raise PipelineError(f"{self.name} has no tokenizer, so there is no text to stream; generate gives token ids")
-        sequence = request.sequence(prompt)
-        return Stream(_pieces(client, sequence), sequence)
+        """Return the text that follows a prompt as an iterator over final pieces.
+
+        The model runs only while the caller waits for a piece; closing the stream ends the request.
+        """
+        engine, make_request = self._open_engine(), self._requests(asking)
+        if self.tokenizer is None:
+            raise PipelineError(f"{self.name} has no tokenizer and cannot stream text; use generate, which returns token ids")
+        return Stream(engine, make_request(prompt))
 
     @overload
     def score(self, texts: str, *, top: int = 0) -> Scored: ...  # type: ignore[overload-overlap]
@@ -207,48 +203,65 @@ class Model:
     @overload
     def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
-        """How likely the model finds a text, token ids or messages; of several a list in their order, as many at once as the
-        batch holds. `top`: how many of the likeliest tokens are told in the place of each. PipelineError for one that has no
-        tokens or more than the context holds, and for a model that generates none."""
+        """Return the log-probabilities of a text, token ids or messages; for several a list.
+
+        Args:
+            top: how many of the most probable tokens to report at each position.
+
+        Raises:
+            PipelineError: a text has no tokens or more than the context, or the model does not
+                generate text.
+        """
         if top < 0:
             raise PipelineError(f"top is {top}; it must be 0 or more")
-        client, request = self._client({})
-        one = is_prompt(texts)
-        found = list(scored(client, [cast(Prompt, texts)] if one else cast(Iterable[Prompt], texts), request, top))
+        engine, one = self._open_engine(), is_prompt(texts)
+
+        def scored(prompt: Prompt) -> Request:
+            return Request(self._encode(prompt), engine.context, max_tokens=0, prompt_logprobs=top)
+
+        found = list(score_many(engine, [cast(Prompt, texts)] if one else cast(Iterable[Prompt], texts), scored))
         return found[0] if one else found
 
     def embed(
         self, texts: str | Sequence[int] | Iterable[str | Sequence[int]], *, prompt_name: str | None = None,
         prompt: str | None = None, dimensions: int | None = None, pooling: Pooling | None = None, normalise: bool | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """The embedding of a text or of token ids, f32 `[dimensions]`; of several, `[texts, dimensions]` in their order.
+        """Return the embedding of a text or of token ids, f32 `[dimensions]`.
 
-        Of a model that was made for it, what sentence-transformers gives: the model's prompt `prompt_name`, or `prompt`, comes
-        before each text, and a text that is longer than the model takes is cut. Of another one, whose bundle was compiled with
-        `embed`, the mean of the tokens' hidden states after the last norm, or with `pooling="last"` that of the last token,
-        divided by its length unless `normalise` is False. `dimensions` takes the first of the numbers. PipelineError for what
-        the model does not have, and for a text without tokens or, by a model not made for it, longer than the context.
+        Several texts give f32 `[texts, dimensions]`. An embedding model returns the vectors of
+        sentence-transformers: the prompt called `prompt_name`, or the text `prompt`, comes before
+        each text, and a text that is too long is cut. A generating model, compiled with `embed`,
+        returns the mean of the tokens' hidden states after the last norm, or with `pooling="last"`
+        the last token's hidden state, scaled to length 1 unless `normalise` is False. `dimensions`:
+        return only the first numbers of a vector.
+
+        Raises:
+            PipelineError: the model has no such prompt, pooling or dimensions, or a text has no
+                tokens or, for a generating model, more than the context.
         """
         if self.bundle.manifest.encoder:
             return self._encoded(texts, prompt_name, prompt, dimensions, pooling, normalise)
         if prompt_name is not None:
-            raise PipelineError(f"{self.name} has no prompts for embeddings; put words of your own before the texts")
+            raise PipelineError(f"{self.name} has no prompts for embeddings; put a prefix before the texts yourself")
         pooling, normalise = pooling or "mean", normalise is not False
         if not (known := self.bundle.manifest.widths("embed")):
-            raise PipelineError(f"{self.name} gives no hidden states: compile it with --embed 128, or load it with embed=128")
+            raise PipelineError(f"{self.name} has no embed functions; compile it with --embed 128, or load it with embed=128")
         if pooling not in POOLINGS:
-            raise PipelineError(f"pooling is {pooling!r}, and can be {' or '.join(POOLINGS)}")
+            raise PipelineError(f"unknown pooling: {pooling!r}; use {' or '.join(POOLINGS)}")
         hidden = self.bundle.manifest.hidden
         if dimensions is not None and not 1 <= dimensions <= hidden:
-            raise PipelineError(f"dimensions are {dimensions}, and the vectors of {self.name} have 1 to {hidden}")
-        several = [cast(Prompt, texts)] if (one := is_prompt(texts)) else [cast(Prompt, text) for text in texts]
-        words = [prompt + text if prompt and isinstance(text, str) else text for text in several]
+            raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {hidden}")
+        given = [cast(Prompt, texts)] if (one := is_prompt(texts)) else [cast(Prompt, text) for text in texts]
+        words = [prompt + text if prompt and isinstance(text, str) else text for text in given]
         rows = [cut_to(self._embedding(text, max(known), pooling, normalise), dimensions, normalise) for text in words]
         return rows[0] if one else np.stack(rows) if rows else np.empty((0, dimensions or hidden), np.float32)
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
-        """Numbers of the documents with how relevant each is to the query, the most relevant first: by a model that judges two
-        texts together, as its makers have it, or the cosine of embeddings. PipelineError for a model that generates."""
+        """Return (index, relevance) of the documents, the most relevant first.
+
+        The relevance is the score of a reranking model, or the cosine of an embedding model's
+        vectors. Raises PipelineError for a model that generates text.
+        """
         if self._embedder is None:
             raise PipelineError(f"{self.name} {'is closed; load it again' if self.bundle.manifest.encoder else NO_RERANKER}")
         return self._embedder.rerank(query, documents)
@@ -266,22 +279,21 @@ class Model:
         return found[0] if one else found
 
     def _embedding(self, text: Prompt, width: int, pooling: Pooling, normalise: bool) -> np.ndarray:
-        ids = list(self._client({})[1].encode(text))
-        most = self.context // width * width
-        if not 1 <= len(ids) <= most:
-            raise PipelineError(f"a text of {len(ids)} tokens cannot be embedded; it needs 1 to {most} of them")
-        assert self._shared is not None
-        with self._shared.between_turns() as scheduler:
-            self._reader = self._reader or Session(scheduler.batch.program)
-            stand(self._reader, 0)
+        engine, ids = self._open_engine(), list(self._encode(text))
+        max_tokens = self.context // width * width
+        if not 1 <= len(ids) <= max_tokens:
+            raise PipelineError(f"the text has {len(ids)} tokens; give 1 to {max_tokens} to embed it")
+        with engine.exclusive() as scheduler:
+            self._reader = self._reader or Session(scheduler.batch.slots[0].program)
+            move_to(self._reader, 0)
             states = self._reader.embed(ids)
         pooled = states.mean(axis=0, dtype=np.float32) if pooling == "mean" else states[-1]
         return pooled / np.linalg.norm(pooled) if normalise else pooled
 
     def close(self) -> None:
-        """Lets go of the weights and the caches; what still runs ends with an error."""
-        if self._shared:
-            self._shared.close()
+        """Release the weights and caches; requests that are running end with an error."""
+        if self._engine:
+            self._engine.close()
         self._reader = self._embedder = None
 
     def __enter__(self) -> Model:
@@ -290,33 +302,40 @@ class Model:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _client(self, asking: Asking) -> tuple[Client, Request]:
-        if self._shared is None:
-            raise PipelineError(f"{self.name} encodes texts and generates none: embed gives their vectors")
-        client, known = Client(self._shared), dict[str, Any](asking)
-        limits = {"max_tokens": USUAL_TOKENS} | {name: known.pop(name) for name in LIMITS & known.keys()}
-        structure = {name: value for name in STRUCTURES & known.keys() if (value := known.pop(name)) is not None}
-        if structure and self.text is None:
-            raise PipelineError(f"{self.name} has no tokenizer, so there is no text to hold to a {'_'.join(structure)}")
-        grammar = self.text.grammar(**structure) if structure and self.text else None
-        sampling = replace(known.pop("sampling", Sampling()), **known)
-        return client, Request(client.manifest, client.context, self.text, sampling=sampling, grammar=grammar, **limits)
+    def _open_engine(self) -> Engine:
+        """Return the engine; raise PipelineError for an embedding model or a closed model."""
+        if self._engine is None:
+            raise PipelineError(f"{self.name} is an embedding model and cannot generate text; use embed")
+        _ = self._engine.scheduler
+        return self._engine
 
+    def _requests(self, asking: Asking) -> Callable[[Prompt], Request]:
+        """Return a function that makes a request from a prompt; PipelineError for invalid options."""
+        engine, options = self._open_engine(), dict[str, Any](asking)
+        limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
+        stops = options.pop("stop_strings", ())
+        stops = stops if isinstance(stops, str) else tuple(stops)
+        stop_tokens, template_args = options.pop("stop_tokens", None), options.pop("template_args", {})
+        structure = {name: value for name in STRUCTURES & options.keys() if (value := options.pop(name)) is not None}
+        if structure and self.tokenizer is None:
+            raise PipelineError(f"{self.name} has no tokenizer, which {'_'.join(structure)} needs; leave it out")
+        compact = options.pop("compact_json", False)
+        grammar = self.tokenizer.grammar(**structure, compact_json=compact) if structure and self.tokenizer else None
+        sampling = replace(options.pop("sampling", Sampling()), **options)
 
-def _pieces(client: Client, sequence: Generated) -> Generator[str, None, None]:
-    try:
-        client.submit(sequence)
-        while not client.idle:
-            for _, event in client.turn():
-                match event:
-                    case Delta() if event.text:
-                        yield event.text
-                    case Failed():
-                        raise event.error
-                    case Finished():
-                        return
-    finally:
-        client.cancel(sequence)
+        def make_request(prompt: Prompt) -> Request:
+            ids = self._encode(prompt, template_args)
+            return text_request(
+                ids, engine.context, self.tokenizer, max_tokens=default_limit(limit, free_positions(engine.context, len(ids))),
+                sampling=sampling, stop_tokens=stop_tokens, stop_strings=stops, grammar=grammar,
+                reasoning=grammar is not None and is_messages(prompt),
+            )  # fmt: skip
+
+        make_request([0])
+        return make_request
+
+    def _encode(self, prompt: Prompt, template_args: Mapping[str, Any] = {}) -> Collection[int]:
+        return encode_prompt(prompt, self.tokenizer, self.bundle.manifest.vocab, template_args)
 
 
 def load(
@@ -329,17 +348,45 @@ def load(
     parse_special: bool = False,
     **options: Any,
 ) -> Model:
-    """The model at a path or of a name: a bundle, a GGUF file, an HF directory, a name from the catalogue, or
-    org/name on the hub.
+    """Load a bundle, or compile a GGUF file, an HF directory, a catalogue name or org/name first.
 
-    What is no bundle yet is compiled, with `options` as `castiron.compile` takes them, into castiron's cache, and found there
-    the next time. `threads`, which default to the physical cores, run it. `progress(stage, done)` hears of a compile; a
-    terminal has a bar without it. `prefix_cache`: a folder that keeps the states of long beginnings of prompts, for other
-    processes too. `draft`: a smaller model with the same vocabulary that proposes tokens, by path or name. `parse_special`:
-    words of messages that are spelled as control tokens, such as <|im_end|>, are these; without it what is said is text.
-    BundleError, CheckpointError, EmitError, CompileError or PipelineError, each one sentence.
+    A compiled bundle is stored in castiron's cache and found there the next time.
+
+    Args:
+        threads: CPU threads, by default one per physical core.
+        progress: called with (stage, share done) while compiling; by default a progress bar.
+        prefix_cache: a folder that stores the states of long prefixes, for other processes too.
+        draft: a smaller model with the same vocabulary that proposes tokens, by path or name.
+        parse_special: whether special tokens in messages, such as <|im_end|>, become tokens instead
+            of text.
+        options: options of `castiron.compile`.
+
+    Raises:
+        BundleError, CheckpointError, EmitError, CompileError, PipelineError: the model cannot be
+        found, compiled or loaded; each message is one line.
     """
-    ready = is_bundle(model) and not options
-    bundle = bundle_of(model, None if ready else options_of(**{"threads": threads, **options}), progress)
-    proposing = None if draft is None else bundle_of(draft, None, progress)
-    return Model(bundle, threads, prefix_cache, proposing, parse_special)
+    chosen = None if is_bundle(model) and not options else options_of(**{"threads": threads, **options})
+    bundle = open_or_compile(model, chosen, progress, evaluate=_own_accuracy)
+    draft_bundle = None if draft is None else open_or_compile(draft, None, progress)
+    return Model(bundle, threads, prefix_cache, draft_bundle, parse_special)
+
+
+def compile_bundle(
+    model: str | Path, out: str | Path, *, progress: Callable[[str, float], None] | None = None, **options: Any
+) -> Bundle:
+    """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
+
+    `options` are the fields of `castiron.pipelines.compile.options.Options`: context, weights,
+    adapter, calibrate, numerics, cache, lowering, target, batch, speculate, embed, threads, tuned.
+    An up-to-date bundle is left as it is. Raises the errors of `compile_model`; then nothing is
+    written.
+    """
+    path = compile_to(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress, _own_accuracy)
+    # The bundle may be for another machine.
+    return open_bundle(path, run=False)
+
+
+def _own_accuracy(bundle: Bundle, progress: Callable[[int, int], None]) -> Any:
+    from castiron.pipelines.evaluate.perplexity import own_accuracy
+
+    return own_accuracy(bundle, progress)

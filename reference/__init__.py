@@ -1,4 +1,4 @@
-"""What castiron is compared with: a NumPy interpreter of the graph, HF transformers, XLA, and small random models.
+"""References for comparison: a NumPy interpreter, HF transformers, XLA, tiny random models.
 
-Imported by tests and by the commands that compare (verify, bench, diff), never by what compiles or runs a model.
+Only tests and the commands that compare import it.
 """

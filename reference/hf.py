@@ -1,10 +1,10 @@
-"""HF transformers in f32 on the CPU: the oracle that tokens, logits and activations are compared with."""
+"""HF transformers in f32 on the CPU: the oracle for tokens, logits and activations."""
 
 from __future__ import annotations
 
 import os
 
-# Reading a GGUF file, transformers draws a bar that its own switch does not turn off.
+# transformers' own switch does not disable the progress bar of its GGUF reader.
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,18 @@ from transformers.utils import logging
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy tokens and, for each, how far its logit was above the second largest."""
+    """Greedy tokens, and the margin of each: its logit minus the second largest."""
 
     tokens: list[int]
     margins: list[float]
 
 
 def load(path: str | Path, threads: int | None = None, adapter: str | Path | None = None) -> PreTrainedModel:
-    """The model of a GGUF file, as transformers reads it, or of an HF directory; f32, plain attention, evaluation mode.
+    """Load the model of a GGUF file or HF directory in f32, with eager attention, in eval mode.
 
-    `adapter`: a directory of peft's, merged into the weights by peft. `threads` sets torch's thread count for the whole
-    process. Raises OSError or ValueError, as transformers does, for a path that holds no model it knows.
+    adapter: the directory of a PEFT adapter, which is merged into the weights. threads: number of
+    torch's threads, set for the complete process. Raises OSError or ValueError, as transformers
+    does.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -46,16 +47,13 @@ def load(path: str | Path, threads: int | None = None, adapter: str | Path | Non
 
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     if model._can_set_experts_implementation():
-        # The grouped form sums experts in another order; the loop is the definition.
+        # The grouped form adds experts in another order than the loop, which is HF's reference.
         model.set_experts_implementation("eager")
     return model.eval()
 
 
 def greedy(model: PreTrainedModel, tokens: Sequence[int], n: int) -> Greedy:
-    """The `n` tokens that follow `tokens`, each the most likely one (the lowest index on a tie), end tokens included.
-
-    One pass over `tokens`, then one token at a time with transformers' own KV cache.
-    """
+    """Generate `n` tokens after `tokens` by greedy decoding, with the KV cache of transformers."""
     found, margins, cache, feed = [], [], None, list(tokens)
     with torch.inference_mode():
         for _ in range(n):
@@ -70,16 +68,15 @@ def greedy(model: PreTrainedModel, tokens: Sequence[int], n: int) -> Greedy:
 
 
 def logits(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
-    """Logits at every position of `tokens`, in one pass without a cache: f32 [len(tokens), vocab]."""
+    """Return logits f32 [len(tokens), vocab] of every position, in one pass without a cache."""
     with torch.inference_mode():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
 
 
 def activations(model: PreTrainedModel, tokens: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """What each named submodule (`model.layers.0.self_attn.q_proj`, ...) gives for `tokens`, in one pass without a cache.
+    """Return the outputs of the submodules `names` for `tokens`, by name.
 
-    Arrays are as the submodule returns them without the batch dimension, mostly f32 [len(tokens), features]. Raises
-    ValueError for a name that is no submodule.
+    Most outputs are f32 [len(tokens), features].
     """
     with capture(model, names) as found:
         logits(model, tokens)
@@ -88,7 +85,7 @@ def activations(model: PreTrainedModel, tokens: Sequence[int], names: Sequence[s
 
 @contextmanager
 def capture(model: PreTrainedModel, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-    """Inside, every run of the model leaves the named submodules' outputs in the dictionary (the last run stays)."""
+    """Yield a dictionary that every run of the model fills with the outputs of named submodules."""
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules]
     if unknown:

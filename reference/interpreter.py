@@ -1,10 +1,9 @@
-"""NumPy interpreter of the graph: one table from operation kinds to functions on arrays.
+"""The NumPy interpreter of graphs: a table from operation kinds to functions on arrays.
 
-Semantics are those of the StableHLO specification (github.com/openxla/stablehlo, docs/spec.md). Where it leaves a choice
-open: f16 and bf16 are computed in f32 and rounded once per operation, sums and dot products of them too; a float outside
-the range of an integer type converts to the nearest integer of it, NaN to 0 (as XLA does).
-
-Arrays are as `DType.numpy` stores them (bf16 as its upper 16 bits in uint16).
+Semantics are those of the StableHLO specification (github.com/openxla/stablehlo, docs/spec.md).
+Where the specification leaves a choice: f16 and bf16 are computed in f32 and rounded once per
+operation, also in sums and dot products; a float outside the range of an integer type converts to
+the nearest integer of that type, and NaN to 0 (as in XLA). Arrays are as `DType.numpy` stores them.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ def run(
     params: Mapping[str, np.ndarray] | None = None,
     trace: Trace | None = None,
 ) -> list[np.ndarray]:
-    """Outputs of `function` of `module` for `inputs`, one array for each of its outputs.
+    """Run `function` on `inputs` and return its outputs.
 
-    Inputs and parameters are stored arrays of the declared shapes; i8 is also taken as uint8, as packed weights are stored.
-    `trace(op, results)` is called after every operation, in order; `op.path` is the module path. The arrays it gets must
-    not be changed, and are not kept by the interpreter past their last use.
-    Kernels run through `kernel.reference(**operands)`: index operands are Python integers, i8 tensors arrive as uint8, and
-    every array is read-only. Raises EmitError for an unknown function, an operation with no rule here (lower the module
-    first), or an array that does not fit its declared type.
+    Inputs are stored arrays of the declared shapes; an i8 input may be uint8. params: arrays of the
+    parameters by name. trace: called as `trace(op, results)` after every operation, with arrays
+    that it must not change. Kernels run as `kernel.reference(**operands)`, with read-only arrays,
+    i8 as uint8, and integers for index operands. Raises EmitError for an unknown function, an
+    operation without a rule (lower the module first), or an array that does not fit its type.
     """
     try:
         body = module.functions[function]
     except KeyError:
-        raise EmitError(f"module {module.name} has no function {function!r}, only {', '.join(module.functions)}") from None
+        raise EmitError(f"module {module.name} has no function {function!r}; use {' or '.join(module.functions)}") from None
     if len(inputs) != len(body.inputs):
         raise EmitError(f"function {function} takes {len(body.inputs)} inputs, got {len(inputs)}")
     left = users(body)
@@ -58,17 +56,17 @@ def _run_op(op: Op, args: list[np.ndarray], params: Mapping[str, np.ndarray]) ->
     if op.kind == "parameter":
         name, type_ = op.attrs["name"], op.results[0].type
         if name not in params:
-            raise EmitError(f"parameter {name!r} was not given")
+            raise EmitError(f"parameter {name!r} is missing from params")
         return (_stored(params[name], type_, f"parameter {name!r}"),)
     rule = _RULES.get(op.kind)
     if rule is None:
-        raise EmitError(f"{op.kind} in {op.path or 'the module'} is no operation of the interpreter; lower the module first")
+        raise EmitError(f"{op.kind} in {op.path or 'the module'} has no rule in the interpreter; lower the module first")
     results = rule(op, *args)
     return results if isinstance(results, tuple) else (results,)
 
 
 def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
-    """`array` as `type_` is stored, without a copy; i8 and uint8 are the same bytes."""
+    """Return `array`, with uint8 viewed as i8; raise EmitError unless it fits `type_`."""
     array = np.asarray(array)
     if type_.dtype is I8 and array.dtype == np.uint8:
         array = array.view(np.int8)
@@ -78,7 +76,7 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Drop arrays after their last use: the weights of a model, widened, would not fit in memory together."""
+    """Drop arrays after their last use, because all weights in f32 would not fit in memory."""
     for value in op.operands:
         left[value] -= 1
     for value in (*op.operands, *op.results):
@@ -87,7 +85,10 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Compute floats in f32 and round to the result's type once; other types as they are."""
+    """Return a rule that applies `compute` to floats in f32, and rounds the result once.
+
+    Values of other types go to `compute` unchanged.
+    """
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype
@@ -125,7 +126,11 @@ def _compare(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Element by element: to nearest even between floats, towards zero to integers, modulo 2^n between integers."""
+    """Convert element by element, as StableHLO does.
+
+    Floats are rounded to nearest even in a float type and towards zero in an integer type. Integers
+    wrap modulo 2^n in an integer type of n bits.
+    """
     if source.kind == "float":
         array = to_f32(array, source)
     if target.kind == "float":
@@ -160,7 +165,7 @@ def _iota(op: Op) -> np.ndarray:
 
 
 def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """A window of `sizes`, moved to lie inside `shape`, as StableHLO clamps start indices."""
+    """Return the slices of `sizes` elements from `starts`, clamped as in StableHLO."""
     clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
     return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
 
@@ -186,8 +191,8 @@ def _dot_general(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     inner = int(np.prod([a.shape[i] for i in ca], dtype=np.int64))
     rows = a.transpose([*ba, *free_a, *ca]).reshape([*batch, -1, inner] if a.size else [*batch, 0, inner])
     columns = b.transpose([*bb, *cb, *free_b]).reshape([*batch, inner, -1] if b.size else [*batch, inner, 0])
-    product = np.matmul(rows, columns).reshape(op.results[0].shape)
-    return from_f32(product, dtype) if dtype.kind == "float" else product.astype(dtype.numpy)
+    result = np.matmul(rows, columns).reshape(op.results[0].shape)
+    return from_f32(result, dtype) if dtype.kind == "float" else result.astype(dtype.numpy)
 
 
 def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
@@ -198,7 +203,7 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The largest value and its lowest index, folded from the left: NaN yields to whatever follows it."""
+    """Return the largest value after the last NaN, and its lowest index; NaN if a NaN comes last."""
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0
     best = first + int(np.argmax(values[first:]))

@@ -1,7 +1,8 @@
-"""The engines that bench compares with, timed on the model's work alone: llama.cpp and HF transformers.
+"""The engines that `castiron bench` compares with; only the model's work is timed.
 
-Each has `prefill(tokens) -> seconds` from an empty context to the last token's logits, `fill(tokens)`, which puts tokens
-in an empty cache, and `decode(depth, tokens) -> seconds`, which feeds tokens one by one from position `depth` on.
+Each has `prefill(tokens) -> seconds` from an empty context to the last token's logits,
+`fill(tokens)`, which puts tokens in an empty cache, and `decode(depth, tokens) -> seconds`, which
+feeds tokens one by one from position `depth` on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from pathlib import Path
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python, with its defaults: f16 cache, activations rounded to 8 bits."""
+    """llama.cpp with llama-cpp-python's defaults: f16 cache, int8 activations."""
 
     extra_buffers = True
 
     def __init__(self, model: str | Path, threads: int, context: int):
-        """`model` is a GGUF file; ValueError if llama.cpp does not take it."""
+        """Load a GGUF file; raise ValueError if llama.cpp cannot load it."""
         from llama_cpp import Llama, llama_cpp
 
         if not self.extra_buffers:
@@ -51,23 +52,25 @@ class LlamaCpp:
         return time.perf_counter() - start
 
     def first(self, tokens: Sequence[int]) -> int:
-        """The greedy token after `tokens`."""
+        """Return the greedy token after `tokens`."""
         self.prefill(tokens)
         return self.llama.sample(temp=0.0)
 
 
 class PlainLlamaCpp(LlamaCpp):
-    """llama.cpp that leaves weights as the file has them; repacked for AMX it crashes on some machines. For a process
-    that has no other llama.cpp."""
+    """llama.cpp without repacking of weights, which crashes on some machines with AMX.
+
+    Use it in a separate process, because it changes llama-cpp-python's defaults for all models.
+    """
 
     extra_buffers = False
 
 
 class HuggingFace:
-    """HF transformers with torch in f32, and transformers' own KV cache."""
+    """HF transformers with torch in f32, and the KV cache of transformers."""
 
     def __init__(self, model: str | Path, threads: int, context: int):
-        """`model` is a GGUF file or an HF directory; OSError or ValueError if transformers does not take it."""
+        """Load a GGUF file or an HF directory; raise OSError or ValueError if HF rejects it."""
         import torch
 
         from castiron.reference import hf
@@ -88,7 +91,7 @@ class HuggingFace:
         if depth == 0:
             self.cache = None
         elif (extra := self.cache.get_seq_length() - depth) > 0:
-            # A negative length is how many to take away.
+            # A negative length is the number of positions to remove.
             self.cache.crop(-extra)
         start = time.perf_counter()
         for token in tokens:
@@ -96,7 +99,7 @@ class HuggingFace:
         return time.perf_counter() - start
 
     def first(self, tokens: Sequence[int]) -> int:
-        """The greedy token after `tokens`."""
+        """Return the greedy token after `tokens`."""
         self.cache = None
         return int(self._forward(tokens)[0, -1].argmax())
 
@@ -108,9 +111,9 @@ class HuggingFace:
 
 
 ENGINES = {"llama.cpp": LlamaCpp, "llama.cpp without its extra buffers": PlainLlamaCpp, "hf": HuggingFace}
-# What stands in for an engine that crashed.
+# Replacement for an engine that crashed.
 AFTER_CRASH = {"llama.cpp": "llama.cpp without its extra buffers"}
-# Name: the module that it needs, and how to get that.
+# Engine: the module that it needs, and how to install that.
 PEERS = {
     "llama.cpp": ("llama_cpp", "pip install llama-cpp-python==0.3.36"),
     "hf": ("transformers", "pip install torch==2.13.0 transformers==5.23.0 gguf==0.19.0"),

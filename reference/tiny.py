@@ -1,7 +1,8 @@
-"""Small random HF models of every family, written as checkpoint directories without a tokenizer.
+"""Small random HF models of every family, as checkpoint directories without a tokenizer.
 
-HF's own initialisation (0.02) gives nearly equal logits, so that greedy tokens hang on rounding. Here every weight
-matters and the logits are spread: an exact implementation gets the tokens right with a margin, a wrong one does not.
+HF's own initialisation (0.02) gives nearly equal logits, so that greedy tokens depend on rounding.
+Here every weight matters and logits differ clearly: a correct implementation returns the right
+greedy tokens in spite of rounding, and a wrong one does not.
 """
 
 from __future__ import annotations
@@ -25,26 +26,23 @@ COMMON = {
     "pad_token_id": 0,
 }
 
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+_GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2}
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _DELTA = {
     "head_dim": 24,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": _LINEAR,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 2, 2],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2], "mrope_interleaved": True},
 }
-_SHARED = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40,
-}  # fmt: skip
-
-# What each family has besides, so that a tiny model uses it: windows shorter than a test's prompt, factors unlike 1.
+# Keys of each family whose details must matter: windows shorter than a test's prompt, factors other than 1.
 FAMILIES: dict[str, dict] = {
     "llama": {},
     "mistral": {"sliding_window": 24},
@@ -57,21 +55,11 @@ FAMILIES: dict[str, dict] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 5.0,
     },
-    "gemma3_text": {
-        "head_dim": 24,
-        "query_pre_attn_scalar": 5,
-        "sliding_window": 24,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    "gemma3_text": {"head_dim": 24, "query_pre_attn_scalar": 5, **_SLIDING},
     "phi3": {"original_max_position_embeddings": 256, "partial_rotary_factor": 0.5},
     "olmo2": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.2,
-    },
+    "granite": _GRANITE,
     "falcon_h1": {
         "mamba_d_ssm": 48,
         "mamba_n_heads": 6,
@@ -88,11 +76,8 @@ FAMILIES: dict[str, dict] = {
         "mlp_multipliers": [0.8, 0.7],
     },
     "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.2,
+        **_GRANITE,
+        "layer_types": _LINEAR,
         "num_local_experts": 0,
         "shared_intermediate_size": 80,
         "mamba_n_heads": 8,
@@ -100,11 +85,11 @@ FAMILIES: dict[str, dict] = {
     },
     "stablelm": {"partial_rotary_factor": 0.25},
     "starcoder2": {"sliding_window": 24},
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "qwen3_moe": {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": _LOCAL_EXPERTS,
+    "qwen3_moe": {"head_dim": 24, **_EXPERTS},
     "gemma": {"head_dim": 24},
-    "olmo3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "olmo3": _SLIDING,
+    "exaone4": _SLIDING,
     "arcee": {},
     "ministral3": {
         "head_dim": 24,
@@ -117,11 +102,7 @@ FAMILIES: dict[str, dict] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
-    "cohere2": {
-        "sliding_window": 24,
-        "logit_scale": 0.5,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    "cohere2": {"logit_scale": 0.5, **_SLIDING},
     "ernie4_5": {"head_dim": 24},
     "hunyuan_v1_dense": {"head_dim": 24},
     "gemma4_text": {
@@ -150,32 +131,16 @@ FAMILIES: dict[str, dict] = {
         "moe_intermediate_size": 48,
     },
     "gpt2": {"n_inner": 96},
-    "granitemoe": {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.2,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-    },
-    "gpt_oss": {
-        "head_dim": 24,
-        "sliding_window": 24,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "swiglu_limit": 1.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    "granitemoe": {**_GRANITE, **_LOCAL_EXPERTS},
+    "gpt_oss": {**_LOCAL_EXPERTS, "head_dim": 24, "sliding_window": 24, "swiglu_limit": 1.0, "rope_parameters": _DEFAULT_ROPE},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_SHARED},
     "qwen3_next": {**_DELTA, **_SHARED},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 40},
     "lfm2_moe": {
+        **_EXPERTS,
         "layer_types": ["conv", "full_attention", "conv"],
         "num_dense_layers": 1,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
     },
     "lfm3": {
@@ -192,7 +157,7 @@ FAMILIES: dict[str, dict] = {
         "mamba_head_dim": 8,
         "n_groups": 2,
         "ssm_state_size": 12,
-        # HF asks for no less in prompts, and for nothing in single tokens.
+        # HF clamps time steps to at least this, in prompts but not for single tokens.
         "time_step_min": 1e-30,
         "chunk_size": 16,
         "n_routed_experts": 6,
@@ -205,13 +170,13 @@ FAMILIES: dict[str, dict] = {
 
 
 def tiny_model(model_type: str, directory: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> Path:
-    """Write a small random model of this type (config.json, safetensors) to `directory`, which is returned.
+    """Write a random model (config.json, safetensors) to `directory`, and return `directory`.
 
-    `config` overrides any key of the HF config; `dtype` is how weights are stored. The same arguments give the same
-    weights. Raises ValueError for a type without a row in FAMILIES.
+    config: overrides keys of the HF config. dtype: type of the stored weights. The same arguments
+    give the same weights. Raises ValueError for a type that is not in FAMILIES.
     """
     if model_type not in FAMILIES:
-        raise ValueError(f"no tiny model of type {model_type!r}; there are {', '.join(FAMILIES)}")
+        raise ValueError(f"no tiny model of type {model_type!r}; use one of {', '.join(FAMILIES)}")
     settings = {**COMMON, **FAMILIES[model_type], **config}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32)
     _spread(model, seed)
@@ -222,11 +187,11 @@ def tiny_model(model_type: str, directory: str | Path, *, seed: int = 0, dtype: 
 
 
 def _spread(model: torch.nn.Module, seed: int) -> None:
-    """Random weights for which the greedy tokens vary.
+    """Set random weights for which greedy tokens vary.
 
-    Matrices keep the scale of what they multiply, except that those writing to the residual stream are larger: else the
-    embedding of the last token outweighs them, and a tied head repeats that token for ever. Norms and biases, which HF
-    starts at a constant, move around it.
+    Matrices preserve the scale of x, except those that write to the residual stream. These are
+    larger; otherwise the last token's embedding would outweigh them, and a model with a tied head
+    would repeat that token. Norms and biases vary around HF's constants.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
@@ -237,7 +202,7 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("A_log"):
-                # HF's rates forget within a token or two, and what is left then is rounding.
+                # HF's rates decay within a token or two, which leaves only rounding in the state.
                 weight.copy_(noise - 2.0)
             elif weight.ndim == 1:
                 if name.endswith(_UNSET):
@@ -245,7 +210,7 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 weight += 0.3 * noise
                 if normed_writers and "post_" in name:
                     weight += 8.0
-                # Gemma 4 scales no scores, and leaves their size to the norms.
+                # Gemma 4 does not scale scores; its norms determine their size.
                 if model.config.model_type == "gemma4_text" and "q_norm" in name:
                     weight *= 0.2
             elif id(weight) in embeddings:
@@ -257,17 +222,17 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 weight.copy_(2.0 * noise)
             else:
                 gain = 4.0 if any(part in name for part in _WRITERS) else 1.5
-                # What an MLP squares is large by itself.
+                # The square in an MLP is large by itself.
                 gain = 1.0 if model.config.model_type == "nemotron_h" and "down_proj" in name else gain
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
-        # What is no parameter and yet in the checkpoint.
+        # Buffers: tensors of the checkpoint that are not parameters.
         for name in sorted(model.state_dict().keys() - dict(model.named_parameters()).keys() - {"lm_head.weight"}):
             buffer = model.get_buffer(name)
-            # A bias that chooses among experts is as large as their scores differ.
+            # A bias for choosing experts is as large as the differences of their scores.
             spread = 0.5 if name.endswith("expert_bias") else 0.1
             buffer.copy_(0.4 * buffer + spread * torch.randn(buffer.shape, generator=generator))
 
 
-# What HF leaves as memory was, or draws from steps of time as short as may be.
+# Tensors that HF leaves uninitialised, or draws from the shortest time steps.
 _UNSET = ("sinks", "router.bias", "mixer.dt_bias")
 _WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "mixer.out_proj", "down_proj", "c_proj", "w2", "output_linear")

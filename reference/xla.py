@@ -1,34 +1,36 @@
-"""StableHLO text through XLA on the CPU, by jaxlib's own client: the second compiler of the portable lowering."""
+"""Run StableHLO text with XLA on the CPU, as a second compiler for the portable lowering.
+
+jax is imported inside functions, so that tests that do not call them run without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-import jax
 import ml_dtypes
 import numpy as np
-from jax.extend.mlir import ir
-from jax.interpreters.mlir import make_ir_context
-from jaxlib import xla_client
 
 
 def run_stablehlo(text: str, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Outputs of `function` of the StableHLO module `text` for `args`, compiled once for each text and function.
+    """Run `function` of the module `text` on stored arrays (`DType.numpy`); i8 may be uint8.
 
-    Arrays are stored as `DType.numpy` says: bf16 as uint16, both ways; i8 is also taken as uint8.
-    Raises ValueError if the text does not parse, XLA refuses it, it lacks the function, or an argument does not fit.
+    Raises ValueError if XLA rejects the text, if the module lacks the function, or if an argument
+    does not fit.
     """
     return compile_stablehlo(text, function)(args)
 
 
 @lru_cache(maxsize=64)
 def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """`function` of the StableHLO module `text` as a Python function on stored arrays; see `run_stablehlo`."""
+    """Compile `function` of the module `text` to a Python function; see `run_stablehlo`."""
+    import jax
+    from jaxlib import xla_client
+
     text, types = _entry(text, function)
     device = jax.local_devices(backend="cpu")[0]
     options = xla_client.CompileOptions()
-    # What the text means is asked for, not speed: LLVM's optimisations are more than half of the time.
+    # Only results matter here, not speed: LLVM's optimisations take more than half of the time.
     options.executable_build_options.debug_options.xla_backend_optimization_level = 0
     executable = device.client.compile_and_load(text, xla_client.DeviceList((device,)), options)
 
@@ -44,12 +46,18 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
 
 
 def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
-    """The module with `function` alone, called `main` as XLA wants its entry, and the shapes and types it takes."""
+    """Return the text of the module with only `function`, and its argument types.
+
+    The function is renamed to `main` for XLA.
+    """
+    from jax.extend.mlir import ir
+    from jax.interpreters.mlir import make_ir_context
+
     with make_ir_context():
         try:
             module = ir.Module.parse(text)
         except ir.MLIRError as error:
-            raise ValueError(f"the text is no StableHLO module: {error}") from None
+            raise ValueError(f"the text is not a StableHLO module: {error}") from None
         found = None
         for op in list(module.body.operations):
             if op.attributes["sym_name"].value == function:
@@ -64,11 +72,14 @@ def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], n
 
 
 def _given(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """`array` viewed as `dtype` where it is stored as other bits of that size (bf16 in uint16, i8 in uint8)."""
+    """Return `array` as `dtype`; bf16 bits in uint16 and i8 in uint8 are reinterpreted.
+
+    Raise ValueError if the shape or the type does not fit.
+    """
     if (array.dtype, dtype) in _SAME_BITS:
         array = array.view(dtype)
     if array.shape != shape or array.dtype != dtype:
-        raise ValueError(f"an argument is {dtype}{list(shape)}, got {array.dtype}{list(array.shape)}")
+        raise ValueError(f"an argument must be {dtype}{list(shape)}; got {array.dtype}{list(array.shape)}")
     return array
 
 

@@ -1,6 +1,6 @@
-"""An aarch64 CPU on another machine: Debian's Python for arm64 and the runtime's wheels in one folder, run by qemu-user.
+"""An aarch64 system in a folder: Debian's Python for arm64 and the wheels, run by qemu-user.
 
-`python -m tests.aarch64 FOLDER` makes the folder, as `make test-aarch64` does, where it is not there yet.
+`python -m tests.aarch64 FOLDER` makes the folder unless it exists, as `make test-aarch64` does.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from packaging.utils import canonicalize_name
 
 CLONE = Path(__file__).resolve().parent.parent
 EMULATOR = "qemu-aarch64-static"
-# A program and Debian's package that has it.
+# The programs that are needed, with their Debian packages.
 PROGRAMS = {EMULATOR: "qemu-user-static", "mmdebstrap": "mmdebstrap"}
 SUITE, PYTHON = "bookworm", "python3.11"
 DEBIAN = (f"{PYTHON}-minimal", f"lib{PYTHON}-stdlib", "libc6", "libstdc++6", "libgcc-s1")
+# The packages that a bundle needs, and those that the runtime and jinja2 import.
 WHEELS = ("iree-base-runtime", "numpy", "tokenizers", "jinja2", "ml-dtypes", "MarkupSafe")
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
-# What sys.executable is: a program that the machine's own system starts, so that an emulated one may start it.
+# The program that sys.executable names: a shell script of the host, which an emulated process can
+# start too.
 STARTER = f"""#!/bin/sh
 root=$(dirname "$0")/../..
 exec {EMULATOR} -0 "$0" -L "$root" "$root/usr/bin/{PYTHON}" "$@"
@@ -35,31 +35,21 @@ exec {EMULATOR} -0 "$0" -L "$root" "$root/usr/bin/{PYTHON}" "$@"
 
 @dataclass(frozen=True)
 class Machine:
-    """What `make_folder` made, with one of qemu's CPUs (`qemu-aarch64-static -cpu help`)."""
+    """A folder of `make_folder` with one of qemu's CPUs (`qemu-aarch64-static -cpu help`)."""
 
     folder: Path
     cpu: str = "max"
 
-    @property
-    def python(self) -> Path:
-        return self.folder / "root/usr/bin/python"
-
     def run(self, *arguments: object, timeout: float = 600) -> subprocess.CompletedProcess:
-        """What Python's `arguments` did there: castiron and tests are this clone's."""
-        return subprocess.run(**self._started(arguments), capture_output=True, text=True, timeout=timeout)
-
-    def start(self, *arguments: object) -> subprocess.Popen:
-        """Python there, with pipes for its outputs."""
-        return subprocess.Popen(**self._started(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def _started(self, arguments: Iterable[object]) -> dict[str, Any]:
-        places = {"PYTHONPATH": f"{self.folder / 'wheels'}:{CLONE}", "CASTIRON_CACHE": str(self.folder / "cache")}
-        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "QEMU_CPU": self.cpu, **places}
-        return {"args": [str(word) for word in (self.python, *arguments)], "cwd": CLONE, "env": environment}
+        """Run Python with `arguments` there; castiron and tests are those of this clone."""
+        variables = {"PYTHONPATH": f"{self.folder / 'wheels'}:{CLONE}", "CASTIRON_CACHE": str(self.folder / "cache")}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "QEMU_CPU": self.cpu, **variables}
+        command = [str(word) for word in (self.folder / "root/usr/bin/python", *arguments)]
+        return subprocess.run(command, cwd=CLONE, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def make_folder(folder: Path) -> None:
-    """Makes root, wheels and the program that starts Python; nothing where they are there already."""
+    """Make the root folder, the wheels and the program that starts Python, unless they exist."""
     if (folder / "root").exists():
         return
     install_programs()
@@ -75,7 +65,7 @@ def make_folder(folder: Path) -> None:
 
 
 def install_programs() -> None:
-    """Ends with a sentence where they are missing and are not ours to install."""
+    """Install missing programs; exit with an error message if this user may not install them."""
     missing = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
     if not missing:
         return
@@ -87,7 +77,7 @@ def install_programs() -> None:
 
 
 def make_root(root: Path) -> None:
-    """Debian's packages, unpacked: nothing of them is run, so that neither chroot nor binfmt is needed."""
+    """Unpack Debian's packages without running them, which needs neither chroot nor binfmt."""
     archive = root.with_suffix(".tar")
     hooks = "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"
     how = ["--architectures=arm64", "--variant=extract", "--skip=check/qemu", hooks, f"--include={','.join(DEBIAN)}"]
@@ -100,21 +90,25 @@ def make_root(root: Path) -> None:
     starter.chmod(0o755)
 
 
-def fetch_wheels(folder: Path) -> None:
-    """The runtime's packages for arm64, in the versions of requirements.lock."""
+def pins() -> list[str]:
+    """Return pip's requirements for `WHEELS`, in the versions of requirements.lock."""
     lock = dict(re.findall(r"^([\w.-]+)==(\S+)", (CLONE / "requirements.lock").read_text(), re.MULTILINE))
     versions = {canonicalize_name(name): version for name, version in lock.items()}
+    return [f"{name}=={versions[canonicalize_name(name)]}" for name in WHEELS]
+
+
+def fetch_wheels(folder: Path) -> None:
+    """Fetch the runtime's packages for arm64."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
-    pins = [f"{name}=={versions[canonicalize_name(name)]}" for name in WHEELS]
-    call(*pip, *platforms, f"--python-version={PYTHON.removeprefix('python')}", "--target", folder, *pins)
+    call(*pip, *platforms, f"--python-version={PYTHON.removeprefix('python')}", "--target", folder, *pins())
 
 
 def call(*command: object) -> None:
-    """Runs a program in silence; what it says is shown where it fails, which ends this one."""
+    """Run a program; if it fails, exit with its output and an error message."""
     done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        sys.exit(f"{done.stdout}castiron: aarch64 cannot be set up, because {command[0]} failed as above")
+        sys.exit(f"{done.stdout}castiron: cannot set up aarch64: {command[0]} failed; see its output above")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What Ray's workers import of the tests: actors and replicas as castiron's own, but slow, or dying when a test wants it."""
+"""Actors and replicas that are slow or die, for tests; Ray's workers import this module."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import signal
 import time
 from pathlib import Path
 
-from castiron.pipelines.cluster.batch import Engine
-from castiron.pipelines.cluster.rows import Generate
-from castiron.pipelines.cluster.serving import Replica
+from castiron.pipelines.cluster.actors import BatchActor, Generate
+from castiron.pipelines.cluster.deployment import Replica
 from castiron.vmfb.batch import Batch
 
-# The variable that names the folder where they write.
+# The environment variable with the folder where actors write notes.
 NOTES = "CASTIRON_TEST_NOTES"
 
 
-class DiesOnce(Generate):
-    """Writes down who ran a batch, takes its time, and the first of them ends in its third batch."""
+class DyingGenerate(Generate):
+    """An actor that notes its batches; the first actor dies in its third batch."""
 
     def __call__(self, batch):
         import ray
@@ -31,18 +30,15 @@ class DiesOnce(Generate):
         if len(mine.read_text().splitlines()) == 3 and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        # Work is left for the node that comes then, however long it takes to come.
+        # Wait, so that rows are left for the node that joins after the death.
         until = time.monotonic() + 200 * died.exists()
-        while (
-            len({line for path in notes.glob("*.jsonl") for line in path.read_text().splitlines()}) < 2
-            and time.monotonic() < until
-        ):
+        while len({path.read_text().split("\n")[0] for path in notes.glob("*.jsonl")}) < 2 and time.monotonic() < until:
             time.sleep(0.05)
         return super().__call__(batch)
 
 
-class EngineThatDiesOnce(Engine):
-    """The engine of a batch job on a node without the bundle, the first of which ends in its second window."""
+class DyingEngine(BatchActor):
+    """An actor on a node without the bundle; the first one dies in its second window."""
 
     def has_bundle(self):
         return False
@@ -57,12 +53,12 @@ class EngineThatDiesOnce(Engine):
         return found
 
 
-# Seconds that a step of a slow replica takes at least: the small model answers faster than a test can look.
+# Minimum seconds of a step of a slow replica, because the small model answers too fast to observe.
 STEP = 0.02
 
 
 class SlowReplica(Replica):
-    """A replica whose answers take a while, and which tells of itself."""
+    """A replica that answers slowly and reports its state."""
 
     async def __init__(self, *arguments):
         step = Batch.step
@@ -75,5 +71,5 @@ class SlowReplica(Replica):
         await Replica.__init__(self, *arguments)
 
     async def state(self) -> tuple[int, int]:
-        """Its process, and how many sequences it runs."""
+        """Return its process id, and the number of sequences it runs."""
         return os.getpid(), self.app.api.engine.unfinished

@@ -1,4 +1,4 @@
-"""What all tests share: one thread for NumPy and torch, no hub, repeatable generation, and programs through IREE."""
+"""What all tests share: the tiers, one thread for NumPy and torch, no hub, repeatable generation, programs through IREE."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A name that looks like one on the hub is asked for nowhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import atexit
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,11 +24,45 @@ from iree.runtime import HalElementType
 
 from castiron.emitter.types import DTYPES, TensorType
 from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.device import device
 from castiron.vmfb.targets import TARGETS
+from tests import curl
+from tests.tiers import is_full
+
+pytest_plugins = ["tests.support.fixtures"]
 
 # A shell's background jobs start with Ctrl-C ignored, and so would the programs that are tested on it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tier", choices=("quick", "full", "all"), default="all", help="quick: all but tests/tiers.py; full: only those"
+    )
+
+
+def pytest_configure():
+    if shutil.which("curl") is None:
+        folder = tempfile.TemporaryDirectory(prefix="castiron-curl-")
+        atexit.register(folder.cleanup)
+        curl.put_on_path(Path(folder.name))
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_left_out = config.getoption("--tier") == "quick" and is_full(collection_path.relative_to(ROOT).as_posix())
+    return True if is_left_out else None
+
+
+def pytest_collection_modifyitems(config, items):
+    tier = config.getoption("--tier")
+    left_out = [item for item in items if tier != "all" and is_full(item.nodeid) != (tier == "full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
 
 settings.register_profile("castiron", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("castiron")
@@ -48,7 +85,7 @@ class IreeProgram:
 
     def __init__(self, vmfb: Path, params: Mapping[str, np.ndarray]):
         instance = rt.VmInstance()
-        self._device = rt.get_device("local-sync")
+        self._device = device(1)
         self._module = rt.VmModule.mmap(instance, str(vmfb))
         index = rt.ParameterIndex()
         # The index only points at the bytes.

@@ -1,7 +1,7 @@
-"""A bundle with canonical numerics, asked in every way there is: each gives the same bits.
+"""Check that every way to run a bundle with canonical numerics gives the same bits.
 
-`python -m tests.every_way BUNDLE TOKENS OUT` checks it with the runtime alone, as on a CPU that has no compiler: TOKENS is a file
-with a JSON list of ids, and the logits that all ways gave are written to OUT for `numpy.load`.
+`python -m tests.every_way BUNDLE TOKENS OUT` needs only the runtime, for a CPU without a compiler:
+TOKENS is a file with a JSON list of ids, and the logits are written to OUT for `numpy.load`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from castiron.vmfb.session import Session
 
 
 def decoded(session: Session, tokens: list[int]) -> np.ndarray:
-    """Logits [tokens, vocab] of one token after another."""
+    """Return the logits, [tokens, vocab], of decode steps."""
     rows = []
     for token in tokens:
         session.step(token)
@@ -32,7 +32,7 @@ def same(found: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def check_prompts(path: Path, tokens: list[int]) -> np.ndarray:
-    """The logits of one token after another, which the chunks of a prompt give too."""
+    """Return the logits of decode steps; fail unless prefill in any chunks gives the same bits."""
     wanted, n = decoded(Session(path, 1), tokens), len(tokens)
     for cuts in ([n], [n // 3, n], [*(cut for cut in (1, 9, 17) if cut < n), n]):
         session, start = Session(path, 2), 0
@@ -44,7 +44,7 @@ def check_prompts(path: Path, tokens: list[int]) -> np.ndarray:
 
 
 def check_every_way(path: Path, tokens: list[int]) -> np.ndarray:
-    """The logits of one token after another, which all other ways give too."""
+    """Return the logits of decode steps; fail unless prefill, verify, fork and batches agree."""
     wanted, n = check_prompts(path, tokens), len(tokens)
     session = Session(path, 2)
     for start in range(0, n - 3, 4):
@@ -53,17 +53,17 @@ def check_every_way(path: Path, tokens: list[int]) -> np.ndarray:
     session.rewind(n // 2)
     assert same(decoded(session.fork(), tokens[n // 2 : n // 2 + 3]), wanted[n // 2 : n // 2 + 3]), "rewind and fork"
     batch = Batch(path, 2)
-    stands = {slot: 5 * slot for slot in range(batch.size)}
-    for slot, at in stands.items():
+    positions = {slot: 5 * slot for slot in range(batch.size)}
+    for slot, at in positions.items():
         if at:
             batch.slots[slot].prefill(tokens[:at])
     for step in range(9):
         # The second sequence pauses in between.
-        here = {slot: at for slot, at in stands.items() if slot != 1 or step % 3}
+        here = {slot: at for slot, at in positions.items() if slot != 1 or step % 3}
         batch.step({slot: tokens[at] for slot, at in here.items()})
         for slot, at in here.items():
             assert same(batch.slots[slot].logits(), wanted[at]), f"slot {slot} at {at}"
-            stands[slot] += 1
+            positions[slot] += 1
     return wanted
 
 
@@ -72,7 +72,7 @@ def digest(logits: np.ndarray) -> str:
 
 
 def main(bundle: str, tokens: str, out: str) -> None:
-    """`check_every_way`, or of a bundle without batches `check_prompts`."""
+    """Run `check_every_way`, or `check_prompts` for a bundle without batch functions."""
     check = check_every_way if open_bundle(bundle).manifest.widths("batch") else check_prompts
     np.save(out, check(Path(bundle), json.loads(Path(tokens).read_text())))
 

@@ -1,6 +1,7 @@
-"""Bundles and kernels for aarch64, run on aarch64 CPUs that qemu-user emulates: HF's tokens, and the bits of every other CPU.
+"""Bundles and kernels for aarch64 on CPUs that qemu-user emulates: HF's tokens, canonical bits.
 
-`make test-aarch64` fetches what that takes and runs these; minutes, and no part of `make test`.
+`make test-aarch64` fetches an aarch64 system and runs these tests, for minutes; `make test` skips
+them.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ import numpy as np
 import pytest
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.kernels.products.product import Product
-from castiron.emitter.kernels.writing.isa import ISAS
-from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.targets import TARGETS, resolve
-from tests import faults
 from tests.aarch64 import Machine
 from tests.emitter.kernel_calls import read_results, write_calls
 from tests.emitter.kernel_runner import compile_kernels
 from tests.emitter.linear_cases import Case, Experts, check, check_pairs
 from tests.every_way import check_prompts, digest
-from tests.test_canonical import HASHES, PROMPT, WAYS, cast, checkpoint
+from tests.test_canonical import HASHES, PROMPT, WAYS, checkpoint, compile_bundle
 
 FOLDER = os.environ.get("CASTIRON_AARCH64")
 if not FOLDER:
-    pytest.skip("make test-aarch64 runs these: bundles for aarch64, under qemu", allow_module_level=True)
-# CPUs of qemu's, and what they lack of what the two targets demand.
+    pytest.skip("make test-aarch64 runs these tests under qemu", allow_module_level=True)
+# CPUs of qemu, with the features that they lack for each target.
 ALL = {"aarch64": "", "aarch64-i8mm": ""}
 CPUS = {
     "max": ALL,
@@ -49,7 +50,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 @pytest.fixture(scope="session")
 def machine() -> Machine:
     folder = Path(FOLDER).resolve()
-    assert (folder / "root").is_dir(), f"there is no aarch64 in {folder}: make test-aarch64 puts it there"
+    assert (folder / "root").is_dir(), f"no aarch64 system in {folder}; run make test-aarch64"
     return Machine(folder)
 
 
@@ -60,7 +61,7 @@ def answer(machine: Machine, bundle: Path, *arguments: str) -> dict:
 
 
 def logits_there(machine: Machine, bundle: Path, tokens: Sequence[int]) -> np.ndarray:
-    """The logits [tokens, vocab] that the bundle gives there in every way."""
+    """Return the logits of a bundle there, f32 `[tokens, vocab]`, after checking all chunkings."""
     asked, out = (bundle.with_suffix(suffix) for suffix in (".json", ".npy"))
     asked.write_text(json.dumps(tokens))
     done = machine.run("-m", "tests.every_way", bundle, asked, out)
@@ -89,7 +90,7 @@ def bundles(llama) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_a_bundle_runs_where_the_cpu_has_what_it_demands_and_is_refused_elsewhere(machine, llama, bundles, cpu):
+def test_a_bundle_needs_its_cpu_features(machine, llama, bundles, cpu):
     expected = hf.greedy(hf.load(llama, threads=1), [5, 6, 7], 8).tokens
     for target, missing in CPUS[cpu].items():
         there, tokens = Machine(machine.folder, cpu), ("--tokens", "5,6,7", "-n", "8", "--ignore-eos")
@@ -102,13 +103,9 @@ def test_a_bundle_runs_where_the_cpu_has_what_it_demands_and_is_refused_elsewher
         assert cpus in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_bundle_for_another_architecture_is_refused(machine, bundles):
+def test_rejects_a_bundle_for_x86_64(machine, bundles):
     done = machine.run("-m", "castiron", "run", bundles["x86-64-v3"], "--tokens", "1")
     assert done.returncode == 1 and "is compiled for x86_64 and this machine is aarch64" in done.stderr
-
-
-def test_threads_that_find_a_file_cut_short_say_it_once(machine):
-    faults.check_said_once(machine.start("-c", faults.CUT_ON_THREADS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,24 +124,25 @@ def test_greedy_tokens_are_those_of_hf(machine, tmp_path, family):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_canonical_logits_have_the_hash_of_every_machine(machine, tmp_path, way):
+def test_canonical_logits_have_the_common_hash(machine, tmp_path, way):
     options, _ = WAYS[way]
-    bundle = cast(checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", target="aarch64", **options)
+    bundle = compile_bundle(checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle", target="aarch64", **options)
     assert digest(logits_there(machine, bundle, PROMPT)) == json.loads(HASHES.read_text())[way]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "nemotron_h", "hunyuan_v1_dense", "qwen3", "lfm2"])
-def test_canonical_logits_of_a_family_have_the_bits_of_this_machine(machine, tmp_path, family):
+def test_canonical_logits_have_the_bits_of_the_host(machine, tmp_path, family):
     made = tiny_model(family, tmp_path / "checkpoint")
     prompt = np.random.default_rng(2).integers(3, 200, 28).tolist()
     here, there = (
-        cast(made, tmp_path / target, context=48, batch=(), speculate=(), target=target) for target in ("host", "aarch64")
+        compile_bundle(made, tmp_path / target, context=48, batch=(), speculate=(), target=target)
+        for target in ("host", "aarch64")
     )
     check_bits(logits_there(machine, there, prompt), check_prompts(here, prompt))
 
 
 @pytest.mark.parametrize("numerics", ["exact", "canonical"])
-def test_smollm2_says_what_it_says_here(machine, tmp_path, numerics):
+def test_smollm2_gives_the_tokens_of_the_host(machine, tmp_path, numerics):
     def compiled(target: str) -> Path:
         options = {"context": 64, "batch": (), "speculate": (), "numerics": numerics}
         return compile_model(SMOLLM2, tmp_path / target, Options(target=target, **options)).bundle
@@ -161,25 +159,25 @@ def test_smollm2_says_what_it_says_here(machine, tmp_path, numerics):
 
 
 def kernels_of(target: str) -> list[Case]:
-    """Products of every codec by every instruction of the target, of one token, of few and of many."""
+    """Return matmuls of every codec and instruction of the target, for 1, 7 and 19 tokens."""
     given = {"bias": True, "residual": True, "glu": "silu"}
     shapes = {1: given, 7: given | {"length": True}, 19: given | {"length": True}}
-    of = lambda codec, tokens, numerics: Case(Product(codec, tokens, 40, 512, numerics=numerics, **shapes[tokens]))
-    found = [of(codec, tokens, "bytes") for codec in CODECS if CODECS[codec].quantised for tokens in (7, 19)]
+    of = lambda codec, tokens, numerics: Case(Matmul(codec, tokens, 40, 512, numerics=numerics, **shapes[tokens]))
+    found = [of(codec, tokens, "int8") for codec in CODECS if CODECS[codec].quantised for tokens in (7, 19)]
     if target == "aarch64-i8mm":
-        return found + [of("bf16", tokens, "pairs") for tokens in (7, 19)]
+        return found + [of("bf16", tokens, "bf16_pairs") for tokens in (7, 19)]
     return found + [of(codec, tokens, "exact") for codec in CODECS for tokens in (1, 7, 19)]
 
 
-# Of 80 pairs that are no padding one expert has more than are computed without a panel.
+# One expert has so many of the 80 pairs without padding that its kernel packs panels.
 EXPERTS = [
-    Experts(Product(codec, 160, 40, 256, experts=3, per_row=2, length=True, numerics=numerics))
-    for codec, numerics in (("q4_k", "exact"), ("bf16", "exact"), ("q4_1", "bytes"), ("q6_k", "bytes"))
+    Experts(Matmul(codec, 160, 40, 256, experts=3, per_row=2, length=True, numerics=numerics))
+    for codec, numerics in (("q4_k", "exact"), ("bf16", "exact"), ("q4_1", "int8"), ("q6_k", "int8"))
 ]
 
 
 def run_there(machine: Machine, cases: Sequence[Case], target: str, directory: Path) -> list[tuple]:
-    """As `linear_cases.run_all`, on the machine."""
+    """Run the kernels of `cases` on the machine, as `linear_cases.run_all` does on this one."""
     directory.mkdir()
     kernels = [case.kernel(ISAS[resolve(target).isa]) for case in cases]
     given = [case.arguments() for case in cases]
@@ -193,6 +191,6 @@ def run_there(machine: Machine, cases: Sequence[Case], target: str, directory: P
 
 
 @pytest.mark.parametrize("target", ["aarch64", "aarch64-i8mm"])
-def test_every_instruction_of_a_product_matches_the_definition(machine, tmp_path, target):
-    check(run_there(machine, kernels_of(target), target, tmp_path / "products"))
+def test_every_matmul_instruction_matches_its_definition(machine, tmp_path, target):
+    check(run_there(machine, kernels_of(target), target, tmp_path / "matmuls"))
     check_pairs(run_there(machine, EXPERTS, target, tmp_path / "experts"))

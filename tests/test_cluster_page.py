@@ -1,4 +1,4 @@
-"""docs/cluster.md on a cluster of Ray's own test tool: rows, whose actors die and nodes come, and requests, whose replicas die."""
+"""The scripts of docs/cluster.md on a cluster of Ray's test tool, where actors and replicas die."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import openai
 import pyarrow as pa
@@ -21,56 +22,52 @@ import pyarrow.parquet as pq
 import pytest
 
 import castiron
-from castiron.pipelines import cli
-from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import dump
-from tests.pipelines import served as serving
+from tests.support import served as serving
 
-# Ray is imported by the tests that need it: it takes seconds, which everyone who collects tests would wait for.
+# Tests import Ray themselves, because its import takes seconds, even to collect tests.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 ROWS_SCRIPT, SERVE_SCRIPT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 STORE_BYTES = 80 << 20
 SLOTS = 4
-# That a machine is slow or has little memory left is no reason to end a node or a worker, or to ask another replica.
-PATIENCE = {
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_worker_register_timeout_seconds": "300",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "30",
-}
+# With these limits, Ray does not take a slow node, worker or replica for a dead one.
+ENVIRONMENT = {
+    "RAY_memory_monitor_refresh_ms": "0", "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "30", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(ROOT),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    """A tiny model whose prompts may be long."""
+    """A tiny model with a long context."""
     folder = tmp_path_factory.mktemp("cluster")
-    place = tiny_model("llama", folder / "checkpoint", num_hidden_layers=1, max_position_embeddings=1024)
-    serving.tokenizer().save(str(place / "tokenizer.json"))
-    (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": serving.TEMPLATE, "eos_token": "</s>"}))
-    return compile_model(place, folder / "tiny", Options(context=1024, batch=(SLOTS,), speculate=())).bundle
+    checkpoint = tiny_model("llama", folder / "checkpoint", num_hidden_layers=1, max_position_embeddings=1024)
+    serving.tokenizer().save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": serving.TEMPLATE, "eos_token": "</s>"}))
+    return compile_model(checkpoint, folder / "tiny", Options(context=1024, batch=(SLOTS,), speculate=())).bundle
 
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory) -> Path:
-    """Where actors write what they do."""
+    """The folder where actors write notes."""
     return tmp_path_factory.mktemp("notes")
 
 
 @pytest.fixture(scope="module")
 def cluster(notes):
-    """A head with CPUs for one actor, and one to read with; this process is connected to it."""
+    """A head node with 2 CPUs for an actor and 1 for reading; this process is connected to it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-        for name, value in PATIENCE.items():
+        for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         import ray
         from ray.cluster_utils import Cluster
@@ -80,7 +77,7 @@ def cluster(notes):
         patch.setenv(cluster_parts.NOTES, str(notes))
 
         head = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-        # Nobody reads the logs of workers here, and nothing scales the cluster: processes that take seconds to start.
+        # Tests need neither workers' logs nor scaling, whose processes take seconds to start.
         head |= {"include_log_monitor": False, "no_monitor": True}
         found = Cluster(initialize_head=True, head_node_args=head)
         patch.setenv("RAY_ADDRESS", found.address)
@@ -94,7 +91,7 @@ def cluster(notes):
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
-    """A table with prompts, messages, a row with neither and one that is too long, and columns of other types."""
+    """A table with prompts and messages, one row with neither, one long prompt, and other columns."""
     count = 320
     prompts = [None if i % 4 == 3 else "x" * 2000 if i == 6 else f"row {i % 23}: " + "abc" * (i % 7) for i in range(count)]
     messages = [[{"role": "user", "content": f"Hello {i}"}] if i % 4 == 3 and i != 7 else None for i in range(count)]
@@ -109,7 +106,7 @@ def rows(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(bundle, rows) -> pa.Table:
-    """What one process without Ray makes of the rows."""
+    """The rows with the answers of one process without Ray."""
     table = pq.read_table(rows)
     given = [row["messages"] or row["prompt"] for row in table.to_pylist()]
     model = castiron.load(bundle, threads=1)
@@ -121,12 +118,10 @@ def expected(bundle, rows) -> pa.Table:
     return table
 
 
-def test_rows_are_answered_as_by_one_process_though_an_actor_dies_and_a_node_comes(
-    bundle, rows, expected, cluster, notes, tmp_path, monkeypatch
-):
+def test_rows_equal_one_process_although_an_actor_dies(bundle, rows, expected, cluster, notes, tmp_path, monkeypatch):
     from tests import cluster_parts
 
-    monkeypatch.setattr(castiron.ray, "Generate", cluster_parts.DiesOnce)
+    monkeypatch.setattr(castiron.ray, "Generate", cluster_parts.DyingGenerate)
     monkeypatch.setattr(sys, "argv", ["rows.py", str(bundle), str(rows), str(tmp_path / "answers")])
     monkeypatch.setattr("ray.init", lambda: None)
     job = threading.Thread(target=lambda: exec(compile(ROWS_SCRIPT, "docs/cluster.md", "exec"), {}))
@@ -143,21 +138,21 @@ def test_rows_are_answered_as_by_one_process_though_an_actor_dies_and_a_node_com
     assert found.select(expected.schema.names).to_pylist() == expected.to_pylist()
     assert found.schema.names == [*expected.schema.names, "error"] and found.schema.field("id").type == pa.uint16()
     errors = {row["id"]: row["error"] for row in found.to_pylist() if row["error"]}
-    assert errors.keys() == {6, 7} and "tokens" in errors[6] and "neither" in errors[7]
-    # Both nodes had a part in it, each actor as many threads as it has CPUs.
+    assert errors.keys() == {6, 7} and "tokens" in errors[6] and "invalid prompt" in errors[7]
+    # Both nodes ran rows, and each actor had as many threads as CPUs.
     notes = [json.loads(line) for path in notes.glob("*.jsonl") for line in path.read_text().splitlines()]
     assert {note["node"] for note in notes} >= {node.node_id, cluster.head_node.node_id}
     assert {note["threads"] for note in notes} == {2}
     cluster.remove_node(node)
 
 
-def test_a_batch_job_on_a_cluster_has_the_results_of_one_process(bundle, rows, cluster, notes, tmp_path, monkeypatch):
-    """An engine dies on the way; and the journal is the same, so that either goes on with what the other began."""
-    from castiron.pipelines.cluster import batch
+def test_a_cluster_job_equals_one_process(bundle, rows, cluster, notes, tmp_path, monkeypatch):
+    """An actor dies, and a job without Ray continues the journal."""
+    from castiron.pipelines.cluster import actors
     from tests import cluster_parts
 
-    monkeypatch.setattr(batch, "Engine", cluster_parts.EngineThatDiesOnce)
-    monkeypatch.setattr(batch, "WINDOW", 40)
+    monkeypatch.setattr(actors, "BatchActor", cluster_parts.DyingEngine)
+    monkeypatch.setattr(actors, "MAX_WINDOW", 40)
     table = pq.read_table(rows).drop_columns(["when"]).to_pylist()
     lines = [json.dumps({name: value for name, value in row.items() if value is not None}) for row in table]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
@@ -175,27 +170,27 @@ def test_a_batch_job_on_a_cluster_has_the_results_of_one_process(bundle, rows, c
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_an_engine_trusts_the_files_as_the_job_does(stored, bundle, tmp_path, monkeypatch):
-    from castiron.pipelines.cluster import batch
+def test_an_actor_hashes_files_as_the_job_demands(stored, bundle, tmp_path, monkeypatch):
+    from castiron.pipelines.cluster import actors
 
     hashed, opened, sha256 = [], open_bundle(bundle), Part.sha256
     monkeypatch.setattr(Part, "sha256", lambda part: hashed.append(part.path.name) or sha256(part))
-    monkeypatch.setattr(batch, "bundle_at", lambda _: opened)
+    monkeypatch.setattr(actors, "bundle_at", lambda _: opened)
     path = tmp_path if stored else bundle
     for trust, times in (("once", 0), ("never", 1)):
         prepared = []
         args = argparse.Namespace(trust=trust)
-        engine = batch.Engine(args, path, dump(opened.manifest), lambda _, found: prepared.append(found) or (None, None))
+        engine = actors.BatchActor(args, path, dump(opened.manifest), lambda _, found: prepared.append(found) or (None, None))
         assert engine.answers([], object() if stored else None) == []
         assert sorted(hashed) == sorted(opened.manifest.files) * times and prepared[0].path == path
 
 
 @pytest.fixture(scope="module")
 def served(bundle, cluster):
-    """The page's deployment, of two slow replicas: a client of openai's that asks once, and a handle to the replicas."""
+    """The page's deployment with two slow replicas: a client, and a handle to the replicas."""
     from ray import serve
 
-    from castiron.pipelines.cluster import serving as deployments
+    from castiron.pipelines.cluster import deployment as deployments
     from tests import cluster_parts
 
     url, key = f"http://127.0.0.1:{free_port()}", "secret"
@@ -211,7 +206,6 @@ def served(bundle, cluster):
         assert f'api_keys=["{key}"]' in script
         handle = serve.get_deployment_handle("model", "castiron")
         with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            # The cluster's end is that of the replicas.
             yield client, handle
 
 
@@ -220,25 +214,26 @@ def ask(client: openai.OpenAI, messages: list[dict], tokens: int, **options):
 
 
 def states(handle) -> list[tuple[int, int]]:
-    """Process and sequences of every replica that lives."""
+    """Return the process id and number of sequences of every live replica."""
     found = handle.broadcast("state").results(timeout_s=120, return_exceptions=True)
     return [state for state in found if not isinstance(state, BaseException)]
 
 
 def samples(client: openai.OpenAI, name: str) -> dict[str, int]:
-    """A metric of every replica."""
-    page = client.get("http" + str(client.base_url).removeprefix("http").removesuffix("/v1/") + "/metrics", cast_to=str)
+    """Return the value of a metric of every replica."""
+    page = client.get(str(client.base_url).removesuffix("/v1/") + "/metrics", cast_to=str)
     return {
-        replica: int(value) for replica, value in re.findall(rf'^{name}{{replica="(\w+)"[^}}]*}} (\d+)$', page, re.MULTILINE)
+        replica: int(value)
+        for replica, value in re.findall(rf'^{name}{{[^}}]*replica="(\w+)"[^}}]*}} (\d+)(?:\.0)?$', page, re.MULTILINE)
     }
 
 
-def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):
+def test_requests_are_routed_by_prefix(served):
     client, _ = served
-    asked = [[{"role": "system", "content": word * 200}, {"role": "user", "content": f"Hello {i}"}]
+    prompts = [[{"role": "system", "content": word * 200}, {"role": "user", "content": f"Hello {i}"}]
              for i in range(3) for word in ("ab", "cd", "ef")]  # fmt: skip
-    answers = [ask(client, messages, 2) for messages in asked]
-    # The first of each kind was new to its replica, and all after it found more than half of their prompts there.
+    answers = [ask(client, messages, 2) for messages in prompts]
+    # The first prompt of each kind is new; the others find more than half of their tokens cached.
     found = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
     assert all(tokens < 100 for tokens in found[:3]) and all(tokens > 400 for tokens in found[3:]), found
     assert sum(samples(client, "vllm:prefix_cache_hits_total").values()) > 6 * 400
@@ -246,7 +241,7 @@ def test_requests_that_begin_alike_go_to_the_replica_that_has_read_that(served):
         client.with_options(api_key="another").models.list()
 
 
-def test_a_replica_that_is_killed_takes_no_request_along_that_had_not_begun_to_answer(served):
+def test_unanswered_requests_survive_a_killed_replica(served):
     client, handle = served
     messages = [[{"role": "user", "content": f"Hello {i}"}] for i in range(2 * SLOTS)]
     expected = [ask(client, message, 40).choices[0].message.content for message in messages[:2]]
@@ -257,17 +252,17 @@ def test_a_replica_that_is_killed_takes_no_request_along_that_had_not_begun_to_a
             assert not all(answer.done() for answer in answers)
             known = states(handle)
         os.kill(known[0][0], signal.SIGKILL)
-        said = [answer.result(200).choices[0].message.content for answer in answers]
-    assert said[:2] == expected and all(said)
+        messages = [answer.result(200).choices[0].message.content for answer in answers]
+    assert messages[:2] == expected and all(messages)
 
 
-def test_a_stream_passes_through_and_says_so_when_its_replica_ends(served):
+def test_a_stream_ends_with_an_error_if_its_replica_dies(served):
     from tests import cluster_parts
 
     client, handle = served
-    pieces = [piece for piece in ask(client, serving.MESSAGES, 20, stream=True)]
-    assert len(pieces) > 10 and pieces[-1].choices[0].finish_reason == "length"
-    # Whoever leaves has no sequence any more, long before it would have ended by itself.
+    chunks = [piece for piece in ask(client, serving.MESSAGES, 20, stream=True)]
+    assert len(chunks) > 10 and chunks[-1].choices[0].finish_reason == "length"
+    # When a client disconnects, its sequence ends long before its last token.
     long = {"stream": True, "extra_body": {"ignore_eos": True}}
     stream = ask(client, serving.MESSAGES, 900, **long)
     next(stream)
@@ -285,8 +280,8 @@ def test_a_stream_passes_through_and_says_so_when_its_replica_ends(served):
         list(stream)
 
 
-def test_replicas_are_as_many_as_their_slots_have_requests():
-    from castiron.pipelines.cluster.serving import deployment
+def test_replicas_scale_with_requests_per_slot():
+    from castiron.pipelines.cluster.deployment import deployment
 
     front = deployment("x", replicas=(1, 3), slots=SLOTS, queue=7)._bound_deployment
     replicas = front.init_args[0]._bound_deployment._deployment_config
@@ -295,39 +290,18 @@ def test_replicas_are_as_many_as_their_slots_have_requests():
     assert (replicas.max_ongoing_requests, replicas.max_queued_requests) == (2 * SLOTS, 7)
 
 
-class Gone:
-    """A handle to replicas of which each dies after it has said this."""
-
-    def __init__(self, *said: dict):
-        self.said, self.answer = said, self
-
-    def options(self, **_):
-        return self
-
-    def remote(self, _):
-        return self
-
-    def cancel(self):
-        pass
-
-    async def __aiter__(self):
-        from ray.exceptions import RayActorError
-
-        for message in self.said:
-            yield [message]
-        raise RayActorError
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_client_of_either_api_hears_in_its_own_words_that_replicas_have_ended(path, monkeypatch):
-    from castiron.pipelines.cluster import front
+def test_errors_of_lost_replicas_have_the_apis_form(path, monkeypatch):
+    from ray.exceptions import RayActorError
+
+    from castiron.pipelines.cluster import deployment as front
 
     monkeypatch.setattr(front, "ATTEMPTS", 1)
-    kind = (b"content-type", b"text/event-stream")
-    begun = {"type": "http.response.start", "status": 200, "headers": [kind]}
+    start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
 
-    def told(*said: dict) -> list[dict]:
+    def responses(*messages: dict) -> list[dict]:
+        """Return what a client receives from a front whose replica dies after `messages`."""
         sent, waiting = list[dict](), [{"type": "http.request", "body": b"{}"}]
 
         async def receive():
@@ -336,12 +310,19 @@ def test_a_client_of_either_api_hears_in_its_own_words_that_replicas_have_ended(
         async def send(message):
             sent.append(message)
 
-        asyncio.run(front.Front(Gone(*said), 100).forward(scope, receive, send))  # type: ignore
+        async def stream(_):
+            for message in messages:
+                yield [message]
+            raise RayActorError
+
+        replicas = MagicMock()
+        replicas.options().answer.remote().__aiter__ = stream
+        asyncio.run(front.Front(replicas, 100).forward(scope, receive, send))
         return sent
 
-    name, _, data = told(begun)[-1]["body"].decode().strip().rpartition("data: ")
-    start, body = told()
-    assert start["status"] == 502
+    name, _, data = responses(start)[-1]["body"].decode().strip().rpartition("data: ")
+    failed, body = responses()
+    assert failed["status"] == 502
     for error in (json.loads(data), json.loads(body["body"])):
         if path == "/v1/messages":
             assert (error["type"], error["error"]["type"]) == ("error", "api_error") and name == "event: error\n"

@@ -1,4 +1,5 @@
-"""A bundle runs elsewhere: with four packages, offline, read-only, as another user; and without castiron at all."""
+"""A bundle runs elsewhere: with four packages, offline, read-only, as another user, and without
+castiron."""
 
 from __future__ import annotations
 
@@ -16,47 +17,45 @@ import numpy as np
 import pytest
 from packaging.utils import canonicalize_name
 
+from castiron.emitter.abi import ROLES, State, functions
 from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.session import Session
-from tests.pipelines import toy_text
+from tests import aarch64
+from tests.support import toy_text
 
 ROOT = Path(__file__).parent.parent
-# What a bundle needs, and what the runtime and jinja2 cannot be imported without.
-PACKAGES = ("iree-base-runtime", "numpy", "tokenizers", "jinja2", "ml-dtypes", "MarkupSafe")
 NOBODY = 65534
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
 
 
 @pytest.fixture(scope="session")
 def away():
-    """A place that every user may read, which pytest's own is not."""
-    place = Path(tempfile.mkdtemp(prefix="castiron-away-"))
-    place.chmod(0o755)
-    yield place
-    subprocess.run(["chmod", "-R", "u+w", place], check=True)
-    shutil.rmtree(place)
+    """A folder that every user may read, unlike pytest's own folder."""
+    folder = Path(tempfile.mkdtemp(prefix="castiron-away-"))
+    folder.chmod(0o755)
+    yield folder
+    subprocess.run(["chmod", "-R", "u+w", folder], check=True)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
 def python(away) -> Path:
-    """The interpreter of an environment with the runtime's packages and nothing else."""
-    lock = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
-    versions = {canonicalize_name(name): version for name, version in lock.items()}
+    """The interpreter of an environment with the runtime's packages only."""
     subprocess.run([sys.executable, "-m", "venv", away / "venv"], check=True)
-    pins = [f"{name}=={versions[canonicalize_name(name)]}" for name in PACKAGES]
     python = away / "venv/bin/python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *pins]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *aarch64.pins()]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     installed = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
     names = {canonicalize_name(row["name"]) for row in json.loads(installed.stdout)} - {"pip", "setuptools"}
-    assert names == {canonicalize_name(name) for name in PACKAGES}
+    assert names == {canonicalize_name(name) for name in aarch64.WHEELS}
     return python
 
 
 @pytest.fixture(scope="session")
 def copies(away, tmp_path_factory) -> dict[str, Path]:
-    """A toy bundle, as a directory and packed, and castiron's runtime half, in a home of someone else's, all read-only."""
+    """A toy bundle, as a directory and packed, and castiron's code for running it, in the read-only
+    home of another user."""
     bundle = toy_text.write(tmp_path_factory.mktemp("deploy") / "toy")
     home = away / "home" / "other"
     shutil.copytree(bundle, home / "toy")
@@ -66,22 +65,28 @@ def copies(away, tmp_path_factory) -> dict[str, Path]:
         shutil.copy(ROOT / "castiron" / name, home / "code/castiron")
     for package in ("pipelines", "vmfb"):
         shutil.copytree(ROOT / package, home / "code/castiron" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "code/castiron/emitter").mkdir()
+    for name in ("__init__.py", "abi.py"):
+        shutil.copy(ROOT / "emitter" / name, home / "code/castiron/emitter")
     subprocess.run(["chmod", "-R", "a-w,a+rX", home], check=True)
     return {"home": home, "directory": home / "toy", "packed": home / "toy.castiron", "here": bundle}
 
 
 def offline() -> list[str]:
-    """What a command is put behind to have no network, where the system lets us."""
+    """Return the words before a command that run it without network, if the system allows it."""
     unshare = ["unshare", "--net", "--map-root-user"] if os.geteuid() else ["unshare", "--net"]
     probe = shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0
     return unshare if probe else []
 
 
-def another_user(python: Path) -> list[str]:
-    """What a command is put behind to be nobody's, where the system lets us: for root no file is read-only."""
+def foreign_user(python: Path) -> list[str]:
+    """Return the words before a command that run it as nobody, if the system allows it.
+
+    For root no file is read-only.
+    """
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if not os.geteuid() else []
-    # The interpreter may be in root's own folder, which only some systems let nobody search; and castiron starts it again for
-    # what it does not trust.
+    # The interpreter may be in a folder of root that nobody may search only with a capability. The
+    # command is tried with a child process, because castiron starts the interpreter again.
     search = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     again = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', '']).returncode)"
     starts = lambda words: subprocess.run([*words, python, "-c", again], cwd="/", capture_output=True).returncode == 0
@@ -91,9 +96,9 @@ def another_user(python: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["directory", "packed"])
-def test_four_packages_are_enough_offline_read_only_for_another_user(python, copies, form):
+def test_four_packages_are_enough_offline_read_only_for_a_foreign_user(python, copies, form):
     arguments = ["run", str(copies[form]), "-p", "bcd", "-n", "6", "--ignore-eos", "--json"]
-    command = [*offline(), *another_user(python), str(python), "-m", "castiron", *arguments]
+    command = [*offline(), *foreign_user(python), str(python), "-m", "castiron", *arguments]
     environment = {"PATH": os.environ["PATH"], "HOME": str(copies["home"]), "PYTHONPATH": str(copies["home"] / "code")}
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -103,10 +108,10 @@ def test_four_packages_are_enough_offline_read_only_for_another_user(python, cop
 
 
 @pytest.mark.slow
-def test_iree_run_module_drives_a_bundle_as_the_page_says(python, copies, tmp_path):
-    """The page's own command, with another bundle and its cache's type in the place of SmolLM2's."""
+def test_the_iree_run_module_command_of_the_page_works(python, copies, tmp_path):
+    """The bundle and the type of its cache replace those of SmolLM2."""
     (command,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    cache = open_bundle(copies["here"]).manifest.states[0].type()
+    cache = str(open_bundle(copies["here"]).manifest.states[0].of(1))
     command = command.replace("build/smollm2-135m-instruct", str(copies["directory"])).replace("30x8192x3x64xf32", cache)
     words = shlex.split(command)
     assert words[0] == "iree-run-module"
@@ -118,18 +123,15 @@ def test_iree_run_module_drives_a_bundle_as_the_page_says(python, copies, tmp_pa
 
 
 def test_the_page_names_what_the_modules_have():
-    """The table of functions against the manifest's own, and the packages against the project's."""
-    from castiron.vmfb.manifest import ROLES, entry_points
-    from castiron.vmfb.states import State
-
-    states = [State(name, (1, 32, 1, 4), "f32", "positional") for name in "kv"]
-    made = entry_points(states, 10, dict(zip(ROLES, ((1,), (8,), (4,), (2,), (16,), (16,)), strict=True)), 6)
+    """The page's table of functions has the operands and results of the ABI."""
+    states = [State(name, (1, 32, 1, 4)) for name in "kv"]
+    made = functions(dict(zip(ROLES, ((1,), (8,), (4,), (2,), (16,), (16,)), strict=True)))
     rows = dict(re.findall(r"^\| `(\w+?)` \| (.*) \|$", PAGE, re.MULTILINE))
     assert {f.role for f in made} == set(ROLES)
     for function in made:
         name = re.sub(r"_\d+$", "_B" if function.role == "batch" else "_T", function.name)
         operands, results = rows[name].split(" | ")
         slots = operands.replace(" of B slots", "").split(", ")
-        assert len(slots) == len(function.inputs) and slots[-2:] == ["k", "v"], name
+        assert len(slots) == len(function.signature(states, 10, 6).operands) and slots[-2:] == ["k", "v"], name
         first = {"embed": ["hidden"], "encode": ["vector"]}.get(function.role, ["argmax", "logits"])
         assert results.endswith("k, v") and re.findall(r"(\w+) `", results) == first

@@ -1,4 +1,4 @@
-"""`castiron diff` agrees with HF where the model is right, and names the place where it is not."""
+"""Test castiron diff: a correct model agrees with HF, and the first wrong module is found."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from castiron.emitter import ops
 from castiron.emitter.lowering import portable
-from castiron.pipelines.checking.diff import compare
-from castiron.pipelines.checkpoints import open_checkpoint
-from castiron.pipelines.cli import main
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.cli.main import main
+from castiron.pipelines.evaluate.diff import compare
 from castiron.reference import tiny
 
 TOKENS = [5, 17, 3, 99, 42, 8]
@@ -22,14 +22,14 @@ def checkpoint_dir(tmp_path_factory):
 
 
 @pytest.mark.parametrize("lowering", ["portable", "kernels"])
-def test_every_module_of_a_right_model_agrees(checkpoint_dir, lowering):
+def test_every_module_of_a_correct_model_agrees(checkpoint_dir, lowering):
     found = compare(open_checkpoint(checkpoint_dir), TOKENS, 1e-3, lowering)
     assert found.first is None and found.operations == []
     names = [m.module for m in found.modules]
     assert names[0] == "model.embed_tokens" and names[-1] == "lm_head" and "model.layers.2" in names
 
 
-def test_a_rotation_the_wrong_way_is_found_in_the_first_attention(checkpoint_dir, monkeypatch, capsys):
+def test_a_wrong_rotation_is_found_in_the_first_attention(checkpoint_dir, monkeypatch, capsys):
     def backwards(op, x, cos, sin, start):
         return portable.rope(op, x, cos, _Negated(sin), start)
 
@@ -56,6 +56,6 @@ def test_a_forgotten_residual_is_found_in_its_block(checkpoint_dir, monkeypatch)
     assert found.modules[found.first].module == "model.layers.0.post_attention_layernorm"
 
 
-def test_one_token_is_refused(checkpoint_dir, capsys):
+def test_one_token_is_rejected(checkpoint_dir, capsys):
     assert main(["diff", str(checkpoint_dir), "--tokens", "5"]) == 1
-    assert "at least two tokens" in capsys.readouterr().err
+    assert "needs at least 2" in capsys.readouterr().err

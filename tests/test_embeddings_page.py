@@ -1,4 +1,4 @@
-"""docs/embeddings.md: every command and snippet works, on a tiny model of the kind that the page names."""
+"""docs/embeddings.md: every command and snippet works with a tiny model of the same family."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.pipelines import encoders
-from tests.pipelines.served import served
+from tests.support import encoders
+from tests.support.served import served
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/embeddings.md").read_text(encoding="utf-8")
@@ -27,15 +27,15 @@ MODEL = "embeddinggemma-300m"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the page's commands are typed, with the model that they begin with."""
-    place = tmp_path_factory.mktemp("embeddings")
+    """The folder for the page's commands, with the model that they use."""
+    directory = tmp_path_factory.mktemp("embeddings")
     both = {"use_bidirectional_attention": True, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    (place / "models").mkdir()
-    encoders.write("gemma3_text", place / f"models/{MODEL}", pooling="mean", dense=(80, 64), longest=48, **both)
-    (place / "bin").mkdir()
-    (place / "bin/castiron").write_text(f'#!/bin/sh\nexec {sys.executable} -m castiron "$@"\n')
-    (place / "bin/castiron").chmod(0o755)
-    return place
+    (directory / "models").mkdir()
+    encoders.write("gemma3_text", directory / f"models/{MODEL}", pooling="mean", dense=(80, 64), longest=48, **both)
+    (directory / "bin").mkdir()
+    (directory / "bin/castiron").write_text(f'#!/bin/sh\nexec {sys.executable} -m castiron "$@"\n')
+    (directory / "bin/castiron").chmod(0o755)
+    return directory
 
 
 @pytest.mark.slow

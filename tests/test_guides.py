@@ -1,4 +1,4 @@
-"""docs/batch.md, serving.md, structured.md, endpoints.md, finetune.md, troubleshooting.md, trust.md and index.md: every command runs, every snippet and number holds."""
+"""Test the pages listed in PAGES: every command runs, every snippet and number is right."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from castiron.pipelines import cli
-from castiron.pipelines.measuring.memory import megabytes
-from castiron.pipelines.serve.metrics import Metrics
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.engine.memory import megabytes
+from castiron.pipelines.server.metrics import Metrics
 from castiron.reference.tiny import tiny_model
-from tests.pipelines import served as serving
+from tests.support import served as serving
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -31,8 +31,11 @@ PAGES = {
     for name in ("index", "batch", "serving", "structured", "endpoints", "finetune", "troubleshooting", "trust")
 }
 MODEL = "smollm2-135m-instruct"
-# What the tests of other files run: README's, and those of pages with a test of their own.
-ELSEWHERE = {"caches", "cluster", "chat", "embeddings", "models", "kernels", "deploy", "python", "porting", "scores", "states"}
+# Pages that other files test, or without commands.
+ELSEWHERE = set(
+    "architecture caches commands guarantees coming-from emitter cluster chat embeddings models kernels deploy python porting "
+    "scores states".split()
+)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -45,26 +48,26 @@ def lines(page: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A tiny model with a tokenizer and a chat template, by the name of the one that the pages have."""
-    place = tiny_model("llama", tmp_path_factory.mktemp("models") / MODEL, num_hidden_layers=1, max_position_embeddings=4096)
-    serving.tokenizer().save(str(place / "tokenizer.json"))
-    # One that knows of tools, in the form of Llama 3.
+    """Write a tiny model with a tokenizer and a chat template, named like the model of the pages."""
+    location = tiny_model("llama", tmp_path_factory.mktemp("models") / MODEL, num_hidden_layers=1, max_position_embeddings=4096)
+    serving.tokenizer().save(str(location / "tokenizer.json"))
+    # A template with tools in the form of Llama 3.
     template = '{% if tools %}{{ tools | tojson }} "parameters": dictionary{% endif %}' + serving.TEMPLATE
     config = {"chat_template": template, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (place / "tokenizer_config.json").write_text(json.dumps(config))
-    return place
+    (location / "tokenizer_config.json").write_text(json.dumps(config))
+    return location
 
 
 @pytest.fixture(scope="session")
 def folder(checkpoint, tmp_path_factory):
-    """Where the pages' commands are typed, with the bundle that they begin with."""
-    place = tmp_path_factory.mktemp("guides")
-    assert cli.main(["compile", str(checkpoint), "-o", str(place / "build" / MODEL), "--context", "1024"]) == 0
-    return place
+    """Make the current directory of the pages' commands, with the bundle that they start from."""
+    location = tmp_path_factory.mktemp("guides")
+    assert cli.main(["compile", str(checkpoint), "-o", str(location / "build" / MODEL), "--context", "1024"]) == 0
+    return location
 
 
 def run(line: str, folder: Path, checkpoint: Path) -> subprocess.CompletedProcess:
-    """A line of a page, in bash, with the tiny model for the one that it names."""
+    """Run a line of a page in bash, with the tiny model instead of the page's."""
     line = re.sub(rf"(?<!/){MODEL}", str(checkpoint), line)
     if line.startswith("castiron compile "):
         line += f" -o build/{MODEL}" if " -o " not in line else ""
@@ -76,7 +79,7 @@ def run(line: str, folder: Path, checkpoint: Path) -> subprocess.CompletedProces
 
 
 def served(line: str) -> bool:
-    """Lines for a server, which never ends, and its clients."""
+    """Return whether the line starts a server, which does not end, or is a client of one."""
     return "castiron serve " in line or line.startswith("curl ")
 
 
@@ -84,8 +87,8 @@ COMMANDS = [(page, line) for page in PAGES for line in lines(page) if not served
 
 
 @pytest.mark.slow
-def test_the_fine_tune_becomes_a_whole_model(checkpoint, folder, monkeypatch):
-    """The page's Python, where its first lines say it stands; the commands after it begin with what it writes."""
+def test_the_fine_tune_becomes_a_complete_model(checkpoint, folder, monkeypatch):
+    """Run the page's Python in the directory that it describes; later commands use its output."""
     shutil.copytree(checkpoint, folder / "outputs/checkpoint-500")
     monkeypatch.chdir(folder)
     (code,) = blocks("finetune", "python")
@@ -104,12 +107,12 @@ def test_a_command_of_a_page_works(page, line, folder, checkpoint):
         assert done.stdout.strip()
 
 
-def test_pages_of_other_tests_are_all_that_are_not_here():
+def test_every_page_is_listed():
     assert {path.stem for path in DOCS.glob("*.md")} - set(PAGES) == ELSEWHERE
 
 
 @pytest.mark.slow
-def test_the_server_answers_its_clients_and_nobody_without_a_key(folder, tmp_path):
+def test_the_server_answers_its_clients_and_requires_a_key(folder, tmp_path):
     keyed, *clients = (line for line in lines("serving") if served(line) and "KEY=" in line or line.startswith("curl "))
     name, _, keys = shlex.split(keyed)[0].partition("=")
     assert shlex.split(keyed)[1:3] == ["castiron", "serve"]
@@ -123,9 +126,7 @@ def test_the_server_answers_its_clients_and_nobody_without_a_key(folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_snippets_of_structured_output_and_of_other_apis_run_against_a_server_and_without_one(
-    folder, tmp_path, monkeypatch
-):
+def test_the_snippets_of_structured_output_and_endpoints_run(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     with serving.served(folder / "build" / MODEL, tmp_path / "log") as running:
         here = lambda text: text.replace("http://127.0.0.1:8000", running.url)
@@ -142,18 +143,18 @@ def test_the_snippets_of_structured_output_and_of_other_apis_run_against_a_serve
 
 
 def serve_arguments(words: list[str]):
-    """As the parser of `castiron serve` reads them; fails for an option that is not there."""
+    """Parse arguments of `castiron serve`; fail for an unknown option."""
     assert words[1:2] == ["serve"] and words[0].endswith("castiron")
-    return cli.build_parser(["serve"]).parse_args(words[1:])
+    return cli.command_parser("serve").parse_args(words[2:])
 
 
-def test_every_line_that_serves_is_one_that_serve_takes():
+def test_castiron_serve_accepts_every_line_of_the_page():
     for line in lines("serving"):
         if "castiron serve" in line:
             serve_arguments(shlex.split(line[line.index("castiron serve") :]))
 
 
-def test_the_proxy_lets_through_what_the_server_takes_and_waits_as_long():
+def test_the_proxy_has_the_servers_body_limit_and_a_longer_timeout():
     (text,) = blocks("serving", "nginx")
     plain = serve_arguments(["castiron", "serve", "x"])
     value = lambda name: float(re.search(rf"{name} (\d+)[ms];", text)[1])
@@ -162,7 +163,7 @@ def test_the_proxy_lets_through_what_the_server_takes_and_waits_as_long():
     assert text.count("{") == text.count("}") and all(re.search(r"[{};]$", line) for line in text.splitlines() if line.strip())
 
 
-def test_the_unit_is_one_and_stops_after_the_servers_grace():
+def test_the_systemd_unit_is_complete_and_waits_for_the_servers_grace():
     (text,) = blocks("serving", "ini")
     unit = configparser.ConfigParser(strict=False)
     unit.optionxform = str
@@ -172,7 +173,7 @@ def test_the_unit_is_one_and_stops_after_the_servers_grace():
     assert int(unit["Service"]["TimeoutStopSec"]) > arguments.grace
 
 
-def test_the_container_has_the_locked_packages_and_a_command_that_serve_takes():
+def test_the_container_has_the_locked_packages_and_a_valid_command():
     (text,) = blocks("serving", "dockerfile")
     text = text.replace("\\\n", " ")
     pins = {name.lower(): version for name, version in re.findall(r"([\w-]+)==([\w.]+)", text)}
@@ -181,12 +182,12 @@ def test_the_container_has_the_locked_packages_and_a_command_that_serve_takes():
     assert all(lock[name] == version for name, version in pins.items())
     import castiron
 
-    assert set(re.findall(r"castiron-([\d.]+)-py3", text)) == {castiron.__version__}
+    assert set(re.findall(r"castiron_llm-([\d.]+)-py3", text)) == {castiron.__version__}
     command = json.loads(re.search(r"^CMD (.*)$", text, re.MULTILINE)[1])
     assert serve_arguments(command).port == int(re.search(r"^EXPOSE (\d+)$", text, re.MULTILINE)[1])
 
 
-def test_the_container_is_written_as_hadolint_has_it():
+def test_the_container_passes_hadolint():
     (text,) = blocks("serving", "dockerfile")
     lint = lambda text: subprocess.run(
         [Path(sysconfig.get_path("scripts")) / "hadolint", "--no-color", "-"], input=text, capture_output=True, text=True
@@ -195,7 +196,7 @@ def test_the_container_is_written_as_hadolint_has_it():
     assert "DL3006" in lint(text.replace("python:3.12-slim", "python")).stdout
 
 
-def test_the_manifest_of_kubernetes_holds_together_and_has_the_memory_that_the_bundle_needs():
+def test_the_kubernetes_manifest_is_consistent_and_has_enough_memory():
     deployment, service = yaml.safe_load_all(blocks("serving", "yaml")[0])
     spec = deployment["spec"]["template"]["spec"]
     (container,) = spec["containers"]
@@ -205,11 +206,11 @@ def test_the_manifest_of_kubernetes_holds_together_and_has_the_memory_that_the_b
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     arguments = serve_arguments(container["args"])
     assert (arguments.port, arguments.host) == (port["containerPort"], "0.0.0.0")
-    # Requests come until all have heard that this one is going, and those that came may end.
+    # The pod still gets requests until the endpoints are updated; running ones may end.
     (command, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep" and int(seconds) > 0
     assert spec["terminationGracePeriodSeconds"] > int(seconds) + arguments.grace
-    # The process writes into the cache alone, which lies in /tmp in the image.
+    # The process writes only into its cache, which is in /tmp in the image.
     assert container["securityContext"]["readOnlyRootFilesystem"] and spec["securityContext"]["runAsNonRoot"]
     assert [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"] == [
         spec["volumes"][0]["name"]
@@ -218,7 +219,7 @@ def test_the_manifest_of_kubernetes_holds_together_and_has_the_memory_that_the_b
         assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
     resources = container["resources"]
     assert resources["requests"] == resources["limits"] and arguments.threads == int(resources["limits"]["cpu"])
-    # As the page's own numbers of its bundle have it: weights, full slots, and what the process takes.
+    # The limit is the sum of the page's own numbers: weights, states of all slots, and the process.
     weights, slots, state = re.search(
         r"in castiron serve weights ([\d.]+) MB, states (\d+) x ([\d.]+) MB", PAGES["serving"]
     ).groups()
@@ -231,15 +232,12 @@ def test_the_manifest_of_kubernetes_holds_together_and_has_the_memory_that_the_b
 def test_the_sizes_of_the_page_are_right():
     page = PAGES["serving"]
     factors = re.search(r"SmolLM2-135M ((?:[\d]+ × )+\d+) = ([\d.]+ MB)", page)
-    size = 1
-    for number in factors[1].split(" × "):
-        size *= int(number)
-    assert megabytes(size) == factors[2] and page.count(factors[2]) == 3
+    assert megabytes(math.prod(map(int, factors[1].split(" × ")))) == factors[2] and page.count(factors[2]) == 3
 
 
-def test_the_page_names_metrics_and_defaults_that_there_are():
+def test_the_metrics_and_defaults_of_the_page_exist():
     page = PAGES["serving"]
-    known = {metric.name for metric in vars(Metrics()).values()}
+    known = set(re.findall(r"^# HELP (\S+)", Metrics().text(), re.MULTILINE))
     named = set(re.findall(r"`((?:castiron_|vllm:)\w+)`", page))
     assert len(named) > 5 and named <= known
     plain = serve_arguments(["castiron", "serve", "x"])
@@ -247,8 +245,8 @@ def test_the_page_names_metrics_and_defaults_that_there_are():
         assert getattr(plain, name.replace("-", "_")) == float(value), name
 
 
-def sentences() -> str:
-    """Every text in castiron's own code, one a line, with `…` for what is filled in."""
+def messages() -> str:
+    """Return every string in castiron's code, one per line, with `…` for each inserted value."""
     found = []
     for package in ("pipelines", "vmfb", "emitter"):
         for path in (ROOT / package).rglob("*.py"):
@@ -261,8 +259,8 @@ def sentences() -> str:
 
 
 def test_the_messages_of_the_page_are_castirons():
-    """Up to the last `…`, and whatever stands for one: several parts that are filled in may touch."""
-    known = sentences()
+    """A `…` of the page may stand for several inserted values and the text between them."""
+    known = messages()
     quoted = re.findall(r"^\| (?:iree-compile )?`([^`]*…[^`]*)`", PAGES["troubleshooting"], re.MULTILINE)
     assert len(quoted) > 10
     for message in quoted:
@@ -270,22 +268,22 @@ def test_the_messages_of_the_page_are_castirons():
         assert re.search("[^\n]*".join(pieces), known), message
 
 
-def test_options_that_the_pages_name_are_there():
-    """Of the command that a line or a sentence names before them; of any command where none is named."""
-    parsers = cli.build_parser((), whole=True)._subparsers._group_actions[0].choices
+def test_options_in_the_pages_exist():
+    """An option belongs to the command in the same quote; without a command, to any command."""
+    parsers = {name: cli.command_parser(name) for name in cli.COMMANDS}
     options = {name: {word for a in parser._actions for word in a.option_strings} for name, parser in parsers.items()}
-    everything = set().union(*options.values()) | {"--version"}
+    everything = set().union(*options.values()) | {"--version", "--print-completion"}
     for page, text in PAGES.items():
         for quote in re.findall(r"`([^`\n]+)`", text):
             words = re.split(r"[\s=]+", quote)
-            if words[0] == "pip":
+            if words[0] in ("pip", "llama-perplexity"):
                 continue
             known = options.get(words[1], everything) if words[0] == "castiron" and len(words) > 1 else everything
             unknown = {word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)} - known
             assert not unknown - {"--outfile"}, f"{page}: {quote}"
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_work():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,4 +1,4 @@
-"""The project as it is handed over: one lock, packages that import each other one way, a wheel that is whole."""
+"""Test the locks, the imports of the packages, the wheel, the Makefile and .ci/run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests import aarch64
+from tests import aarch64, tiers
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("emitter", "pipelines", "vmfb", "reference")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# What each lock holds, with those before it: what make compile-llm, make test and make bench install, and make docs alone.
-BASE, TEST, BENCH, DOCS = (f"requirements{name}.lock" for name in ("", "-test", "-bench", "-docs"))
+# Name -> (lock files that are installed together, the extras that they serve)
+BASE, TEST, ALL, BENCH, DOCS = (f"requirements{name}.lock" for name in ("", "-test", "-test-all", "-bench", "-docs"))
+CORE_EXTRAS = ("compile", "serve", "structured", "hub", "terminal")
 LOCKS = {
-    "base": ((BASE,), ("compile", "serve", "structured", "hub")),
-    "tests": ((BASE, TEST), ("compile", "serve", "structured", "hub", "parquet", "ray", "sign", "verify", "test")),
-    "bench": (
-        (BASE, TEST, BENCH),
-        ("compile", "serve", "structured", "hub", "parquet", "ray", "sign", "verify", "test", "bench"),
-    ),
+    "base": ((BASE,), CORE_EXTRAS),
+    "test": ((BASE, TEST), (*CORE_EXTRAS, "verify", "test")),
+    "test-all": ((BASE, TEST, ALL), (*CORE_EXTRAS, "verify", "test", "parquet", "ray", "test-all")),
+    "bench": ((BASE, TEST, BENCH), (*CORE_EXTRAS, "verify", "test", "bench")),
     "docs": ((DOCS,), ("docs",)),
 }
 
 
 def lock(name: str) -> dict[str, str]:
-    """Version by canonical name; fails for a line that is anything but an exact pin."""
+    """Return the version of each package in a lock; fail for a line that is not an exact pin."""
     found = {}
     for line in (ROOT / name).read_text().splitlines():
         if line and not line.startswith(("#", "-r ")):
@@ -50,11 +49,12 @@ def lock(name: str) -> dict[str, str]:
 
 def requirements(*extras: str) -> list[Requirement]:
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
-    return [r for r in map(Requirement, lines) if r.name != "castiron"]
+    return [r for r in map(Requirement, lines) if r.name != "castiron-llm"]
 
 
 def imports(path: Path) -> set[tuple[str, bool]]:
-    """Top-level modules that a file imports, castiron's packages by their own names, and whether at import time."""
+    """Return (top-level module, whether at import time) for each import of a file; castiron.vmfb
+    is `vmfb`."""
     found = set()
 
     def top(module: str) -> str:
@@ -65,7 +65,7 @@ def imports(path: Path) -> set[tuple[str, bool]]:
             if isinstance(child, ast.Import):
                 found.update((top(alias.name), outside) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
-                assert not child.level, f"{path} imports relatively; the project's imports say the whole name"
+                assert not child.level, f"{path} imports relatively; use the complete name"
                 names = (f"castiron.{a.name}" for a in child.names) if child.module == "castiron" else (child.module,)
                 found.update((top(name), outside) for name in names)
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -79,12 +79,22 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+def may_measure(path: Path) -> bool:
+    """Return whether the file measures or compares, and so may import `reference` and test
+    packages."""
+    return path.parent == ROOT / "pipelines/evaluate" or path in (
+        ROOT / "pipelines/cli/bench.py",
+        ROOT / "pipelines/cli/evaluate.py",
+    )
+
+
 def locked(*names: str) -> dict[str, str]:
     return {name: version for file in names for name, version in lock(file).items()}
 
 
 def needed(which: str) -> dict[str, Requirement]:
-    """By name all that the extras of a lock ask for, and what that asks for; fails where the lock has it not, or another."""
+    """Return the direct and indirect requirements of a lock's extras by name; fail if the locks
+    lack one or have another version."""
     names, extras = LOCKS[which]
     versions = locked(*names)
     waiting = requirements(*extras) if which != "docs" else [Requirement(line) for line in EXTRAS["docs"]]
@@ -106,7 +116,7 @@ def needed(which: str) -> dict[str, Requirement]:
             continue
         for child in map(Requirement, children):
             environments = [{**default_environment(), "extra": extra} for extra in (*requirement.extras, "")]
-            # What torch adds for graphics cards is not part of its CPU build.
+            # torch's CPU build does not need its GPU packages.
             wanted = child.marker is None or any(child.marker.evaluate(environment) for environment in environments)
             if wanted and not canonicalize_name(child.name).startswith(("nvidia-", "cuda-", "triton")):
                 waiting.append(child)
@@ -114,146 +124,102 @@ def needed(which: str) -> dict[str, Requirement]:
 
 
 @pytest.mark.parametrize("which", LOCKS)
-def test_the_lock_holds_what_the_project_asks_for_and_all_that_this_needs(which):
+def test_the_lock_has_all_dependencies(which):
     assert needed(which)
 
 
-def test_what_compiles_and_runs_is_installed_without_what_only_tests_need():
-    """The first lock has nothing that compile and serve do not ask for; setuptools installs castiron itself."""
+def test_a_lock_has_no_packages_that_its_extras_do_not_need():
+    """setuptools installs castiron itself."""
     assert set(lock(BASE)) == {*needed("base"), "setuptools"}
-    assert not set(lock(BASE)) & set(lock(TEST)) and {"torch", "jaxlib", "scipy", "matplotlib"} <= set(lock(TEST))
+    assert set(lock(BASE)) | set(lock(TEST)) == {*needed("test"), "setuptools"}
+    assert not set(lock(TEST)) & set(lock(ALL)) and not set(lock(BASE)) & (set(lock(TEST)) | set(lock(ALL)))
 
 
-def test_what_compiles_runs_and_serves_imports_what_the_first_lock_has():
-    """At import time or later; tests, reference and the commands that measure or compare have the second lock."""
-    others = ("verify.py", "evaluate.py", "bench.py", "bench_worker.py", "diff.py", "chart.py", "signature.py", "parquet.py")
+def test_the_first_lock_has_what_compile_run_and_serve_import():
+    """Imports inside functions count. Files that measure or compare need the second lock."""
     modules = set(
-        "iree numpy tokenizers jinja2 llguidance gguf safetensors starlette uvicorn h11 pydantic huggingface_hub".split()
+        "iree numpy tokenizers jinja2 llguidance gguf safetensors starlette uvicorn pydantic pydantic_core huggingface_hub "
+        "fastapi httptools prometheus_client prompt_toolkit shtab".split()
     )
     allowed = set(sys.stdlib_module_names) | modules | {"castiron", "emitter", "vmfb", "pipelines"}
-    for path in (path for package in ("emitter", "vmfb", "pipelines") for path in sources(package)):
-        if path.name not in others:
+    for path in (path for package in PACKAGES for path in sources(package)):
+        names = {name for name, _ in imports(path)}
+        assert "tests" not in names, path
+        if path.relative_to(ROOT).parts[0] != "reference" and path.name != "parquet.py" and not may_measure(path):
             more = {"ray", "pyarrow", "fsspec"} if path.parent.name == "cluster" else set()
-            assert {name for name, _ in imports(path)} <= allowed | more, path
+            assert names <= allowed | more, path
 
 
 def test_exact_versions_in_the_project_and_in_the_lock_are_the_same():
-    versions = locked(BASE, TEST, BENCH, DOCS)
+    versions = locked(BASE, TEST, ALL, BENCH, DOCS)
     for requirement in requirements(*EXTRAS):
         exact = [s.version for s in requirement.specifier if s.operator == "=="]
         if exact and canonicalize_name(requirement.name) in versions:
             assert exact == [versions[canonicalize_name(requirement.name)]]
     assert versions["iree-base-compiler"] == versions["iree-base-runtime"]
     # All may be installed into one environment.
-    assert all(version == versions[name] for file in (BASE, TEST, BENCH, DOCS) for name, version in lock(file).items())
+    assert all(version == versions[name] for file in (BASE, TEST, ALL, BENCH, DOCS) for name, version in lock(file).items())
 
 
-def import_graph(root: Path, packages: tuple[str, ...]) -> dict[str, set[str]]:
-    """Modules below `root` and those of them that each imports, anywhere in its file, by names such as `emitter.ir`."""
-    files = {path.relative_to(root).with_suffix(""): path for package in packages for path in (root / package).rglob("*.py")}
-    modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items()}
-
-    def imported(node: ast.AST) -> list[str]:
-        if isinstance(node, ast.Import):
-            return [alias.name for alias in node.names]
-        if not isinstance(node, ast.ImportFrom):
-            return []
-        # `from package import name` imports the module of that name, or else the package.
-        names = {f"{node.module}.{alias.name}": node.module for alias in node.names}
-        return [name if name.removeprefix("castiron.") in modules else module for name, module in names.items()]
-
-    return {
-        name: {found.removeprefix("castiron.") for node in ast.walk(ast.parse(path.read_text())) for found in imported(node)}
-        & modules.keys() - {name}
-        for name, path in modules.items()
-    }
+def test_module_names_of_pipelines_are_unique():
+    """Files of the command line are named after their commands and do not count."""
+    names = [path.name for path in sources("pipelines") if path.parent.name != "cli" and path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
 
 
-def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Sets of modules of which each imports every other, if only by way of others."""
-
-    def reached(start: str) -> set[str]:
-        found, waiting = set(), [start]
-        while waiting:
-            new = graph[waiting.pop()] - found
-            found |= new
-            waiting += new
-        return found
-
-    reach = {name: reached(name) for name in graph}
-    return {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
-
-
-def test_no_modules_import_each_other_in_a_circle():
-    assert not circles(import_graph(ROOT, PACKAGES))
+def test_the_import_contracts_find_an_import_that_is_only_for_types(tree):
+    path = tree / "pipelines/checkpoints/gguf_file.py"
+    original = path.read_text()
+    path.write_text(
+        f"{original}\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import castiron.pipelines.engine.request\n"
+    )
+    lint = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    try:
+        done = run_in(tree, sys.executable, "-c", lint)
+    finally:
+        path.write_text(original)
+    printed = done.stdout.replace("\n", "")
+    assert done.returncode == 1 and "gguf_file -> castiron.pipelines.engine.request" in printed, printed + done.stderr
 
 
-@pytest.mark.parametrize(
-    "back",
-    [
-        "from castiron.toy import a\n",
-        "from castiron.toy.a import A\n",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from castiron.toy.a import A\n",
-        "def f():\n    import castiron.toy.a\n",
-    ],
-    ids=["module", "name", "types", "function"],
-)
-def test_a_circle_is_found_wherever_it_hides(tmp_path, back):
-    (tmp_path / "toy").mkdir()
-    sources = {"__init__": "", "a": "from castiron.toy import b\n", "b": "from castiron.toy.c import C\n", "c": back, "d": ""}
-    for name, source in sources.items():
-        (tmp_path / "toy" / f"{name}.py").write_text(source)
-    assert circles(import_graph(tmp_path, ("toy",))) == {frozenset({"toy.a", "toy.b", "toy.c"})}
-
-
-def test_the_emitter_needs_the_standard_library_and_numpy_only():
+def test_the_emitter_imports_only_numpy_and_the_standard_library():
     allowed = set(sys.stdlib_module_names) | {"numpy", "emitter"}
     for path in sources("emitter"):
         assert {name for name, _ in imports(path)} <= allowed, path
 
 
-def test_packages_import_each_other_one_way():
-    """checkpoint -> emitter -> vmfb -> pipelines; reference is verify's, bench's and diff's, when they run."""
-    may = {"emitter": set(), "vmfb": set(), "pipelines": {"emitter", "vmfb"}, "reference": {"emitter", "vmfb", "pipelines"}}
-    for package in PACKAGES:
-        for path in sources(package):
-            others = {name for name, _ in imports(path)} & set(PACKAGES) - {package}
-            if path.name in ("verify.py", "bench.py", "bench_worker.py", "diff.py"):
-                others -= {"reference"}
-            assert others <= may[package], f"{path} imports {', '.join(others - may[package])}"
-            assert "tests" not in {name for name, _ in imports(path)}, path
+LAZY = {
+    "grammar.py": {("llguidance", False)},
+    "grammar_compiler.py": {("llguidance", False)},
+    "main.py": {("shtab", False)},
+    "chat.py": {("prompt_toolkit", False)},
+}
 
 
-def test_generation_knows_no_http():
-    """serve imports generation, and generation neither serve nor what serve is made of."""
-    for path in sources("pipelines/generation"):
-        modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
-        assert not {name for name in modules if name.startswith("castiron.pipelines.serve")}, path
-        assert not {name for name, _ in imports(path)} & {"http", "starlette", "uvicorn", "pydantic"}, path
-
-
-def test_a_runtime_environment_is_enough_to_run():
-    """Of third-party packages, what runs a bundle imports those that the project depends on without extras."""
-    allowed = set(sys.stdlib_module_names) | {"numpy", "iree", "tokenizers", "jinja2", "vmfb", "pipelines", "castiron"}
-    commands = ("options", "run", "chat", "console", "lines", "settings", "wrapping")
-    others = ("cli", "progress", "errors", "installing", "sizes", "measuring/memory")
-    names = (*others, *(f"commands/{name}" for name in commands))
-    files = [*sources("vmfb"), *sources("pipelines/generation"), *(ROOT / "pipelines" / f"{name}.py" for name in names)]
+def test_running_a_bundle_imports_no_packages_of_extras():
+    own = {"emitter", "vmfb", "pipelines", "castiron"}
+    allowed = set(sys.stdlib_module_names) | own | {"numpy", "iree", "tokenizers", "jinja2"}
+    files = [
+        *sources("vmfb"),
+        *sources("pipelines/engine"),
+        *sources("pipelines/text"),
+        *(ROOT / "pipelines").glob("*.py"),
+        *(ROOT / f"pipelines/cli/{name}.py" for name in ("main", "options", "run", "chat", "answer_output")),
+    ]
     for path in files:
-        # Structured output and signatures need an extra, and say so when they are asked for.
-        extra = {"grammar.py": {("llguidance", False)}, "signature.py": {("cryptography", False)}}.get(path.name, set())
+        # Structured output needs an extra, and reports it; line editing is plain without its own.
+        extra = LAZY.get(path.name, set())
         assert {name for name, _ in imports(path) - extra} <= allowed, path
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of what is packaged."""
+    """Copy the files that are packaged."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("castiron", *PACKAGES, "tests"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, tree)
+        shutil.copy(ROOT / name, tree)
     return tree
 
 
@@ -262,7 +228,7 @@ def wheel(tree, tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(tree)]
     subprocess.run(command, check=True, timeout=300)
-    (built,) = out.glob("castiron-*.whl")
+    (built,) = out.glob("castiron_llm-*.whl")
     with zipfile.ZipFile(built) as archive:
         yield archive
 
@@ -270,36 +236,28 @@ def wheel(tree, tmp_path_factory):
 def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {f"castiron/{path.relative_to(tree)}" for package in PACKAGES for path in (tree / package).rglob("*.py")}
-    assert sources <= names
-    assert {
-        "castiron/py.typed",
-        "castiron/ray.py",
-        "castiron/pipelines/checking/verify_prompts.jsonl",
-        "castiron/pipelines/checking/evaluate_text.txt",
-        "castiron/pipelines/serve/page/chat.html",
-        "castiron/pipelines/serve/page/chat.css",
-        "castiron/pipelines/serve/page/chat.js",
-        "castiron/pipelines/serve/page/icon.svg",
-    } <= names
-    # One name in site-packages, so that nobody's own `pipelines` or `reference` is in the way of castiron's.
+    data = {f"castiron/{path.relative_to(tree)}" for path in (tree / "pipelines").rglob("*.*") if path.suffix != ".pyc"}
+    assert sources <= names and data <= names and {"castiron/py.typed", "castiron/ray.py"} <= names
+    assert {"castiron/pipelines/evaluate/verify_prompts.jsonl", "castiron/pipelines/server/page/chat.html"} <= data
+    # One name in site-packages: a user's own `pipelines` or `reference` must not collide with castiron's.
     assert {name.split("/")[0] for name in names} == {"castiron"}
 
 
 def test_the_wheel_has_the_command_and_the_licence(wheel):
     texts = {name.split("/", 1)[1]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
-    assert "castiron = castiron.pipelines.cli:main" in texts["entry_points.txt"]
+    assert "castiron = castiron.pipelines.cli.main:main" in texts["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in texts["METADATA"]
     assert "Version 2.0, January 2004" in texts["licenses/LICENSE"]
 
 
-def test_folders_of_a_user_are_not_in_the_way(tmp_path):
-    """A project of one's own with the names of castiron's folders, first on Python's path and the current directory."""
+def test_a_users_packages_may_have_the_names_of_castirons_folders(tmp_path):
+    """The user's packages come first on Python's path, and are in the current directory."""
     for name in PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('this is a user's own')\n")
-    code = "import sys; from castiron.pipelines.cli import main; sys.exit(main(['inspect']))"
+    code = "import sys; from castiron.pipelines.cli.main import main; sys.exit(main(['list']))"
     paths = f"{tmp_path}{os.pathsep}{ROOT}"
-    for argv in (["-m", "castiron", "inspect"], ["-c", code]):
+    for argv in (["-m", "castiron", "list"], ["-c", code]):
         environment = {**os.environ, "PYTHONPATH": paths}
         done = subprocess.run(
             [sys.executable, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -308,26 +266,26 @@ def test_folders_of_a_user_are_not_in_the_way(tmp_path):
 
 
 def run_in(directory: Path, *command: str) -> subprocess.CompletedProcess:
-    # What the make that runs the tests was told is not for this one.
-    told = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_ARGS"))}
-    return subprocess.run(command, cwd=directory, env=told, capture_output=True, text=True, timeout=300, check=False)
-
-
-def make(*argv: str, directory: Path) -> subprocess.CompletedProcess:
-    return run_in(directory, "make", *argv)
+    # Variables of a make that runs these tests must not reach this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_ARGS"))}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture
 def installed_tree(tmp_path):
-    """The Makefile and its locks, with programs in .venv that write down how they are called."""
-    for name in ("Makefile", "pyproject.toml", BASE, TEST, BENCH, DOCS):
+    """Copy the Makefile and the locks; programs in .venv only record their arguments."""
+    for name in ("Makefile", "pyproject.toml", BASE, TEST, ALL, BENCH, DOCS):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    for name in ("python", "castiron"):
+    for name in ("python", "castiron", "lint-imports"):
         program = tmp_path / ".venv/bin" / name
         program.write_text(f'#!/bin/sh\nfor word in {name} "$@"; do printf "%s|" "$word"; done >> calls\necho >> calls\n')
         program.chmod(0o755)
     return tmp_path
+
+
+PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+PIP_INSTALL = ["-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", "install", "-r"]
 
 
 def calls(directory: Path) -> list[list[str]]:
@@ -337,47 +295,49 @@ def calls(directory: Path) -> list[list[str]]:
 
 
 def installs(found: list[list[str]]) -> list[str]:
-    """The last words of what pip was told."""
+    """Return the last argument of each call of pip."""
     return [call[-1] for call in found if call[0] == "python" and "install" in call]
 
 
-def test_make_compile_llm_installs_the_first_lock_and_says_how_much_that_is(installed_tree):
-    done = make("compile-llm", directory=installed_tree)
+def test_make_compile_llm_installs_the_first_lock_and_prints_its_size(installed_tree):
+    done = run_in(installed_tree, "make", "compile-llm")
     assert done.returncode == 0, done.stderr
     assert installs(calls(installed_tree)) == [BASE, "."]
     assert re.search(r"\d+ MB to fetch, \d+ MB on disk", done.stderr)
-    done = make("test", directory=installed_tree)
+    done = run_in(installed_tree, "make", "test")
     first, *rest = installs(calls(installed_tree))
     assert first.startswith("torch==") and rest == [TEST] and re.search(r"\d GB on disk", done.stderr)
-    make("compile-llm", directory=installed_tree)
+    run_in(installed_tree, "make", "compile-llm")
     assert installs(calls(installed_tree)) == []
 
 
-def test_make_installs_the_lock_once_and_again_when_it_changes(installed_tree):
-    assert make("test", directory=installed_tree).returncode == 0
+def test_make_installs_a_lock_when_it_changes(installed_tree):
+    assert run_in(installed_tree, "make", "test").returncode == 0
     first = calls(installed_tree)
     assert installs(first)[:2] == [BASE, "."] and installs(first)[-1] == TEST
-    assert first[-1] == ["python", "-m", "pytest"]
-    assert make("test", directory=installed_tree).returncode == 0
-    assert calls(installed_tree) == [["python", "-m", "pytest"]]
+    assert first[-1] == [*PYTEST, "--tier", "quick"]
+    assert run_in(installed_tree, "make", "test").returncode == 0
+    assert calls(installed_tree) == [[*PYTEST, "--tier", "quick"]]
+    assert run_in(installed_tree, "make", "test-all", "PYTEST_ARGS=-k a").returncode == 0
+    assert calls(installed_tree)[-2:] == [["python", *PIP_INSTALL, ALL], [*PYTEST, "-k", "a"]]
     with open(installed_tree / BASE, "a") as file:
         file.write("# changed\n")
     for _ in range(2):
-        make("test", directory=installed_tree)
+        run_in(installed_tree, "make", "test")
     assert len(calls(installed_tree)) == len(first) + 1
-    # Back to the first lock: what is installed is the second's.
+    # Going back to the first lock installs it again.
     shutil.copy(ROOT / BASE, installed_tree)
-    make("test", directory=installed_tree)
+    run_in(installed_tree, "make", "test")
     assert len(calls(installed_tree)) == len(first)
 
 
 def test_make_test_aarch64_fails_where_it_cannot_be_set_up(installed_tree, monkeypatch):
-    assert make("test-aarch64", directory=installed_tree).returncode == 0
+    assert run_in(installed_tree, "make", "test-aarch64").returncode == 0
     setup, tests = calls(installed_tree)[-2:]
     assert setup == ["python", "-m", "tests.aarch64", "build/aarch64"] and tests[-1] == "tests/test_aarch64.py"
     program = installed_tree / ".venv/bin/python"
     program.write_text(program.read_text() + '[ "$2" != tests.aarch64 ]\n')
-    assert make("test-aarch64", directory=installed_tree).returncode != 0
+    assert run_in(installed_tree, "make", "test-aarch64").returncode != 0
     assert calls(installed_tree) == [setup]
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match="needs qemu-user-static and mmdebstrap .*: sudo apt-get install .* qemu-user-static"):
@@ -396,8 +356,8 @@ def test_make_test_aarch64_fails_where_it_cannot_be_set_up(installed_tree, monke
          ["--tokens", "1,2"]),
     ],
 )  # fmt: skip
-def test_make_compile_llm_hands_its_variables_on(installed_tree, options, compiled, asked):
-    done = make("compile-llm", *options, directory=installed_tree)
+def test_make_compile_llm_passes_its_variables_to_castiron(installed_tree, options, compiled, asked):
+    done = run_in(installed_tree, "make", "compile-llm", *options)
     assert done.returncode == 0, done.stderr
     compiling, running = calls(installed_tree)[-2:]
     assert compiling == ["castiron", "compile", *compiled]
@@ -407,25 +367,34 @@ def test_make_compile_llm_hands_its_variables_on(installed_tree, options, compil
 def test_a_failing_compile_is_not_followed_by_a_run(installed_tree):
     program = installed_tree / ".venv/bin/castiron"
     program.write_text('#!/bin/sh\necho "$1" >> calls\nexit 1\n')
-    assert make("compile-llm", directory=installed_tree).returncode != 0
+    assert run_in(installed_tree, "make", "compile-llm").returncode != 0
     assert [call for call in (installed_tree / "calls").read_text().splitlines() if "|" not in call] == ["compile"]
 
 
-def test_make_coverage_says_a_line_a_package_and_passes_the_tests_status_on(installed_tree):
-    done = make("coverage", directory=installed_tree)
+def test_make_coverage_prints_each_package_and_returns_the_status(installed_tree):
+    done = run_in(installed_tree, "make", "coverage")
     assert done.returncode == 0, done.stderr
     assert sorted(line.split()[0] for line in done.stdout.splitlines()) == sorted(PACKAGES)
-    assert ["python", "-m", "coverage", "run", "-m", "pytest"] in calls(installed_tree)
+    assert ["python", "-m", "coverage", "run", *PYTEST[1:]] in calls(installed_tree)
     settings = tomllib.loads((installed_tree / "pyproject.toml").read_text())["tool"]["coverage"]["run"]
     assert sorted(settings["source"]) == sorted(PACKAGES)
     python = installed_tree / ".venv/bin/python"
     python.write_text(python.read_text() + 'case "$*" in *pytest*) exit 3;; esac\n')
-    assert make("coverage", directory=installed_tree).returncode != 0
+    assert run_in(installed_tree, "make", "coverage").returncode != 0
 
 
-def test_ci_runs_the_tests_and_passes_their_status_on(installed_tree):
+def test_every_line_of_the_full_tier_names_an_existing_test():
+    for line in tiers.FULL:
+        file, _, test = line.partition("::")
+        name = re.match(r"\w*", test)[0]
+        assert any(f"def {name}" in path.read_text() for path in ROOT.glob(file) if path.is_file()), line
+
+
+def test_ci_runs_every_test_and_returns_the_status(installed_tree):
     shutil.copytree(ROOT / ".ci", installed_tree / ".ci")
     python = installed_tree / ".venv/bin/python"
     assert run_in(installed_tree, "bash", ".ci/run").returncode == 0
+    tests = [call for call in calls(installed_tree) if "pytest" in call]
+    assert tests == [[*PYTEST, "--tier", "quick"], [*PYTEST, "--tier", "full"]]
     python.write_text(python.read_text() + "exit 3\n")
     assert run_in(installed_tree, "bash", ".ci/run").returncode != 0

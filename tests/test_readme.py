@@ -1,4 +1,4 @@
-"""Every command of the README does what it says, in the order in which a reader would type them."""
+"""Run every command of the README in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines.served import served
+from castiron.pipelines.cli.main import COMMANDS as COMMANDS_OF_CASTIRON
+from tests.support.served import served
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -21,15 +22,23 @@ SERVER, CLIENT = "castiron serve ", "curl "
 COMMANDS = [line for line in LINES if line.startswith(("castiron ", "iree-run-module ")) and not line.startswith(SERVER)]
 
 
-def test_the_first_screen_shows_the_two_commands():
-    assert LINES[:2] == ["make compile-llm", "make test"]
+def test_the_page_is_short_and_its_first_screen_shows_three_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150 and max(len(line) for line in lines if not line.startswith(("|", "checkpoint "))) <= 110
+    assert [line.split(" ")[:2] for line in LINES[:3]] == [["make", "compile-llm"], ["castiron", "run"], ["castiron", "serve"]]
+    assert "castiron serve" in "\n".join(lines[:30])
+
+
+def test_the_page_of_commands_describes_every_command():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) == set(COMMANDS_OF_CASTIRON) - {"repack"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_readme_works(line, tmp_path_factory):
-    """Run in one folder for all commands, so that what one builds the next one uses."""
+    """All commands run in one folder, because some use the results of earlier ones."""
     done = run(line, tmp_path_factory.getbasetemp() / "readme")
     if "--json" in line:
         assert isinstance(json.loads(done.stdout), dict)
@@ -38,13 +47,13 @@ def test_a_command_of_the_readme_works(line, tmp_path_factory):
 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """A line of the page; fails if it does."""
+    """Run a line of the page; fail if its exit status is not 0."""
     folder.mkdir(exist_ok=True)
     program, *words = shlex.split(line)
     own = [sys.executable, "-m", "castiron"]
     command = [*(own if program == "castiron" else [Path(sys.executable).parent / program]), *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    # What a person would say to a chat, and no other command reads.
+    # Only castiron chat reads stdin.
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, input="Hello\n")
     assert done.returncode == 0, done.stderr[-2000:]
     return done
@@ -52,15 +61,15 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_the_server_of_the_readme_answers_its_client(tmp_path_factory, tmp_path):
-    """On a port of its own, because another server may have the default one."""
+    """The server gets a free port, because the default one may be in use."""
     (server,), (client,) = ([line for line in LINES if line.startswith(start)] for start in (SERVER, CLIENT))
     assert "http://127.0.0.1:8000/" in client
     folder = tmp_path_factory.getbasetemp() / "readme"
-    place = folder / shlex.split(server)[2]
-    if not place.exists():
-        # This test was asked for alone.
+    location = folder / shlex.split(server)[2]
+    if not location.exists():
+        # This test runs by itself.
         run(next(line for line in COMMANDS if line.startswith("castiron compile ")), folder)
-    with served(place, tmp_path / "log", *shlex.split(server)[3:]) as running:
+    with served(location, tmp_path / "log", *shlex.split(server)[3:]) as running:
         words = [word.replace("http://127.0.0.1:8000", running.url) for word in shlex.split(client)]
         done = subprocess.run([*words, "--silent", "--fail"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""docs/scores.md: lm-eval finds the same figures with a server as with transformers, by the page's own commands."""
+"""Test docs/scores.md: lm-eval gets the same scores from castiron's server as from transformers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
-from castiron.pipelines.casting.cast import cast
-from castiron.pipelines.checking.likelihood import text_of
-from castiron.pipelines.checkpoints import open_checkpoint
 from castiron.pipelines.checkpoints.catalogue import fetch
-from tests.pipelines.served import served
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.compile.open_model import open_or_compile
+from castiron.pipelines.evaluate.perplexity import text_of
+from tests.support.served import served
 
 PAGE = (Path(__file__).parent.parent / "docs/scores.md").read_text(encoding="utf-8")
 LINES = [
@@ -25,11 +25,10 @@ LINES = [
     for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     for line in block.replace("\\\n", " ").splitlines()
 ]
-# Of a perplexity per word. Logits that are added up in other orders are 2e-5 apart at most, and 1e-4 in the sum of a paragraph
-# of 60 words.
+# Relative tolerance of a perplexity per word: logits differ by up to 2e-5, and their sum over a paragraph by up to 1e-4.
 LAST_DIGITS = 4e-6
 MODEL = "smollm2-135m-instruct"
-# Two tasks as lm-eval has them: whether the true ending is the likeliest, and how likely whole texts are.
+# Two lm-eval tasks: choose the most likely of several endings, and the likelihood of complete paragraphs.
 TASKS = {
     "endings": """
 output_type: multiple_choice
@@ -53,40 +52,40 @@ metric_list:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the page's commands are typed."""
-    place = tmp_path_factory.mktemp("scores")
+    """Make the current directory of the page's commands, with the tasks."""
+    location = tmp_path_factory.mktemp("scores")
     paragraphs = [line for line in text_of().splitlines() if 200 < len(line) < 500]
     halves = [(text[: text.index(" ", 60)], text[text.index(" ", 60) :][:60]) for text in paragraphs]
     documents = {
         "endings": [
-            {"begin": several[n % 3][0], "ends": [end for _, end in several], "answer": n % 3}
-            for n, several in enumerate(halves[first : first + 3] for first in range(0, 18, 3))
+            {"begin": group[n % 3][0], "ends": [end for _, end in group], "answer": n % 3}
+            for n, group in enumerate(halves[first : first + 3] for first in range(0, 18, 3))
         ],
         "paragraphs": [{"text": text} for text in paragraphs[20:23]],
     }
-    (place / "tasks").mkdir()
+    (location / "tasks").mkdir()
     for name, found in documents.items():
-        data = place / f"{name}.jsonl"
+        data = location / f"{name}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in found))
         head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test"
-        (place / "tasks" / f"{name}.yaml").write_text(head + TASKS[name])
-    return place
+        (location / "tasks" / f"{name}.yaml").write_text(head + TASKS[name])
+    return location
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with served(cast(MODEL).path, tmp_path_factory.mktemp("serve") / "log") as found:
+    with served(open_or_compile(MODEL).path, tmp_path_factory.mktemp("serve") / "log") as found:
         yield found
 
 
 @pytest.fixture
 def measure(folder, server, monkeypatch, capsys):
-    """What a command prints of each task and metric, run as the page has it but for the address and `more` of its model's
-    arguments."""
+    """Return a function that runs a command of the page on the test's server, with `more` arguments,
+    and returns the printed value of each metric."""
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.tasks import TaskManager
 
-    # Its own thousands of tasks take longer to be found than these to be measured.
+    # Finding lm-eval's own thousands of tasks takes longer than this measurement.
     monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
@@ -101,21 +100,21 @@ def measure(folder, server, monkeypatch, capsys):
     return run
 
 
-def in_f32(place: Path) -> None:
-    """The model for transformers, which takes a minute to read a GGUF file."""
+def in_f32(location: Path) -> None:
+    """Write the model as an HF directory; transformers takes a minute to read the GGUF file."""
     checkpoint = open_checkpoint(fetch(MODEL))
-    place.mkdir(parents=True)
+    location.mkdir(parents=True)
     tensors = {name: tensor.dequantise() for name, tensor in checkpoint.tensors.items()}
-    save_file(tensors, place / "model.safetensors", {"format": "pt"})
-    (place / "config.json").write_text(json.dumps({**checkpoint.config, "architectures": ["LlamaForCausalLM"]}))
-    (place / "tokenizer.json").write_text(json.dumps(checkpoint.tokenizer))
+    save_file(tensors, location / "model.safetensors", {"format": "pt"})
+    (location / "config.json").write_text(json.dumps({**checkpoint.config, "architectures": ["LlamaForCausalLM"]}))
+    (location / "tokenizer.json").write_text(json.dumps(checkpoint.tokenizer))
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (place / "tokenizer_config.json").write_text(json.dumps(names))
+    (location / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 @pytest.mark.slow
 def test_a_prompt_has_log_probabilities(server):
-    """The page's own request."""
+    """Send the request of the page."""
     (words,) = (words for words in LINES if words[0] == "curl")
     request = urllib.request.Request(words[1].replace("http://127.0.0.1:8000", server.url), words[3].encode())
     with urllib.request.urlopen(request) as answer:
@@ -126,7 +125,7 @@ def test_a_prompt_has_log_probabilities(server):
 
 
 @pytest.mark.slow
-def test_lm_eval_finds_what_it_finds_with_transformers(folder, measure):
+def test_lm_eval_scores_are_those_of_transformers(folder, measure):
     asked, own = (words for words in LINES if words[0] == "lm-eval")
     in_f32(folder / own[own.index("--model_args") + 1].removeprefix("pretrained="))
     expected = measure(own)
@@ -134,13 +133,13 @@ def test_lm_eval_finds_what_it_finds_with_transformers(folder, measure):
     assert float(expected["acc"]) > 0 and 5 < float(expected["word_perplexity"]) < 1000
     found = measure(asked)
     assert float(found.pop("word_perplexity")) == pytest.approx(float(expected.pop("word_perplexity")), rel=LAST_DIGITS)
-    # Of four digits behind the point the last may be rounded up here and down there.
+    # The last of four printed digits may be rounded differently.
     assert float(found.pop("byte_perplexity")) == pytest.approx(float(expected.pop("byte_perplexity")), rel=0, abs=1.01e-4)
     assert found == expected
     at = asked.index("--model_args") + 1
-    # As texts, one after another, and several requests at once.
+    # Prompts as text instead of ids, and concurrent requests.
     others = [*asked[:at], "tokenized_requests=False", "num_concurrent=3", *asked[at:]]
-    # What the server says is the same to the last bit however it is asked.
+    # The server's log-probabilities do not depend on the form of the requests.
     assert measure(others).items() >= found.items()
 
 
@@ -148,6 +147,6 @@ def test_lm_eval_finds_what_it_finds_with_transformers(folder, measure):
 def test_the_snippet_of_the_page_runs(server, monkeypatch, tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (tmp_path / "build").mkdir()
-    (tmp_path / "build" / MODEL).symlink_to(cast(MODEL).path)
+    (tmp_path / "build" / MODEL).symlink_to(open_or_compile(MODEL).path)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "docs/scores.md", "exec"), {})

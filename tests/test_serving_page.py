@@ -1,5 +1,7 @@
-"""The blocks of docs/serving.md are taken as they stand: the unit starts a server and stops it, the proxy stands before one,
-the image is built and answers. Where systemd or nginx is not there, what they would do is done or checked without them."""
+"""docs/serving.md: its systemd unit, nginx configuration and container image work.
+
+Without systemd or nginx the tests check the server as those programs would run it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from castiron.vmfb.bundle import open_bundle, pack_bundle
-from tests.pipelines import served as serving
+from tests.support import served as serving
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -46,7 +48,7 @@ def packed(bundle, tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def started(command: list[str | Path], log: Path, environment: dict[str, str]):
-    """The process of a command that serves, and its address, once it has told it."""
+    """Run a server process; yield it and the address that it prints."""
     with open(log, "wb") as file:
         process = subprocess.Popen(command, cwd="/", env=environment, stdout=subprocess.DEVNULL, stderr=file)
     try:
@@ -60,7 +62,7 @@ def started(command: list[str | Path], log: Path, environment: dict[str, str]):
 
 
 def ask(url: str, path: str, body: bytes | None = None, key: str | None = None) -> tuple[int, bytes]:
-    """Status and body, whatever the status and the certificate."""
+    """Return status and body, for any status and certificate."""
     request = urllib.request.Request(url + path, body, {"Content-Type": "application/json"})
     if key:
         request.add_header("Authorization", f"Bearer {key}")
@@ -72,7 +74,7 @@ def ask(url: str, path: str, body: bytes | None = None, key: str | None = None) 
 
 
 def on_a_free_port(words: list[str]) -> list[str]:
-    """A command line that serves, with any port for the one that it names."""
+    """Return the command line of a server with port 0."""
     at = words.index("--port")
     return [*words[: at + 1], "0", *words[at + 2 :]]
 
@@ -88,11 +90,11 @@ def test_the_unit_starts_a_server_that_its_stop_ends(packed, tmp_path):
     if shutil.which("systemd-analyze"):
         (tmp_path / "castiron.service").write_text(unit)
         checked = subprocess.run(["systemd-analyze", "verify", tmp_path / "castiron.service"], capture_output=True, text=True)
-        # Units of the machine itself may have complaints of their own.
+        # systemd-analyze may report other units of the machine.
         assert checked.returncode == 0 and "castiron.service" not in checked.stderr, checked.stderr
     entries = dict(re.findall(r"^(\w+)=(.*)$", unit, re.MULTILINE))
-    name, _, place = entries["Environment"].partition("=")
-    assert place == f"/var/cache/{entries['CacheDirectory']}"
+    name, _, cache = entries["Environment"].partition("=")
+    assert cache == f"/var/cache/{entries['CacheDirectory']}"
     (key_line,) = re.findall(rf"`{entries['EnvironmentFile']}` holds `(\w+)=\.\.\.`", PAGE)
     environment = {"PATH": os.environ["PATH"], name: str(tmp_path / "cache"), key_line: "secret"}
     with started(on_a_free_port(shlex.split(entries["ExecStart"])), tmp_path / "log", environment) as (process, url):
@@ -104,11 +106,10 @@ def test_the_unit_starts_a_server_that_its_stop_ends(packed, tmp_path):
 
 @pytest.mark.slow
 def test_the_proxy_stands_before_a_server(bundle, tmp_path):
-    """Streams piece by piece, bounds bodies, hides the metrics; without nginx the server is asked for the same directly."""
+    """The proxy passes streams, limits bodies and hides metrics."""
     long = json.dumps({"prompt": "a" * (5 << 20)}).encode()
     with serving.served(bundle, tmp_path / "log", slow=0.1) as running:
         if not shutil.which("nginx"):
-            # What the page's client_max_body_size stands for.
             assert ask(running.url, "/v1/completions", long)[0] == 413
             assert comes_in_pieces(running.url)
             return
@@ -124,7 +125,7 @@ def test_the_proxy_stands_before_a_server(bundle, tmp_path):
         head = f"pid {tmp_path}/pid;\nerror_log {tmp_path}/errors;\ndaemon off;\nevents {{}}\n"
         (tmp_path / "conf").write_text(f"{head}http {{\naccess_log off;\n{paths}{text}}}\n")
         command = ["nginx", "-p", tmp_path, "-e", tmp_path / "errors", "-c", tmp_path / "conf"]
-        # As root nginx' workers are another user, who may not enter pytest's folders.
+        # As root, nginx runs its workers as a user that cannot read pytest's directories.
         command += ["-g", "user root;"] if not os.geteuid() else []
         tested = subprocess.run([*command, "-t"], capture_output=True, text=True)
         assert tested.returncode == 0, tested.stderr
@@ -152,13 +153,12 @@ def free_port() -> int:
 
 
 def comes_in_pieces(url: str) -> bool:
-    """Whether the pieces of an answer come one by one. What is held back comes all at once every time, and what is not only where
-    this process is held up itself."""
+    """Return whether the events of a stream arrive one by one, at least once in five streams."""
     return any(gaps(url) > 0.5 for _ in range(5))
 
 
 def gaps(url: str) -> float:
-    """Seconds between the first and the last piece of an answer of ten tokens, each of which takes a tenth."""
+    """Return the seconds between the first and last event of an answer that takes one second."""
     body = {"prompt": "abc", "max_tokens": 10, "stream": True, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60, context=ssl._create_unverified_context()) as reply:
@@ -169,8 +169,10 @@ def gaps(url: str) -> float:
 
 @pytest.mark.slow
 def test_the_image_is_built_and_answers(packed, tmp_path):
-    """Its instructions are carried out in an environment of this machine's Python, in a copy of what the project has in git,
-    with the paths of the image below a folder."""
+    """Runs the Dockerfile's instructions in a virtual environment, on a copy of the files in git.
+
+    The image's paths are below a folder.
+    """
     (wheel,) = re.findall(r"`(pip wheel [^`]*)`", PAGE)
     context, image = tmp_path / "clone", tmp_path / "image"
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -204,13 +206,15 @@ def test_the_image_is_built_and_answers(packed, tmp_path):
             command = [word.replace("/model", f"{image}/model") for word in json.loads(rest)]
         else:
             assert (kind, rest) in {("FROM", "python:3.12-slim"), ("USER", "1000"), ("EXPOSE", "8000")}, line
-    # As `pipx install` of the wheel would have it: all that it asks for is there, and its command runs by a link.
+    # As after `pipx install`, the requirements are complete and the command runs through a link.
     complete = subprocess.run([image / "venv/bin/python", "-m", "pip", "check"], capture_output=True, text=True)
     assert complete.returncode == 0, complete.stdout
     (tmp_path / "castiron").symlink_to(image / "venv/bin/castiron")
     assert subprocess.run([tmp_path / "castiron", "--version"], env={}, cwd="/", check=True, capture_output=True).stdout
-    held = subprocess.run([image / "venv/bin/python", "-m", "pip", "list", "--format=json"], capture_output=True, text=True)
-    assert not {"torch", "transformers", "iree-base-compiler"} & {row["name"] for row in json.loads(held.stdout)}
+    installed = subprocess.run(
+        [image / "venv/bin/python", "-m", "pip", "list", "--format=json"], capture_output=True, text=True
+    )
+    assert not {"torch", "transformers", "iree-base-compiler"} & {row["name"] for row in json.loads(installed.stdout)}
     environment = {name: environment[name] for name in ("PATH", "CASTIRON_CACHE")}
     run = on_a_free_port([image / "venv/bin" / command[0], *command[1:]])
     with started([*read_only(image), *run], tmp_path / "log", environment) as (process, url):
@@ -225,7 +229,7 @@ def test_the_image_is_built_and_answers(packed, tmp_path):
 
 
 def read_only(image: Path) -> list[str]:
-    """What a command is put behind to have an image that is read-only but for its /tmp, where the system lets us."""
+    """Return a command prefix that makes the image read-only except /tmp, if the system can."""
     mounts = f"mount --bind {image} {image} && mount --bind {image}/tmp {image}/tmp && mount -o remount,bind,ro {image}"
     prefix = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else []), "sh", "-c", f'{mounts} && exec "$@"', "sh"]
     probe = [*prefix, "sh", "-c", f"! touch {image}/x 2> /dev/null && touch {image}/tmp/x"]

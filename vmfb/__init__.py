@@ -1,1 +1,1 @@
-"""Compiling MLIR text to a bundle and running it; knows neither models nor checkpoints."""
+"""The package that compiles MLIR text to bundles and runs them, for models of any family."""

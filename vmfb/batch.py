@@ -1,37 +1,93 @@
-"""Several conversations at once: one decode step reads the weights once for all of them."""
+"""Batched decoding: one call reads the weights once for several sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.cover import Cover, Span, costs
-from castiron.vmfb.program import Buffer, Call, NoNumbers, Program, SessionError, alone
+from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.program import Buffer, Call, NanLogitsError, Program, SessionError, exclusive
 from castiron.vmfb.session import Row, Session
+
+# FLOP that a CPU core computes in the time of reading one byte: 100 GFLOP/s at 10 GB/s.
+FLOPS_PER_BYTE = 10
+
+# A call: (first slot, number of slots). A call of one slot is a `decode_step`.
+Span = tuple[int, int]
+
+
+class Cover:
+    """A planner that finds the cheapest batch calls for the slots (sequences) that have a token.
+
+    Of equally cheap plans it takes the one with fewer calls, then the one with narrower calls.
+    """
+
+    def __init__(self, size: int, costs: Mapping[int, float]):
+        """Plan for `size` slots.
+
+        costs: maps the width of a call, which is its number of slots, to its relative time; width 1
+        is required. A call begins at a multiple of its width.
+        """
+        self.spans = {(first, w): costs[w] for w in costs for first in range(0, size - w + 1, w)}
+        self.widths = sorted(costs)
+        self.of = lru_cache(4096)(self._of)
+
+    def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
+        """Return the cheapest calls that include all `slots`, which are in ascending order."""
+        # best[n]: (cost, number of calls, total width, spans) of the best plan for the last n slots.
+        best: list[tuple[float, int, int, tuple[Span, ...]]] = [(0.0, 0, 0, ())]
+        for slot in reversed(slots):
+            found = []
+            for width in self.widths:
+                span = slot // width * width, width
+                if span in self.spans:
+                    cost, calls, widths, spans = best[sum(other >= span[0] + width for other in slots)]
+                    found.append((cost + self.spans[span], calls + 1, widths + width, (span, *spans)))
+            best.append(min(found))
+        return best[-1][3]
+
+
+def costs_of(manifest: Manifest) -> dict[int, float]:
+    """Return the relative time of a decode call by its width; 0 if the kernels' work is unknown.
+
+    The time of a kernel is the longer of its compute time and its read time at position 0. Work
+    that grows with the position is left out, because it is the same in every plan.
+    """
+    functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
+    work = manifest.compile.get("work", {})
+    if not all(work.get(function.name) for function in functions):
+        return dict.fromkeys((function.width for function in functions), 0.0)
+    cost = lambda kernel: kernel["calls"] * max(kernel["flops"][0], FLOPS_PER_BYTE * kernel["bytes"][0])
+    return {function.width: sum(map(cost, work[function.name].values())) for function in functions}
 
 
 class Batch:
-    """As many sessions as the bundle's largest batch function has rows, each over its own slot of the states.
+    """Sessions that decode together, in as many slots as the widest batch function takes.
 
-    A state of the batch is that of one sequence after another along dimension 0, so that a slot is a session's states as
-    they are, and any B slots side by side are the states of `decode_batch_B`. That function leaves a row alone whose
-    position is negative, but takes as long as for all: slots far apart are stepped by several calls where that is sooner.
+    For each state there is one buffer, which holds the state of every slot along dimension 0, so
+    that any B adjacent slots are the states of `decode_batch_B`. That function skips slots with a
+    negative position but takes as long as for all slots, so distant slots may be faster in several
+    calls.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """`threads` defaults to the physical cores. A bundle without batch functions has one slot."""
+        """Load a bundle; one without batch functions gets one slot.
+
+        threads: default: the number of physical cores.
+        """
         self.program = program = Program(bundle, threads)
         states, sizes = program.manifest.states, program.manifest.widths("batch")
         self.size = max(sizes, default=1)
         buffers = [program.zeros((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
 
         def slots(first: int, last: int) -> list[Buffer]:
-            """The states of some sequences, side by side in memory."""
+            """Return the states of the slots from `first` to `last` - 1."""
             return [b.part(first * s.shape[0], last * s.shape[0]) for s, b in zip(states, buffers, strict=True)]
 
         self.slots = [Session(program, states=slots(i, i + 1)) for i in range(self.size)]
-        self._cover = Cover(self.size, costs(program.manifest))
+        self._cover = Cover(self.size, costs_of(program.manifest))
         self._calls: dict[Span, tuple[Call, memoryview, memoryview]] = {}
         for first, width in self._cover.spans:
             if width > 1:
@@ -41,14 +97,15 @@ class Batch:
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Appends one token to each of the given slots; slot -> most probable next token (the lowest id of equals), -1 where
-        a slot's logits are no numbers.
+        """Append a token to each of the given slots, and return the argmax of the logits by slot.
 
-        SessionError, before any work, for a slot that does not exist, an id outside the vocabulary or a full context.
+        The argmax is the lowest of equally probable ids, and -1 if the slot's logits are NaN. Raise
+        SessionError, before any work, for a slot that does not exist, an id outside the vocabulary
+        or a full context.
         """
         for slot, token in tokens.items():
             if not 0 <= slot < self.size:
-                raise SessionError(f"there is no slot {slot}: the batch has {self.size}")
+                raise SessionError(f"no slot {slot}: the batch has {self.size} slots")
             session = self.slots[slot]
             if session.position >= session.context or not 0 <= token < session.vocab:
                 session._checked((token,))
@@ -57,18 +114,21 @@ class Batch:
             if width == 1:
                 try:
                     found[first] = self.slots[first].step(tokens[first])
-                except NoNumbers:
+                except NanLogitsError:
                     found[first] = -1
             else:
                 found |= self._step_together((first, width), tokens)
         return found
 
-    @alone
+    @exclusive
     def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
-        """The tokens of those slots that are within the span."""
+        """Run one batch call for the slots in `span` that have a token.
+
+        Return the argmax of the logits by slot, -1 if the logits are NaN.
+        """
         (call, words, positions), (first, width) = self._calls[span], span
         taken = [slot for slot in range(first, first + width) if slot in tokens]
-        self._keep(call, taken)
+        self._save_logits(call, taken)
         for row in range(width):
             words[row] = tokens.get(first + row, 0)
             positions[row] = self.slots[first + row].position if first + row in tokens else -1
@@ -80,8 +140,8 @@ class Batch:
             session._last = Row(call, slot - first)
         return {slot: found[slot - first] for slot in taken}
 
-    def _keep(self, call: Call, stepped: Collection[int]) -> None:
-        """Saves the logits of the slots that are not stepped, which the next call would overwrite."""
+    def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
+        """Copy the logits of slots that are not stepped, because the call will overwrite them."""
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:
                 session._last = session._last.logits()

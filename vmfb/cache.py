@@ -1,7 +1,7 @@
-"""Where castiron keeps what it can make again, and what was typed in chats; and how much of it there is.
+"""The cache folder: files that castiron can make again, and the input history of chats.
 
-`$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`. A cache that cannot be written is said once on
-stderr and fails nothing: what would have been kept is made again.
+Its path is `$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`. If the
+cache cannot be written, one message is printed on stderr and nothing fails.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.aside import ABANDONED_SECONDS, sweep, write_atomically
 from castiron.vmfb.disk import files_below, reason
+from castiron.vmfb.staging import ABANDONED_SECONDS, remove_abandoned, write_file
 
-# What there is under the root, and why: a folder of that name, or the file that `_FILES` says.
+# The entries of the cache with their descriptions: folders, except those in `_FILES`.
 KINDS = {
     "models": "checkpoints fetched by name",
     "shapes": "random checkpoints of known shapes, for castiron bench",
     "bundles": "bundles of models that were named or loaded",
-    "fetched": "bundles that nodes of a cluster fetched",
-    "compile": "what iree-compile made of modules",
+    "fetched": "bundles fetched by nodes of a cluster",
+    "compile": "modules that iree-compile compiled",
     "unpacked": "files of packed bundles, for IREE's tools",
-    "verified": "which bundles were found whole",
-    "calibrated": "how large activations were, for compile --calibrate",
+    "verified": "which bundles passed the hash check",
+    "calibrated": "activation statistics, for compile --calibrate",
     "tuned": "tiles that castiron tune found",
-    "chat": "what was typed in chats",
+    "chat": "input history of chats",
 }
-# Nobody can make these again, so they go when they are named only.
+# Kinds that castiron cannot make again; `castiron cache clear` removes them only by name.
 PRECIOUS = ("chat",)
 _FILES = {"tuned": "tuned.json"}
 
 
 @dataclass(frozen=True)
-class Held:
-    """What there is of one of `KINDS`: files, their bytes, and when the newest was written or used last (s since 1970)."""
+class Usage:
+    """The files of one of `KINDS`: number, bytes, and the newest time of use (Unix time)."""
 
     kind: str
     files: int
@@ -49,26 +49,26 @@ class Held:
 
 
 def cache_root() -> Path:
-    """The cache directory; it need not exist yet."""
+    """Return the cache directory, which need not exist yet."""
     try:
         if own := os.environ.get("CASTIRON_CACHE"):
             return Path(own).expanduser().absolute()
         shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        # By the rules of XDG a relative path counts as none.
+        # XDG ignores a relative path.
         return (shared if shared.is_absolute() else Path.home() / ".cache") / "castiron"
     except RuntimeError as error:
-        # A user without a home, as in some containers.
+        # The user has no home directory, as in some containers.
         unwritable("~/.cache/castiron", str(error))
         return _temporary()
 
 
-def cache_place(kind: str) -> Path:
-    """The folder or file of one of `KINDS`; it need not exist."""
+def cache_path(kind: str) -> Path:
+    """Return the folder or file of one of `KINDS`, which need not exist."""
     return cache_root() / _FILES.get(kind, kind)
 
 
 def cache_folder(kind: str) -> Path:
-    """A folder to write `kind` in: under the root, or where that cannot be written one that goes with the process."""
+    """Create and return the folder for `kind`, or a temporary one if the cache is not writable."""
     folder = cache_root() / kind
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,38 +84,38 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Writes a file of the cache whole; False if it could not, which is then said."""
+    """Write a file in the cache; return whether that worked, and print a message if not."""
     try:
-        write_atomically(path, data)
+        write_file(path, data)
         return True
     except OSError as error:
         unwritable(cache_root(), reason(error))
         return False
 
 
-# What was said in this process; once is enough.
-_told: list[str] = []
+_reported: list[str] = []
 
 
-def unwritable(place: Path | str, why: str) -> None:
-    """Says on stderr, once in a process, that nothing is kept."""
-    if not _told:
-        _told.append(why)
+def unwritable(path: Path | str, why: str) -> None:
+    """Print on stderr, once per process, that the cache cannot be written."""
+    if not _reported:
+        _reported.append(why)
         print(
-            f"castiron: the cache in {place} cannot be written ({why}), so nothing is kept for the next time; "
-            "CASTIRON_CACHE names another folder",
+            f"castiron: the cache in {path} cannot be written ({why}), so nothing is stored; "
+            "set CASTIRON_CACHE to another folder",
             file=sys.stderr,
         )
 
 
 @functools.cache
 def _temporary() -> Path:
+    """Make a folder that is removed when the process exits."""
     import tempfile
 
     folder = Path(tempfile.mkdtemp(prefix="castiron-"))
 
     def remove() -> None:
-        # An error has named these as the place of its log.
+        # Error messages name the logs of failed compilations, so these stay.
         if not any(folder.glob("*/failed/*")):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -123,46 +123,44 @@ def _temporary() -> Path:
     return folder
 
 
-def held() -> tuple[Held, ...]:
-    """What there is of each kind, in the order of `KINDS`."""
-    return tuple(_held(kind, [stat for _, stat in files_below(cache_place(kind))]) for kind in KINDS)
+def usage() -> tuple[Usage, ...]:
+    """Return the usage of each of `KINDS`."""
+    return tuple(_usage_of(kind, [stat for _, stat in files_below(cache_path(kind))]) for kind in KINDS)
 
 
-def _held(kind: str, stats: Sequence[os.stat_result]) -> Held:
+def _usage_of(kind: str, stats: Sequence[os.stat_result]) -> Usage:
     newest = max((stat.st_mtime for stat in stats), default=None)
-    return Held(kind, len(stats), sum(stat.st_size for stat in stats), newest)
+    return Usage(kind, len(stats), sum(stat.st_size for stat in stats), newest)
 
 
-def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Held, ...]:
-    """Removes what was neither written nor used for so many days, and says what that was; other entries of the root stay.
+def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Usage, ...]:
+    """Remove cached files that were not used for `older_than_days` days; return what was removed.
 
-    What a process is writing now is left alone, and what killed ones left goes. OSError if something cannot be removed.
+    The result has a `Usage` for each kind. Temporary files of killed processes are removed too.
+    Files that a process is writing, and entries of the cache that are not in `KINDS`, are not
+    removed. Raise OSError if a file cannot be removed.
     """
     now, removed = time.time(), []
     for kind in kinds:
-        gone, place = [], cache_place(kind)
-        for folder, _, _ in os.walk(place):
-            sweep(Path(folder))
-        for path, stat in list(files_below(place)):
-            least = older_than_days * 86400
-            # What belongs to a process at work, which may be a lock only.
-            if _is_hidden(path):
-                least = max(least, ABANDONED_SECONDS)
-            if now - stat.st_mtime >= least:
+        removed_files, folder_of_kind = [], cache_path(kind)
+        for folder, _, _ in os.walk(folder_of_kind):
+            remove_abandoned(Path(folder))
+        for path, stat in list(files_below(folder_of_kind)):
+            min_age = older_than_days * 86400
+            # A hidden file may be the lock of a running process.
+            if any(part.startswith(".") for part in path.relative_to(cache_root()).parts):
+                min_age = max(min_age, ABANDONED_SECONDS)
+            if now - stat.st_mtime >= min_age:
                 path.unlink(missing_ok=True)
                 _remove_empty(path.parent)
-                gone.append(stat)
-        removed.append(_held(kind, gone))
+                removed_files.append(stat)
+        removed.append(_usage_of(kind, removed_files))
     return tuple(removed)
 
 
 def _remove_empty(folder: Path) -> None:
-    """The folder and those above it that are empty, up to the root."""
+    """Remove the folder and its parents up to the root, as far as they are empty."""
     with contextlib.suppress(OSError):
         while folder != cache_root():
             folder.rmdir()
             folder = folder.parent
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(cache_root()).parts)

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however it ends."""
+"""Child processes that end with their parent, even if the parent is killed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
-# Waits for the end of a pipe that only the parent can close, and ends its process group.
+# A shell that kills its process group when the parent's end of its stdin is closed.
 _GUARD = ("/bin/sh", "-c", "read end; kill -9 0")
 
 
 @contextlib.contextmanager
 def own_group() -> Iterator[int | None]:
-    """A process group for children (Popen's `process_group`), all of which are killed when the block ends or this process
-    does, even outright. None where there is no shell to watch over them: then they outlive a process that is killed outright.
+    """Yield a process group (for Popen's `process_group`) that is killed when the block ends.
 
-    The kernel's own way (PR_SET_PDEATHSIG) has to be asked for in the child before it runs a program, where Python is not
-    safe while other threads run.
+    It is also killed when this process ends: a guard process waits at a pipe and kills the group
+    when the pipe is closed. PR_SET_PDEATHSIG would have to run Python code in the forked child,
+    which is not safe while other threads run. Yield None on systems without /bin/sh.
     """
     try:
         guard = subprocess.Popen(
@@ -32,5 +32,5 @@ def own_group() -> Iterator[int | None]:
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(guard.pid, signal.SIGKILL)
-        # The pipe is closed too.
+        # Also closes the pipe.
         guard.communicate()

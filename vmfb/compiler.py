@@ -1,4 +1,4 @@
-"""Drives iree-compile: text in, vmfb out, with a cache, a log that is always kept, and errors a user can read."""
+"""The iree-compile driver: MLIR text to vmfb, with a cache, a log and short errors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.aside import folder_aside, write_atomically
 from castiron.vmfb.cache import cache_folder, cache_root, unwritable
 from castiron.vmfb.children import own_group
+from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.disk import reason, write_text
+from castiron.vmfb.staging import remove_abandoned, staging_folder, write_file
 from castiron.vmfb.targets import Target
 
-# The compiler answers an error with the whole module otherwise: thousands of lines, one of which matters.
+# Without these flags an error prints the complete module.
 QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-on-diagnostic=false")
 SHOWN_ERRORS, SHOWN_WIDTH = 3, 300
-KEPT_BYTES, KEPT_FAILURES = 512 * 2**20, 20
-# Of earlier compilations here, how many the next one's time is told from; and where there is none, a guess: 20 s a megabyte
-# of text is what two cores take.
-REMEMBERED, SECONDS_A_BYTE = 8, 20e-6
-# Below this text the compiler's own start is most of the time, and says nothing about larger ones.
-LEAST_BYTES = 50_000
+MAX_CACHE_BYTES, MAX_FAILURES = 512 * 2**20, 20
+# The time of a compilation is estimated from up to MAX_RECORDS earlier ones, else from the speed
+# of two cores: 20 s per megabyte of text.
+MAX_RECORDS, SECONDS_PER_BYTE = 8, 20e-6
+# Smaller texts do not show the speed, because starting the compiler takes most of their time.
+MIN_BYTES = 50_000
+
+
+# Interval in seconds at which a waiting thread checks whether the compiler has ended.
+POLL_SECONDS = 0.02
 
 
 class CompileError(Exception):
-    """A compilation that failed; the message is what to show the user, `log` is where all of it stands, if anywhere."""
+    """A failed compilation; `log` is the path of the complete log, or None."""
 
     def __init__(self, message: str, log: Path | None = None):
         super().__init__(message)
@@ -46,7 +52,11 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class CompileResult:
-    """`seconds` are those that iree-compile took, when it ran (`cached` tells); `log` is beside the output."""
+    """The result of `compile_modules`.
+
+    seconds: the time of all runs of iree-compile; for cached results, of the runs that filled the
+    cache. cached: whether all results came from the cache. log: path of the log, beside the output.
+    """
 
     seconds: float
     cached: bool
@@ -55,82 +65,109 @@ class CompileResult:
 
 
 def compiler_version() -> str:
-    """The version of the installed iree-base-compiler; CompileError where there is none."""
+    """Return the version of iree-base-compiler; raise CompileError if it is not installed."""
     try:
         return importlib.metadata.version("iree-base-compiler")
     except importlib.metadata.PackageNotFoundError:
-        raise CompileError("compiling needs the IREE compiler: pip install iree-base-compiler") from None
+        raise CompileError("the IREE compiler is not installed; pip install iree-base-compiler") from None
 
 
 def compiler_path() -> Path:
-    """The iree-compile executable itself; its Python wrapper would survive as an orphan when it is interrupted."""
+    """Return the path of the executable iree-compile.
+
+    The Python wrapper of the same name is not used: an interrupt would end the wrapper and leave
+    the compiler running.
+    """
     version = compiler_version()
     spec = importlib.util.find_spec("iree.compiler")
     for package in (spec.submodule_search_locations or ()) if spec else ():
         for name in ("iree-compile", "iree-compile.exe"):
             if (path := Path(package) / "_mlir_libs" / name).is_file():
                 return path
-    raise CompileError(f"iree-base-compiler {version} has no iree-compile in it: reinstall it")
+    raise CompileError(f"iree-base-compiler {version} has no iree-compile; reinstall it")
 
 
 def compile_mlir(
-    text: str,
-    target: Target,
-    out: Path,
-    *,
-    extra_flags: Sequence[str] = (),
-    cache_dir: Path | None = None,
+    text: str, target: Target, out: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None
 ) -> CompileResult:
-    """Compiles `text` for `target` into the file `out`; the log stands beside it as `compile.log`.
+    """Compile `text` for `target` into the file `out`; otherwise like `compile_modules`."""
+    out = Path(out)
+    return compile_modules({out.name: text}, target, out.parent, extra_flags=extra_flags, cache_dir=cache_dir)
 
-    Equal text, flags, compiler and target are compiled once: results are kept under `cache_dir` (default
-    `cache_root()/compile`), and a hit copies them while their sha256 holds. An interrupted compilation leaves nothing behind,
-    and one that was killed what the next one removes. CompileError names the first errors and a log that outlives `out`'s
-    directory.
+
+def compile_modules(
+    texts: Mapping[str, str], target: Target, folder: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None
+) -> CompileResult:
+    """Compile `texts`, by file name, into files of `folder`, with one `compile.log` beside them.
+
+    As many processes run at a time as the machine has cores, because iree-compile itself hardly
+    runs in parallel. Results are cached in `cache_dir` (default: `compile` in the cache) by text,
+    flags, compiler and target; a cached result whose sha256 differs is compiled again. An
+    interrupted compilation removes its temporary files; those of a killed one are removed by the
+    next compilation. Raise CompileError with the first errors and the path of the log.
     """
     flags = compile_flags(target, extra_flags)
     store = Path(cache_dir) if cache_dir else cache_root() / "compile"
-    out = Path(out)
-    log = out.parent / "compile.log"
-    key = _key(text, flags, target)
+    log, cancelled = folder / "compile.log", threading.Event()
 
-    known = _known(store, key)
-    record, product = known or _compile(text, flags, store if cache_dir else cache_folder("compile"), key)
-    write_atomically(out, product)
-    write_atomically(log, record["log"].encode())
-    with contextlib.suppress(OSError):
-        os.utime(store / f"{key}.vmfb")
-    return CompileResult(record["seconds"], known is not None, flags, log)
+    def compiled(text: str) -> tuple[dict, bytes, bool]:
+        key = _key(text, flags, target)
+        known = _known(store, key)
+        record, data = known or _compile(text, flags, store if cache_dir else cache_folder("compile"), key, cancelled)
+        with contextlib.suppress(OSError):
+            os.utime(store / f"{key}.vmfb")
+        return record, data, known is not None
+
+    remove_abandoned(store)
+    with ThreadPoolExecutor(physical_cores()) as pool:
+        longest_first = sorted(texts, key=lambda name: -len(texts[name]))
+        futures = {name: pool.submit(compiled, texts[name]) for name in longest_first}
+        try:
+            for future in as_completed(futures.values()):
+                future.result()
+        except BaseException:
+            cancelled.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    results = [futures[name].result() for name in texts]
+    for name, (_, data, _) in zip(texts, results):
+        write_file(folder / name, data)
+    write_file(log, "".join(record["log"] for record, _, _ in results).encode())
+    return CompileResult(sum(record["seconds"] for record, _, _ in results), all(known for *_, known in results), flags, log)
 
 
 def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """All flags that `compile_mlir` gives iree-compile, in order; of two that contradict each other the later one holds."""
+    """Return all flags that `compile_mlir` gives iree-compile; later flags take precedence."""
     return (*target.flags, *QUIET_FLAGS, *extra_flags)
 
 
-def expected_seconds(text: str, cache_dir: Path | None = None) -> float:
-    """About how long iree-compile will take for `text`, by what the last compilations on this machine took a byte."""
+def expected_seconds(texts: Collection[str], cache_dir: Path | None = None) -> float:
+    """Estimate the seconds that `compile_modules` takes from earlier compilations."""
     store = Path(cache_dir) if cache_dir else cache_root() / "compile"
-    records = (_recall(path) or {} for path in _newest_first(store.glob("*.json"))[:REMEMBERED])
-    rates = [r["seconds"] / r["bytes"] for r in records if r.get("bytes", 0) >= LEAST_BYTES]
-    return len(text) * (statistics.median(rates) if rates else SECONDS_A_BYTE)
+    records = (_recall(path) or {} for path in _newest_first(store.glob("*.json"))[:MAX_RECORDS])
+    rates = [r["seconds"] / r["bytes"] for r in records if r.get("bytes", 0) >= MIN_BYTES]
+    at_a_time = min(physical_cores(), len(texts)) or 1
+    size = max(sum(map(len, texts)) / at_a_time, max(map(len, texts), default=0))
+    return size * (statistics.median(rates) if rates else SECONDS_PER_BYTE)
 
 
 def _key(text: str, flags: Sequence[str], target: Target) -> str:
+    """Return the cache key of a compilation, a sha256 in hex."""
     facts = [compiler_version(), list(flags), target.cpu, list(target.features), text]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """The facts and the bytes of a result that is kept and is what was written."""
+    """Return the record and the bytes of a cached result, or None if it is absent or damaged."""
     record = _recall(store / f"{key}.json")
     with contextlib.suppress(OSError):
-        if record and hashlib.sha256(product := (store / f"{key}.vmfb").read_bytes()).hexdigest() == record.get("sha256"):
-            return record, product
+        if record and hashlib.sha256(data := (store / f"{key}.vmfb").read_bytes()).hexdigest() == record.get("sha256"):
+            return record, data
     return None
 
 
 def _recall(facts: Path) -> dict | None:
+    """Read the record (log, seconds, ...) of a cached result; None if it is absent or damaged."""
     try:
         record = json.loads(facts.read_bytes())
     except (OSError, ValueError):
@@ -139,49 +176,52 @@ def _recall(facts: Path) -> dict | None:
     return record if usable else None
 
 
-def _compile(text: str, flags: tuple[str, ...], store: Path, key: str) -> tuple[dict, bytes]:
-    """Runs the compiler in a directory of its own inside the store and moves what it made into place; its facts and bytes."""
+def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled: threading.Event) -> tuple[dict, bytes]:
+    """Compile `text` in a staging folder; cache and return its record and the bytes of the vmfb."""
     compiler = compiler_path()
-    with folder_aside(store / "work") as work:
-        source, product = work / "module.mlir", work / "module.vmfb"
+    with staging_folder(store / "work") as work:
+        source, output_file = work / "module.mlir", work / "module.vmfb"
         write_text(source, text)
-        command = [str(compiler), source.name, *flags, "-o", product.name]
+        command = [str(compiler), source.name, *flags, "-o", output_file.name]
         start = time.perf_counter()
-        status, output = _run(command, work)
+        status, output = _run(command, work, cancelled)
         seconds = time.perf_counter() - start
         log = f"$ iree-compile {' '.join(command[1:])}\n{output}exit status {status} after {seconds:.2f} s\n"
-        if full := _no_room(status, output):
+        if full := _disk_full(status, output):
             raise OSError(full, os.strerror(full), str(store))
-        if status or not product.is_file():
+        if status or not output_file.is_file():
             raise _failure(status, output, log, source, store / "failed" / key[:16])
-        made = product.read_bytes()
+        made = output_file.read_bytes()
         record = {"seconds": seconds, "log": log, "bytes": len(text), "sha256": hashlib.sha256(made).hexdigest()}
-        kept = store / f"{key}.vmfb"
+        cached_file = store / f"{key}.vmfb"
         try:
-            os.replace(product, kept)
-            # Written last: a kept result without its facts counts as absent.
-            write_atomically(store / f"{key}.json", json.dumps(record).encode())
+            os.replace(output_file, cached_file)
+            # Written last: a result without its record counts as absent.
+            write_file(store / f"{key}.json", json.dumps(record).encode())
         except OSError as error:
-            kept.unlink(missing_ok=True)
+            cached_file.unlink(missing_ok=True)
             unwritable(store, reason(error))
     _prune(store)
     return record, made
 
 
-def _run(command: list[str], directory: Path) -> tuple[int, str]:
-    """Exit status and output; whatever ends the wait, an interrupt above all, ends the compiler too."""
-    # What it writes for its linker goes with the directory too.
+def _run(command: list[str], directory: Path, cancelled: threading.Event) -> tuple[int, str]:
+    """Run a command and return its exit status and output.
+
+    If `cancelled` is set, kill the command and raise CompileError; an interrupt kills it too.
+    """
+    # The compiler's linker writes temporary files, which are removed with the directory.
     environment = {**os.environ, "TMPDIR": str(directory.absolute())}
     with open(directory / "output", "w+b") as output, own_group() as group:
         process = None
         try:
-            # An interrupt while Popen works would leave a compiler that nobody knows.
-            with _interrupt_later():
-                process = subprocess.Popen(
-                    command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    process_group=group, env=environment,
-                )  # fmt: skip
-            status = process.wait()
+            process = subprocess.Popen(
+                command, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                process_group=group, env=environment,
+            )  # fmt: skip
+            while (status := process.poll()) is None:
+                if cancelled.wait(POLL_SECONDS):
+                    raise CompileError("the compilation was cancelled")
         except BaseException:
             if process:
                 process.kill()
@@ -191,42 +231,26 @@ def _run(command: list[str], directory: Path) -> tuple[int, str]:
         return status, output.read().decode("utf-8", "replace")
 
 
-@contextlib.contextmanager
-def _interrupt_later() -> Iterator[None]:
-    """Holds ^C back until the end of the block; only Python's main thread ever sees one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came = []
-    handler = signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if came and callable(handler):
-        handler(*came[0])
-
-
-def _no_room(status: int, output: str) -> int | None:
-    """The number of the error, where the compiler could not write what it made."""
+def _disk_full(status: int, output: str) -> int | None:
+    """Return the errno if the compiler failed because it could not write its output, else None."""
     if status == -signal.SIGXFSZ:
         return errno.EFBIG
     return errno.ENOSPC if status and os.strerror(errno.ENOSPC) in output else None
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
-    """The error to show; log and module move to `folder`, since the caller's own directory may go."""
+    """Move the module and the log to `folder`, and return the error to show."""
     folder.mkdir(parents=True, exist_ok=True)
     os.replace(source, folder / "module.mlir")
-    write_atomically(folder / "compile.log", log.encode())
+    write_file(folder / "compile.log", log.encode())
     if status < 0:
         reason = f"was killed by {signal.Signals(-status).name}"
         if -status == signal.SIGKILL:
-            reason += ", which is what a system without free memory does"
+            reason += "; the system may be out of memory"
     else:
         errors = [line.strip() for line in output.splitlines() if "error:" in line]
         shown = [line if len(line) <= SHOWN_WIDTH else line[:SHOWN_WIDTH] + " …" for line in errors[:SHOWN_ERRORS]]
-        # A flag that it does not know is told without the word.
+        # The message for an unknown flag has no "error:".
         shown = shown or [line.strip() for line in output.splitlines() if line.strip()][:1]
         shown = shown or [f"exit status {status} and no error line"]
         reason = "failed: " + "\n  ".join(shown if len(shown) == 1 else ["", *shown])
@@ -234,15 +258,19 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Forgets the results longest unused once they are more than `KEPT_BYTES`, and all but the last failures."""
+    """Remove old cache entries.
+
+    These are the least recently used results over `MAX_CACHE_BYTES` in total, and all but the
+    newest `MAX_FAILURES` logs of failed compilations.
+    """
     with contextlib.suppress(OSError):
         total = 0
         for path in _newest_first(store.glob("*.vmfb")):
             total += path.stat().st_size
-            if total > KEPT_BYTES:
+            if total > MAX_CACHE_BYTES:
                 path.with_suffix(".json").unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
-        for path in _newest_first((store / "failed").glob("*"))[KEPT_FAILURES:]:
+        for path in _newest_first((store / "failed").glob("*"))[MAX_FAILURES:]:
             shutil.rmtree(path)
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong with files, in words that name the file and say what to do."""
+"""File errors that name the file and a remedy."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-_ELSEWHERE = "choose another place, or change its permissions"
+_ELSEWHERE = "choose another path, or change its permissions"
 _REMEDIES = {
-    errno.ENOSPC: "make room there",
-    errno.EDQUOT: "make room there",
-    errno.EFBIG: "allow larger files (ulimit -f), or choose another place",
-    errno.EROFS: "choose another place",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "allow larger files (ulimit -f), or choose another path",
+    errno.EROFS: "choose another path",
     errno.EACCES: _ELSEWHERE,
     errno.EPERM: _ELSEWHERE,
 }
 
 
 def reason(error: OSError) -> str:
-    """What the system says, and what to do about it."""
-    said = error.strerror or str(error) or type(error).__name__
-    return f"{said}; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else said
-
-
-def write_text(path: Path | str, text: str) -> None:
-    """Writes a file in UTF-8; an OSError names it."""
-    with naming(path):
-        Path(path).write_text(text, encoding="utf-8")
-
-
-def files_below(place: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The file at a place, or those in the folder there and below it, but for what comes and goes meanwhile."""
-    below = (Path(folder, name) for folder, _, names in os.walk(place) for name in names)
-    for path in chain((place,), below):
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                yield path, path.stat()
+    """Return the system's error message, followed by a remedy if there is one."""
+    message = error.strerror or str(error) or type(error).__name__
+    return f"{message}; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else message
 
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Gives an OSError that names no file, as that of a full disk, the name of what is being written."""
+    """Set the file name of an OSError that has none, such as the error for a full disk."""
     try:
         yield
     except OSError as error:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a file in UTF-8; an OSError names the file."""
+    with naming(path):
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def files_below(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the file at `path`, or all files below the folder `path`, with their `stat` results.
+
+    Files that are removed meanwhile are left out.
+    """
+    below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for file in chain((path,), below):
+        with contextlib.suppress(OSError):
+            if file.is_file():
+                yield file, file.stat()

@@ -1,4 +1,4 @@
-"""Running a bundle that encodes texts: the tokens of one become its vector."""
+"""The encode functions of a bundle, which map the tokens of a text to a vector."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from pathlib import Path
 import numpy as np
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.program import Call, Program, SessionError, alone
+from castiron.vmfb.program import Call, Program, SessionError, exclusive
 from castiron.vmfb.states import KINDS
 
 
 class Encoder:
-    """The encode functions of a bundle; one thread runs them at a time."""
+    """The encode functions of an embedding model; one thread runs them at a time."""
 
     def __init__(self, source: Bundle | Path | str | Program, threads: int | None = None):
-        """`source`: a bundle or its path, which `threads` threads run (default: the physical cores), or a program that runs
-        already. SessionError for a bundle that generates."""
+        """Load an embedding model; raise SessionError for a model that generates text.
+
+        source: a bundle, its path, or a loaded program. threads: for a bundle or path; default: the
+        number of physical cores.
+        """
         self.program = program = source if isinstance(source, Program) else Program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder is None:
-            raise SessionError(f"{manifest.name} generates text and was not made to encode it: castiron run answers with it")
+            raise SessionError(f"{manifest.name} generates text and cannot encode it; use `castiron run`")
         self.facts, self.threads = manifest.encoder, program.threads
         states = [program.zeros(state.shape, state.dtype) for state in manifest.states]
         self._states = [
@@ -34,15 +37,14 @@ class Encoder:
             tokens = program.zeros((width,), "i32")
             self._calls[width] = Call(program, manifest.function("encode", width), (tokens, start, length, *states)), tokens
 
-    @alone
+    @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:
-        """The vector of a text, f32 `[hidden]`. SessionError for no tokens, more than `max_tokens`, and an id outside the
-        vocabulary."""
-        ids, most, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
-        if ids.ndim != 1 or not 1 <= ids.size <= most:
-            raise SessionError(f"a text of {ids.size} tokens has no vector here; it needs 1 to {most} of them")
+        """Return the vector of a text, f32 `[hidden]`; raise SessionError for invalid tokens."""
+        ids, max_tokens, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
+        if ids.ndim != 1 or not 1 <= ids.size <= max_tokens:
+            raise SessionError(f"text has {ids.size} tokens; the model accepts 1 to {max_tokens}")
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab * (1 + self.facts.types):
-            raise SessionError(f"tokens must be whole numbers below {vocab}, the size of the vocabulary")
+            raise SessionError(f"token ids must be integers from 0 to {vocab - 1}; use the model's tokenizer")
         for state in self._states:
             state.go_back(0, 0)
         widest = max(self._calls)
@@ -52,4 +54,4 @@ class Encoder:
             buffer.array[: part.size], buffer.array[part.size :] = part, 0
             self._start[0], self._length[0] = start, part.size
             call.invoke()
-        return call.vector()
+        return call.floats(0)

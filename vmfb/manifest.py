@@ -1,80 +1,52 @@
-"""What a bundle says of itself: `manifest.json`, schema 4."""
+"""The manifest of a bundle, `manifest.json` (schema 6): its records, and their validation."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from castiron.vmfb.facts import check_facts
+from castiron.emitter.abi import ROLES, Function, Signature, State, cache_storage, functions, ring_rows
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
-from castiron.vmfb.states import KINDS, State
 from castiron.vmfb.targets import Target
 
-SCHEMA = 4
-# Of each role: the function's name, and its operands and first results as MLIR spells their types.
-ROLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "decode": ("decode_step", ("i32", "i32"), ("i32", "{V}xf32")),
-    "prefill": ("prefill_{T}", ("{T}xi32", "i32", "i32"), ("i32", "{V}xf32")),
-    "verify": ("verify_{T}", ("{T}xi32", "i32"), ("{T}xi32", "{T}x{V}xf32")),
-    "batch": ("decode_batch_{T}", ("{T}xi32", "{T}xi32"), ("{T}xi32", "{T}x{V}xf32")),
-    "embed": ("embed_{T}", ("{T}xi32", "i32", "i32"), ("{T}x{H}xf32",)),
-    "encode": ("encode_{T}", ("{T}xi32", "i32", "i32"), ("{H}xf32",)),
-}
+SCHEMA = 6
 MODEL, WEIGHTS, TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "vocabulary.bin", "chat_template.jinja", "compile.log", "model.mlir",
 )  # fmt: skip
-# Every file that a bundle may hold besides the manifest, and whether it must.
-FILES: dict[str, bool] = {
-    MODEL: True,
-    WEIGHTS: True,
-    TOKENIZER: False,
-    VOCABULARY: False,
-    TEMPLATE: False,
-    LOG: False,
-    TEXT: False,
-}
-# In bytes, of what is read whole.
-_LARGEST = dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE), 100_000_000)
-_HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-STATE_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
+# The files that a bundle may have besides the manifest and more modules, and whether they are required.
+FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT), False)
+# A module of the functions of one width, which share kernels: `tokens_32.vmfb`.
+_MODULE = re.compile(r"tokens_[0-9]+\.vmfb")
+# Maximum size in bytes of files that are read into memory.
+_MAX_BYTES = dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE), 100_000_000)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BundleError(Exception):
-    """A bundle that cannot be written, read or run here; one sentence with what to do."""
+    """An error for a bundle that cannot be written, read or run here."""
 
 
-@dataclass(frozen=True)
-class EntryPoint:
-    """An exported function: its role, how many tokens one call takes, and its signature as MLIR spells the types: tokens and
-    positions, then the states; argmax and logits, hidden states or a text's vector, then the states."""
-
-    role: str
-    name: str
-    width: int
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+def module_name(function: Function) -> str:
+    """Return the file name of the module for functions of this width."""
+    return f"tokens_{function.width}.vmfb"
 
 
-def entry_points(
-    states: Sequence[State], vocab: int, widths: Mapping[str, Sequence[int]], hidden: int = 0
-) -> tuple[EntryPoint, ...]:
-    """What every castiron module exports: by role, for each of its widths, a function over `states`. A batch of B holds the
-    states of B sequences one after another."""
+def is_module(name: str) -> bool:
+    """Return whether the file called `name` in a bundle is a compiled module."""
+    return name == MODEL or _MODULE.fullmatch(name) is not None
 
-    def entry(role: str, width: int) -> EntryPoint:
-        name, operands, results = ROLES[role]
-        spelled = lambda words: tuple(word.format(T=width, V=vocab, H=hidden) for word in words)
-        carried = tuple(state.type(width if role == "batch" else 1) for state in states)
-        return EntryPoint(role, name.format(T=width), width, spelled(operands) + carried, spelled(results) + carried)
 
-    return tuple(entry(role, width) for role in ROLES for width in widths.get(role, ()))
+def is_bundle_file(name: str) -> bool:
+    """Return whether a bundle may have a file called `name` besides its manifest."""
+    return name in FILES or is_module(name)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids that a generation starts and ends with."""
+    """Special tokens: `bos` is put before a text, and each id in `eos` ends a generation."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -82,7 +54,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Versions:
-    """What made the bundle; `iree` is iree-base-compiler's version, to which the runtime must match."""
+    """The versions of castiron and of iree-base-compiler, which the IREE runtime must match."""
 
     castiron: str
     iree: str
@@ -90,9 +62,13 @@ class Versions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far the functions of a bundle whose numerics round are from what `against` names: over `tokens` tokens of `text`, in
-    chunks of `context` tokens, the Kullback-Leibler divergence of its distributions (mean with standard error, 99th percentile
-    and maximum) and the share of equal most probable tokens with its error."""
+    """The difference between the logits of functions that round activations and a reference.
+
+    against: the reference. text, tokens, context: the logits were compared over `tokens` tokens of
+    `text`, in chunks of `context` tokens. kld_...: the Kullback-Leibler divergence, as mean with
+    standard error, 99th percentile and maximum. same_top_p: the share of positions with the same
+    argmax, with its standard error.
+    """
 
     against: str
     text: str
@@ -114,19 +90,27 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What makes a bundle one that encodes texts: a vector of `Manifest.hidden` numbers for each.
+    """The properties of an embedding model (vectors of `Manifest.hidden` numbers) or a reranker.
 
-    pooling: mean, last or cls. dense: how many features each linear layer after it has. normalised: whether vectors have the
-    length 1. whole: a text is one call, because tokens see those after them, else it comes in several. prompts: what is put
-    before a text, by name; default_prompt: the one that is where none is named. max_tokens: of a text and its prompt,
-    special tokens among them; what is longer is cut. lower_case: texts are. relevance: of a model that gives two texts one
-    number, what makes a score of it, sigmoid or identity; None for vectors. types: whether tokens of the second of two texts
-    have their ids plus the size of the vocabulary.
+    Attributes:
+        pooling: mean, last or cls.
+        normalised: whether vectors have length 1.
+        single_call: whether one call must take the complete text, because attention is
+            bidirectional.
+        max_tokens: the maximum length of a text with its prompt and special tokens; longer texts
+            are cut.
+        dense: output features of each linear layer after the pooling.
+        prompts: texts to put before an input, by name.
+        default_prompt: name of the prompt used by default.
+        lower_case: whether texts are converted to lower case first.
+        relevance: for a reranker, the function from its output to a score: sigmoid or identity.
+        types: whether the ids of the second text of a pair are increased by the vocabulary's size,
+            which marks them as of the second token type.
     """
 
     pooling: str
     normalised: bool
-    whole: bool
+    single_call: bool
     max_tokens: int
     dense: tuple[int, ...] = ()
     prompts: dict[str, str] = field(default_factory=dict)
@@ -138,7 +122,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class File:
-    """Size in bytes and sha256 in hex of one file."""
+    """The size of a file in bytes and its sha256 in hex."""
 
     size: int
     sha256: str
@@ -146,11 +130,17 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`config`, `generation`, `source`, `speed` and `compile` are facts for people and pipelines; vmfb only carries them, with
-    the types that `facts` knows, as it does `accuracy`, which is there where `numerics` are not exact and were compared.
-    `hidden` is the length of a hidden state where a function gives them, that of a text's vector with an `encoder`, else 0;
-    `tool_form` is how the chat template writes calls of functions, None where it does not. `codecs` counts the weights' tensors
-    by codec. `files` is filled in by BundleWriter.
+    """The contents of `manifest.json`.
+
+    Attributes:
+        config, generation, source, speed, accuracy: information that vmfb does not use.
+        compile: how the bundle was compiled; batched decoding reads the kernels' `work` in it.
+        numerics: a key of `emitter.abi.NUMERICS`.
+        codecs: number of tensors by codec.
+        files: size and hash of each file by name; BundleWriter sets it.
+        hidden: length of the vectors that functions return (hidden states, or with an `encoder` the
+            vectors of texts); 0 if no function returns vectors.
+        tool_format: name of the format in which the chat template writes tool calls.
     """
 
     name: str
@@ -158,7 +148,7 @@ class Manifest:
     vocab: int
     context: int
     states: tuple[State, ...]
-    functions: tuple[EntryPoint, ...]
+    functions: tuple[Function, ...]
     numerics: str
     lowering: str
     weights: str
@@ -174,122 +164,197 @@ class Manifest:
     files: dict[str, File] = field(default_factory=dict)
     hidden: int = 0
     encoder: Encoder | None = None
-    tool_form: str | None = None
+    tool_format: str | None = None
     schema: int = SCHEMA
 
     @property
     def cache(self) -> str:
-        """How states are stored that are not recurrent, as `castiron compile --cache` has it; f32 where there are none.
-
-        Of q8_0 a row is bytes, [groups, 4 + elements of a group]: a scale, f32, and the numbers.
-        """
-        dtype = next((state.dtype for state in self.states if state.kind != "recurrent"), "f32")
-        return {"i8": "q8_0"}.get(dtype, dtype)
-
-    @property
-    def prefill_widths(self) -> tuple[int, ...]:
-        """Ascending."""
-        return self.widths("prefill")
+        """Return the storage of the KV cache, as in `castiron compile --cache`."""
+        return cache_storage(self.states)
 
     def widths(self, role: str) -> tuple[int, ...]:
-        """Tokens that one call of each function of this role takes, ascending."""
+        """Return how many tokens a call of each function with this role takes, ascending."""
         return tuple(sorted(function.width for function in self.functions if function.role == role))
 
-    def function(self, role: str, width: int = 1) -> EntryPoint:
-        """The function of that role and width; KeyError if there is none."""
+    def function(self, role: str, width: int = 1) -> Function:
+        """Return the function with this role and width; raise KeyError if it does not exist."""
         return {(f.role, f.width): f for f in self.functions}[role, width]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the names of the module files."""
+        return tuple(sorted(name for name in self.files if is_module(name)))
+
+    def module_of(self, function: Function) -> str:
+        """Return the name of the module file that exports `function`."""
+        name = module_name(function)
+        return name if name in self.files else MODEL
+
+    def signature(self, function: Function) -> Signature:
+        """Return the tensor types of the operands and results of a function."""
+        return function.signature(self.states, self.vocab, self.hidden)
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """The work of a kernel in one call of a function.
+
+    Attributes:
+        calls: number of runs of the kernel.
+        flops, bytes: work of one run, as (at position 0, added per position, maximum).
+        weights: how many of the bytes are weights.
+        paths: paths of the modules that the kernel computes.
+        tokens: for a matmul, the number of tokens that it multiplies.
+    """
+
+    calls: int
+    flops: tuple[int, ...]
+    bytes: tuple[int, ...]
+    weights: int = 0
+    paths: tuple[str, ...] = ()
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Hub:
+    """The repository on the Hugging Face hub that a checkpoint came from."""
+
+    repository: str
+    revision: str
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file or folder that the bundle was compiled from."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Adapter(Input):
+    """A LoRA adapter that was merged into the weights."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class CustomModule:
+    """The module with which a user replaced the compiled one: its path, sha256 and IREE version."""
+
+    module: str
+    sha256: str
+    runtime: str
+
+
+# Types of the keys of `source` and `compile` that commands read.
+_FACTS: Mapping[str, Mapping[str, Any]] = {
+    "source": {"model": str, "path": str, "format": str, "sha256": str, "ignored_keys": tuple[str, ...],
+               "left_out": dict[str, int], "hub": Hub, "adapter": Adapter, "calibrated": Input},
+    "compile": {"key": str, "threads": int, "matmuls": tuple[str, ...], "tuned": dict[str, Any],
+                "arithmetic": dict[str, int], "work": dict[str, dict[str, KernelWork]], "custom_module": CustomModule},
+}  # fmt: skip
+
+
+def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
+    """Raise RecordError if a known key of `facts` (`source` or `compile`) has a wrong type."""
+    found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
+    for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
+        amounts = (work.calls, work.weights, *work.flops, *work.bytes)
+        if len(work.flops) != 3 or len(work.bytes) != 3 or min(amounts) < 0 or max(amounts) >= 2**63:
+            raise RecordError(f"{name}.work has invalid numbers for {short(kernel)}")
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`; keys in the order of the fields."""
+    """Return the bytes of `manifest.json`, with keys in the order of the fields."""
     return (json.dumps(to_json(manifest), indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def parse(data: bytes, place: str) -> Manifest:
-    """The manifest in `data`; BundleError, naming `place`, for what this version does not know or cannot be."""
+def parse(data: bytes, path: str) -> Manifest:
+    """Parse the manifest in `data`, read from `path`; raise BundleError if it is invalid."""
     try:
         value = json.loads(data)
-        if _HALF_OF_A_PAIR.search(data):
-            # Such strings could be written nowhere.
+        if _SURROGATE.search(data):
+            # A lone surrogate cannot be printed.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{place} is not JSON ({short(str(error), 100)}); compile the bundle again") from None
+        raise BundleError(f"not JSON: {path} ({short(str(error), 100)}); compile the bundle again") from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA or isinstance(schema, bool):
         raise BundleError(
-            f"{place} has schema {short(repr(schema))} and this castiron reads {SCHEMA}; "
+            f"bundle has schema {short(repr(schema))} and this castiron reads {SCHEMA}: {path}; "
             "compile the bundle again, or use the castiron that made it"
         )
     try:
         manifest = from_json(Manifest, value)
         check(manifest)
     except RecordError as error:
-        raise BundleError(f"{place}: {short(str(error), 200)}; compile the bundle again") from None
+        raise BundleError(f"{path}: {short(str(error), 200)}; compile the bundle again") from None
     return manifest
 
 
 def check(manifest: Manifest) -> None:
-    """RecordError unless the manifest's parts agree with each other."""
-    least = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed") or manifest.encoder))}
-    for name, smallest in least.items():
+    """Raise RecordError unless the fields of the manifest agree with each other."""
+    minimum = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed") or manifest.encoder))}
+    for name, smallest in minimum.items():
         if (value := getattr(manifest, name)) < smallest:
-            raise RecordError(f"{name} is {value}, not a positive number")
-    # i32 counts them, and each has a row of some bytes; a file of weights has a page at least.
-    most = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
-    if manifest.vocab > most:
-        raise RecordError(f"vocab is {manifest.vocab}, and the weights have no more than {most} rows")
+            raise RecordError(f"{name} is {value}, which is not positive")
+    # Ids are i32, and each has an embedding of at least one byte; a weights file has at least a page.
+    limit = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
+    if manifest.vocab > limit:
+        raise RecordError(f"vocab is {manifest.vocab}, but the weights have at most {limit} rows")
     _check_states(manifest)
-    check_facts("source", manifest.source)
-    check_facts("compile", manifest.compile)
-    widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
-    several = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
-    if bad := [w for w in several if not 2 <= w <= manifest.context]:
-        raise RecordError(
-            f"a prefill, verify, embed or encode function takes {bad[0]} tokens where the context is {manifest.context}"
-        )
-    known = entry_points(manifest.states, manifest.vocab, widths, manifest.hidden)
-    twice = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
-    kinds = {"encode"} if manifest.encoder else set(ROLES) - {"encode"}
-    needed = bool(widths["encode"]) if manifest.encoder else widths["decode"] == [1]
-    alien = any(found and role not in kinds for role, found in widths.items())
-    if manifest.functions != known or twice or alien or not needed:
-        raise RecordError("functions are not those of a castiron module with this vocabulary and these states")
+    _check_facts("source", manifest.source)
+    _check_facts("compile", manifest.compile)
+    _check_functions(manifest)
     for name, file in manifest.files.items():
-        if name not in FILES:
-            raise RecordError(f"files.{name} is not a file that this version knows")
+        if name not in FILES and name not in map(module_name, manifest.functions):
+            raise RecordError(f"files.{name} is not a file of a bundle")
         if file.size < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
-            raise RecordError(f"files.{name} has no proper size and sha256")
-        if file.size > _LARGEST.get(name, file.size):
-            raise RecordError(f"files.{name} has {file.size} bytes, and none has more than {_LARGEST[name]}")
+            raise RecordError(f"files.{name} has an invalid size or sha256")
+        if file.size > _MAX_BYTES.get(name, file.size):
+            raise RecordError(f"files.{name} has {file.size} bytes; the limit is {_MAX_BYTES[name]}")
     if manifest.encoder:
         _check_encoder(manifest, manifest.encoder)
     tokens = (manifest.tokens.bos, *manifest.tokens.eos)
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
-        raise RecordError(f"tokens names {bad[0]}, outside the vocabulary of {manifest.vocab}")
+        raise RecordError(f"tokens has {bad[0]}, outside the vocabulary of {manifest.vocab}")
+
+
+def _check_functions(manifest: Manifest) -> None:
+    if unknown := [f.role for f in manifest.functions if f.role not in ROLES]:
+        raise RecordError(f"functions have the role {short(unknown[0])}, not one of {', '.join(ROLES)}")
+    widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
+    multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
+    if bad := [w for w in multi if not 2 <= w <= manifest.context]:
+        raise RecordError(f"functions have the width {bad[0]}, outside 2 to the context of {manifest.context}")
+    duplicate = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
+    roles = {"encode"} if manifest.encoder else set(ROLES) - {"encode"}
+    complete = bool(widths["encode"]) if manifest.encoder else widths["decode"] == [1]
+    alien = any(found and role not in roles for role, found in widths.items())
+    if manifest.functions != functions(widths) or duplicate or alien or not complete:
+        raise RecordError("functions are duplicate, incomplete, of invalid widths or of the wrong kind of model")
 
 
 def _check_encoder(manifest: Manifest, encoder: Encoder) -> None:
     if encoder.default_prompt is not None and encoder.default_prompt not in encoder.prompts:
-        raise RecordError(f"encoder.default_prompt is {encoder.default_prompt!r}, which encoder.prompts has not")
-    most = max(manifest.widths("encode")) if encoder.whole else manifest.context
-    if not 1 <= encoder.max_tokens <= most:
-        raise RecordError(f"encoder.max_tokens is {encoder.max_tokens}, and its functions take {most}")
+        raise RecordError(f"encoder.default_prompt is {encoder.default_prompt!r}, which is not in encoder.prompts")
+    limit = max(manifest.widths("encode")) if encoder.single_call else manifest.context
+    if not 1 <= encoder.max_tokens <= limit:
+        raise RecordError(f"encoder.max_tokens is {encoder.max_tokens}; its functions take 1 to {limit}")
 
 
 def _check_states(manifest: Manifest) -> None:
     names = [state.name for state in manifest.states]
     if len(set(names)) != len(names):
-        raise RecordError("states have the same name twice")
+        raise RecordError("states have duplicate names")
+    widest = max([1, *(f.width for f in manifest.functions if f.role != "batch")])
     for state in manifest.states:
-        place = f"states.{state.name}"
-        if state.kind not in KINDS:
-            raise RecordError(f"{place}.kind is {state.kind!r}, not one of {', '.join(KINDS)}")
-        if state.dtype not in STATE_ITEM_BYTES:
-            raise RecordError(f"{place}.dtype is {state.dtype!r}, not one of {', '.join(STATE_ITEM_BYTES)}")
-        if min(state.shape, default=0) < 1 or len(state.shape) < 1 + (state.kind != "recurrent"):
-            raise RecordError(f"{place}.shape is {list(state.shape)}, which no {state.kind} state has")
+        where = f"states.{state.name}"
+        if problem := state.problem():
+            raise RecordError(f"{where}.{problem}")
         if state.kind == "positional" and state.shape[1] != manifest.context:
-            raise RecordError(f"{place} has {state.shape[1]} positions where the context is {manifest.context}")
-        least = state.window + max(1, *(f.width for f in manifest.functions if f.role != "batch"))
-        if (state.kind == "window") != (state.window > 0) or state.kind == "window" and state.shape[1] < least:
-            raise RecordError(f"{place} has a window of {state.window}, which no {state.kind} state of {list(state.shape)} has")
+            raise RecordError(f"{where} has {state.shape[1]} positions; the context is {manifest.context}")
+        if state.kind == "window" and state.shape[1] < (needed := ring_rows(state.window, widest)):
+            raise RecordError(f"{where} has {state.shape[1]} rows; its window and functions need {needed}")

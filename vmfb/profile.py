@@ -1,4 +1,4 @@
-"""Where a call's time goes, dispatch by dispatch, by the profiler in the IREE runtime's own tools."""
+"""The time of each dispatch of a call, measured by the profiler of the IREE runtime's tools."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
-from castiron.vmfb.aside import scratch
+from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import task_flags
-from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError, EntryPoint
+from castiron.vmfb.manifest import WEIGHTS, BundleError, Manifest
 from castiron.vmfb.program import SCOPE
 
 WARM_SECONDS = 0.1
@@ -22,10 +23,10 @@ WARM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One executable function within one call: its name, how often it runs, seconds of them all, workgroups of one.
+    """A dispatched executable of a call: number of runs, their total seconds, workgroups per run.
 
-    A kernel's function is called `{kernel}_fn`, one that IREE made `{function}_dispatch_{n}_…`, after the
-    first function that needed it.
+    A kernel of castiron is named `{kernel}_fn`; a dispatch that IREE generated is named
+    `{function}_dispatch_{n}_…`.
     """
 
     name: str
@@ -36,7 +37,10 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Profile:
-    """`seconds` is the whole call, as measured without the profiler; dispatches come longest first."""
+    """The times of a call of `function` at `position`.
+
+    seconds: time of the complete call, without the profiler. dispatches: longest first.
+    """
 
     function: str
     position: int
@@ -45,23 +49,23 @@ class Profile:
     dispatches: tuple[Dispatch, ...]
 
 
-def profile(
-    bundle: Bundle, function: EntryPoint, *, position: int = 0, threads: int | None = None, repeats: int = 20
-) -> Profile:
-    """Profiles a function of the bundle at `position` (of every sequence, in a batch), over `repeats` calls.
+def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20) -> Profile:
+    """Measure the time of a function and of its dispatches at `position`, over `repeats` calls.
 
-    The states hold zeros, which cost what anything else costs. BundleError if the tools fail.
+    In a batch function, every sequence is at `position`. The states are zeros, which does not
+    change the time. Raise BundleError if the tools fail.
     """
-    options = bundle.file(MODEL), bundle.file(WEIGHTS), function, position, threads or physical_cores(), repeats
-    # Weights are mapped when they are first read: that is not this function's time.
+    files = bundle.file(bundle.manifest.module_of(function)), bundle.file(WEIGHTS)
+    options = *files, bundle.manifest, function, position, threads or physical_cores(), repeats
+    # The first call reads the mapped weights from disk.
     warm = f"--benchmark_min_warmup_time={WARM_SECONDS}"
     timed = json.loads(_tool("iree-benchmark-module", *_command(*options), warm))["benchmarks"][0]
     scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[timed["time_unit"]]
-    return Profile(function.name, position, options[4], timed["real_time"] * scale, dispatches(*options))
+    return Profile(function.name, position, options[5], timed["real_time"] * scale, dispatches(*options))
 
 
 def median_of(rounds: Sequence[Profile]) -> Profile:
-    """One profile of several of the same call: of the whole and of each dispatch the median time."""
+    """Merge several profiles of a call into one with the median times."""
     times: dict[str, list[float]] = {first.name: [] for first in rounds[0].dispatches}
     for dispatch in (dispatch for found in rounds for dispatch in found.dispatches):
         times[dispatch.name].append(dispatch.seconds)
@@ -71,11 +75,14 @@ def median_of(rounds: Sequence[Profile]) -> Profile:
 
 
 def dispatches(
-    model: Path, weights: Path, function: EntryPoint, position: int, threads: int, repeats: int
+    model: Path, weights: Path, manifest: Manifest, function: Function, position: int, threads: int, repeats: int
 ) -> tuple[Dispatch, ...]:
-    """Those of `profile`, for a vmfb and parameters that need not be in one bundle."""
-    command = _command(model, weights, function, position, threads, repeats)
-    with scratch("profile") as directory:
+    """Return the dispatches of a call of `function`, longest first.
+
+    The vmfb and the weights need not be in a bundle.
+    """
+    command = _command(model, weights, manifest, function, position, threads, repeats)
+    with TemporaryDirectory(prefix="castiron-") as directory:
         trace = f"{directory}/trace.ireeprof"
         profiling = ("--device_profiling_mode=host-execution", f"--device_profiling_output={trace}")
         _tool("iree-benchmark-module", *command, *profiling)
@@ -88,11 +95,15 @@ def dispatches(
     return tuple(sorted(found, key=lambda dispatch: -dispatch.seconds))
 
 
-def _command(model: Path, weights: Path, function: EntryPoint, position: int, threads: int, repeats: int) -> list[str]:
-    # Tokens, positions, and a chunk's length; the states are zeros.
+def _command(
+    model: Path, weights: Path, manifest: Manifest, function: Function, position: int, threads: int, repeats: int
+) -> list[str]:
+    """Return the arguments of iree-benchmark-module that run `function` `repeats` times."""
+    # Tokens, position, length of the chunk if there is one; then the states.
     values = ["0", str(position), *[str(function.width)] * (function.role in ("prefill", "embed", "encode"))]
-    values += ["0"] * (len(function.inputs) - len(values))
-    inputs = [f"--input={type_}={value}" for type_, value in zip(function.inputs, values, strict=True)]
+    operands = manifest.signature(function).operands
+    values += ["0"] * (len(operands) - len(values))
+    inputs = [f"--input={operand}={value}" for operand, value in zip(operands, values, strict=True)]
     devices = ("--device=local-sync",) if threads == 1 else ("--device=local-task", *task_flags(threads))
     return [
         *devices,
@@ -106,6 +117,7 @@ def _command(model: Path, weights: Path, function: EntryPoint, position: int, th
 
 
 def _tool(name: str, *arguments: str) -> str:
+    """Run a tool of the IREE runtime and return its output; raise BundleError if it fails."""
     import iree._runtime_libs
 
     path = Path(iree._runtime_libs.__path__[0]) / name

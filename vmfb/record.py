@@ -1,6 +1,6 @@
-"""Frozen dataclasses to JSON and back, strictly.
+"""Conversion of frozen dataclasses to JSON and back, with an error for every field that differs.
 
-A field too many, too few or of another type is refused by its path.
+An unknown, missing or mistyped field is a RecordError.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import typing
 from typing import Any
 
 Json = Any
+_JSON_NAMES = {
+    dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "true or false",
+}  # fmt: skip
 
 
 class RecordError(Exception):
-    """JSON that is not of the record's form: where, and what was there instead."""
+    """An error for JSON that does not match a dataclass; it names the field and the value."""
 
 
 def to_json(value: Any) -> Json:
-    """Dataclasses, tuples and dicts as what `json.dumps` takes."""
+    """Convert dataclasses, tuples and dicts to values that `json.dumps` accepts."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -29,9 +32,10 @@ def to_json(value: Any) -> Json:
 
 
 def from_json(kind: Any, value: Json, path: str = "") -> Any:
-    """`value` as a `kind`: a dataclass, `tuple[X, ...]`, `dict[str, X]`, `X | None`, str, int, float, bool or Any.
+    """Convert a JSON value to a `kind`; raise RecordError for the first field that does not fit.
 
-    A dataclass field without a default must be there; RecordError names the first field that does not fit.
+    kind: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any. path: name of
+    the value in error messages.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
@@ -50,50 +54,35 @@ def from_json(kind: Any, value: Json, path: str = "") -> Any:
         pairs = _expect(dict, value, path)
         return {key: from_json(arguments[1], item, f"{path}.{short(key)}") for key, item in pairs.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return _float(value, path)
+        try:
+            return float(value)
+        except OverflowError:
+            raise RecordError(f"{path} is too large for a 64-bit float") from None
     return _expect(kind, value, path)
 
 
-def _float(value: int, path: str) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise RecordError(f"{path} is larger than any number of 64 bits") from None
-
-
 def _dataclass(kind: Any, value: Json, path: str) -> Any:
-    pairs = _expect(dict, value, path)
-    hints = typing.get_type_hints(kind)
+    pairs, hints, where = _expect(dict, value, path), typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    where = f"{path}." if path else ""
     if unknown := sorted(set(pairs) - set(fields)):
-        raise RecordError(f"{where}{short(unknown[0])} is not a field that this version knows")
+        raise RecordError(f"{where}{short(unknown[0])} is an unknown field")
     found = {}
     for name, field in fields.items():
         if name in pairs:
             found[name] = from_json(hints[name], pairs[name], f"{where}{name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        elif field.default is field.default_factory is dataclasses.MISSING:
             raise RecordError(f"{where}{name} is missing")
     return kind(**found)
 
 
-_WORDS = {
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-}
-
-
 def _expect(kind: type, value: Json, path: str) -> Any:
+    """Return `value` if it is a `kind`; a bool is not an int."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RecordError(f"{path or 'the whole'} is {short(repr(value))}, not {_WORDS[kind]}")
+        raise RecordError(f"{path or 'the value'} is {short(repr(value))}, not {_JSON_NAMES[kind]}")
     return value
 
 
-def short(text: str, most: int = 60) -> str:
-    """As much as an error quotes, what does not print as in a repr."""
-    cut = text if len(text) < most else text[:most] + "…"
+def short(text: str, limit: int = 60) -> str:
+    """Shorten a text for an error message, with unprintable characters escaped."""
+    cut = text if len(text) < limit else text[:limit] + "…"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)

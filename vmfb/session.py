@@ -1,4 +1,4 @@
-"""Running a bundle: one conversation's states and position, and the calls that move it on."""
+"""A session: the states and position of one sequence, and the calls that append tokens to it."""
 
 from __future__ import annotations
 
@@ -11,73 +11,74 @@ import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
-from castiron.vmfb.program import Buffer, Call, Program, SessionError, alone
+from castiron.vmfb.program import Buffer, Call, Program, SessionError, exclusive
 from castiron.vmfb.states import KINDS, Snapshot
 
-# Positions that a session can come back to where its states do not remember them by themselves.
-KEPT = 4
-# Of what is kept of them, beyond which the last position alone is.
-KEPT_BYTES = 2**28
+# Limits of the snapshots that a session retains for `rewind`: number and total bytes. The last
+# snapshot is retained even if it is larger.
+MAX_SNAPSHOTS, MAX_SNAPSHOT_BYTES = 4, 2**28
 
 
 class Session:
-    """The states of one conversation at `position`, over a program that forks share.
+    """The states of one sequence at `position`; forks of a session share its program.
 
-    Sessions of one program run one at a time: a call while another thread is in one is a SessionError, and so is one in a
-    forked child of the process that made a session of several threads. A large context costs memory only as it is filled:
-    the states are pages that the system supplies when first written.
+    Sessions of a program run one at a time: a call raises SessionError while another thread runs
+    one, and in a forked child if the program has several threads. States use memory only as far as
+    they are filled.
     """
 
     def __init__(
         self, source: Bundle | Path | str | Program, threads: int | None = None, states: Sequence[Buffer] | None = None
     ):
-        """`source`: a bundle or its path, which `threads` threads run (default: the physical cores), or a program that runs
-        already.
+        """Start an empty sequence; raise SessionError for an embedding model.
 
-        `states`: buffers of one sequence to use, zero so far, instead of buffers of its own. SessionError for threads less
-        than one, and for a bundle that encodes texts.
+        Args:
+            source: a bundle or its path, or a program that is loaded already.
+            threads: for a bundle or path; default: the number of physical cores.
+            states: buffers of zeros to use instead of new ones.
         """
         self.program = program = source if isinstance(source, Program) else Program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder:
-            raise SessionError(f"{manifest.name} encodes texts and generates none: castiron embed gives their vectors")
+            raise SessionError(f"{manifest.name} is an embedding model and cannot generate text; use `castiron embed`")
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
-        self._position = self._whole = 0
-        # What `whole` counts.
-        self.widest = max(manifest.prefill_widths, default=1)
+        self._position = self._chunked_tokens = 0
+        self.widest = max(manifest.widths("prefill"), default=1)
         states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
         self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
-        self._kept: deque[Snapshot] = deque(maxlen=KEPT)
+        self._retained: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-        token, place, length = (program.zeros((), "i32") for _ in range(3))
-        # Written to as plain memory: a numpy scalar assignment costs twice as much.
-        self._token_word, self._position_word, self._length_word = token.words, place.words, length.words
-        self._decode = Call(program, manifest.function("decode"), (token, place, *states))
+        token, position, length = (program.zeros((), "i32") for _ in range(3))
+        # Memory views, because assigning a NumPy scalar takes twice as long.
+        self._token_word, self._position_word, self._length_word = token.words, position.words, length.words
+        self._decode = Call(program, manifest.function("decode"), (token, position, *states))
 
         def calls(role: str, *numbers: Buffer) -> dict[int, tuple[Call, Buffer]]:
             tokens = {width: program.zeros((width,), "i32") for width in manifest.widths(role)}
             return {w: (Call(program, manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
 
-        self._prefill, self._verify = calls("prefill", place, length), calls("verify", place)
-        self._embed = calls("embed", place, length)
-        # The kernels skip rows past the length; StableHLO alone computes them.
+        self._prefill, self._verify = calls("prefill", position, length), calls("verify", position)
+        self._embed = calls("embed", position, length)
+        # The kernels skip rows past the length; StableHLO computes them.
         self._padding = 0.0 if manifest.lowering == "kernels" else 1.0
         self._last: Call | Row | np.ndarray | None = None
 
     @property
     def position(self) -> int:
-        """How many tokens the states have taken in; the next one goes here."""
+        """Return the number of tokens in the states, which is the position of the next token."""
         return self._position
 
     @property
-    def whole(self) -> int:
-        """How many tokens, from the first on, came in whole chunks of the `widest` prefill function. What the states hold of
-        them is the same to the last bit whatever came after, or before in other sessions: a long prompt goes by such chunks."""
-        return self._whole
+    def chunked_tokens(self) -> int:
+        """Return how many leading tokens came in full calls of the `widest` prefill function.
 
-    @alone
+        The states of these tokens have the same bits in every session.
+        """
+        return self._chunked_tokens
+
+    @exclusive
     def step(self, token: int) -> int:
-        """Appends one token and returns the most probable next one (the lowest id of equals)."""
+        """Append one token; return the argmax of the logits, the lowest of equally probable ids."""
         position = self._position
         if position >= self.context or not 0 <= token < self.vocab:
             self._checked((token,))
@@ -90,38 +91,37 @@ class Session:
         return call.argmax()
 
     def count_runtime(self) -> Callable[[], float]:
-        """What returns the seconds that steps from now on spend inside the runtime: the rest of a step is Python's."""
+        """Start to time steps; return a function that returns their seconds in the runtime."""
         call = self._decode
         call.count_seconds()
         return lambda: call.seconds
 
-    @alone
+    @exclusive
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
-        """Appends `tokens` from `position` on, in chunks, and returns the most probable token after them.
+        """Append `tokens` in chunks, and return the argmax of the logits after them.
 
-        `progress` gets (tokens done, tokens in all) after every chunk. SessionError, before any work, for no tokens,
-        an id outside the vocabulary or an end past the context.
+        progress: called with (tokens done, total) after every chunk. Raise SessionError, before any
+        work, if there are no tokens, an id is outside the vocabulary or the end is past the
+        context.
         """
         ids = self._checked(tokens)
         done, total = 0, int(ids.size)
         best = 0
-        for width, count in chunks(total, self._position, self.context, self.manifest.prefill_widths, self._padding):
-            whole = self._whole == self._position and width == count == self.widest
-            best = self._chunk(width, ids[done : done + count])
-            self._whole += whole * count
+        for width, count in chunks(total, self._position, self.context, self.manifest.widths("prefill"), self._padding):
+            full_chunk = self._chunked_tokens == self._position and width == count == self.widest
+            if width == 1:
+                best = self.step(int(ids[done]))
+            else:
+                self._last = call = self._append(self._prefill[width], ids[done : done + count])
+                best = call.argmax()
+            self._chunked_tokens += full_chunk * count
             done += count
             if progress:
                 progress(done, total)
         return best
 
-    def _chunk(self, width: int, ids: np.ndarray) -> int:
-        if width == 1:
-            return self.step(int(ids[0]))
-        self._last = call = self._take(self._prefill[width], ids)
-        return call.argmax()
-
-    def _take(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
-        """Appends `ids` by a call of at least as many."""
+    def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
+        """Append `ids` with a prepared call, which takes at least as many, and return the call."""
         call, tokens = prepared
         tokens.array[: ids.size] = ids
         tokens.array[ids.size :] = 0
@@ -131,17 +131,16 @@ class Session:
         self._last = None
         return call
 
-    @alone
+    @exclusive
     def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Appends `tokens`, as many as a verify function takes, and returns the most probable token after each, -1 where its
-        logits are no numbers.
+        """Append `tokens` in one verify call; return the argmax of the logits after each.
 
-        `rewind` takes back those that were not wanted. SessionError for another number of tokens, an id outside the
-        vocabulary or an end past the context.
+        The argmax is -1 if the logits are NaN. Raise SessionError if no verify function takes so
+        many tokens, an id is outside the vocabulary or the end is past the context.
         """
         if len(tokens) not in self._verify:
-            widths = ", ".join(map(str, self._verify)) or "none: compile the bundle with --speculate"
-            raise SessionError(f"{len(tokens)} tokens cannot be verified at once; the bundle's widths are {widths}")
+            widths = ", ".join(map(str, self._verify)) or "none; compile the bundle with --speculate"
+            raise SessionError(f"{len(tokens)} tokens cannot be verified: the bundle's widths are {widths}")
         self._checked(tokens)
         call, buffer = self._verify[len(tokens)]
         buffer.array[:] = tokens
@@ -151,13 +150,15 @@ class Session:
         self._last = Row(call, len(tokens) - 1)
         return call.argmaxes(len(tokens))
 
-    @alone
+    @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """`verify` of fewer tokens than the `width` of a verify function, whose other rows are forgotten at once. False, and
-        nothing is done, where those have no room or the states could not forget them."""
+        """Append fewer tokens than the `width` of a verify function, and undo the padding tokens.
+
+        Return False and do nothing if the padding exceeds the context or the states cannot undo it.
+        """
         ids, call_end = self._checked(tokens), self._position + width
         end = self._position + int(ids.size)
-        if call_end > self.context or not all(state.returns(call_end, end) for state in self._states):
+        if call_end > self.context or not all(state.can_return(call_end, end) for state in self._states):
             return False
         call, buffer = self._verify[width]
         buffer.array[: ids.size], buffer.array[ids.size :] = ids, 0
@@ -168,176 +169,202 @@ class Session:
         self._position, self._last = end, Row(call, int(ids.size) - 1)
         return True
 
-    @alone
+    @exclusive
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
-        """Appends `tokens` and returns the hidden state of each after the last norm, f32 `[tokens, hidden]`.
+        """Append `tokens`; return hidden states after the last norm, f32 `[tokens, hidden]`.
 
-        SessionError for a bundle without embed functions, no tokens, an id outside the vocabulary or an end past the context,
-        which is counted in whole calls here. There are no logits after it.
+        Afterwards the session has no logits. Raise SessionError as `prefill` does, and if a call
+        with its padding would end past the context.
         """
         if not self._embed:
-            raise SessionError("this bundle gives no hidden states: compile it with --embed 128")
+            raise SessionError("this bundle has no embed function for hidden states; compile it with --embed 128")
         ids = self._checked(tokens)
         widest = max(self._embed)
         parts = [ids[start : start + widest] for start in range(0, ids.size, widest)]
         widths = [min(width for width in self._embed if width >= part.size) for part in parts]
         if self._position + sum(widths) > self.context:
             raise SessionError(f"{ids.size} tokens in calls of {widest} would end past the context of {self.context}")
-        return np.concatenate([self._take(self._embed[w], part).rows(part.size) for w, part in zip(widths, parts, strict=True)])
+        return np.concatenate(
+            [self._append(self._embed[w], part).floats(0)[: part.size] for w, part in zip(widths, parts, strict=True)]
+        )
 
-    @alone
+    @exclusive
     def verified_logits(self, token: int | None = None) -> np.ndarray:
-        """The logits after each token of the last `verify`, f32 `[tokens, vocab]`, or after the one of this index, f32
-        `[vocab]`; a copy. SessionError if another call, or none, came last."""
+        """Copy the logits of the last `verify`: f32 `[tokens, vocab]`, or `[vocab]` of one token.
+
+        token: index of the token in that call. Raise SessionError if the last call was not
+        `verify`.
+        """
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
-        """The same, one row f32 `[vocab]` after another; to be taken before the next call."""
+        """Return an iterator over the logits of the last `verify`, f32 `[vocab]` for each token.
+
+        Use the iterator before the next call, which overwrites the logits. Raise SessionError if
+        the last call was not `verify`.
+        """
         last = self._verified()
         return (last.call.logits(row) for row in range(last.row + 1))
 
     def _verified(self) -> Row:
-        """The last row of the last `verify`."""
+        """Return the row of the last token of the last `verify`.
+
+        Raise SessionError if the last call was not `verify`.
+        """
         if not isinstance(self._last, Row):
-            raise SessionError("there are no logits of several tokens: verify first")
+            raise SessionError("no logits of a verify call; call verify first")
         return self._last
 
     def reachable(self, position: int) -> int:
-        """The last position up to `position` at which the session can stand: itself, unless a state has forgotten it."""
+        """Return the largest position, up to `position`, to which `rewind` can return."""
         if not 0 <= position <= self._position:
             raise SessionError(f"a session at position {self._position} cannot be rewound to {position}")
-        if all(state.returns(self._position, position) for state in self._states):
+        if all(state.can_return(self._position, position) for state in self._states):
             return position
-        return max((kept.position for kept in self._kept if kept.position <= position), default=0)
+        return max((snapshot.position for snapshot in self._retained if snapshot.position <= position), default=0)
 
-    @alone
+    @exclusive
     def rewind(self, position: int) -> None:
-        """Forgets every token from `position` on; SessionError for a position that is not `reachable`."""
+        """Remove every token from `position` on; raise SessionError if it is not `reachable`."""
         found = self.reachable(position)
         if found != position:
-            raise SessionError(f"this model does not remember its state at position {position}: it can go back to {found}")
+            raise SessionError(f"the state at position {position} is overwritten; the session can return to {found}")
         if position == self._position:
             return
-        if all(state.returns(self._position, position) for state in self._states):
+        if all(state.can_return(self._position, position) for state in self._states):
             for state in self._states:
                 state.go_back(self._position, position)
-            self._stand_at(position)
+            self._move_to(position)
         else:
-            self.restore(self._kept_at(position))
+            self.restore(self._retained_at(position))
 
-    @alone
+    @exclusive
     def snapshot(self, ahead: int | None = None) -> Snapshot:
-        """What `restore` needs to come back to this position after up to `ahead` more, or however far the session goes on."""
+        """Save what `restore` needs to return to this position.
+
+        ahead: how many tokens may be appended before that; default: any number.
+        """
         ahead = self.context - self._position if ahead is None else ahead
         taken = Snapshot(self._position, tuple(state.save(self._position, ahead) for state in self._states))
         self._snapshots.add(taken)
         return taken
 
-    @alone
+    @exclusive
     def restore(self, snapshot: Snapshot) -> None:
-        """Stands where the snapshot was taken; SessionError if the session has been before that place since."""
+        """Return to a snapshot's position.
+
+        Raise SessionError if the session was rewound past that position after the snapshot.
+        """
         if snapshot not in self._snapshots or snapshot.stale:
-            raise SessionError(f"the snapshot of position {snapshot.position} is not of this session's present tokens")
+            raise SessionError(f"the snapshot of position {snapshot.position} is stale or of another session; take a new one")
         for state, saved in zip(self._states, snapshot.saved, strict=True):
             state.restore(self._position, snapshot.position, saved)
-        self._stand_at(snapshot.position)
+        self._move_to(snapshot.position)
 
-    @alone
+    @exclusive
     def keep(self) -> None:
-        """Remembers this position, so that `rewind` can come back to it whatever the states are; the last `KEPT` count, fewer
-        if what they take is more than `KEPT_BYTES`."""
-        everywhere = all(state.returns(self.context, self._position) for state in self._states)
-        if not everywhere and all(kept.position != self._position for kept in self._kept):
-            self._kept.append(self.snapshot())
-            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept) > KEPT_BYTES:
-                self._kept.popleft()
+        """Retain a snapshot for `rewind` if a state needs one; the oldest snapshots are dropped."""
+        everywhere = all(state.can_return(self.context, self._position) for state in self._states)
+        if not everywhere and all(snapshot.position != self._position for snapshot in self._retained):
+            self._retained.append(self.snapshot())
+            while len(self._retained) > 1 and sum(snapshot.nbytes for snapshot in self._retained) > MAX_SNAPSHOT_BYTES:
+                self._retained.popleft()
 
-    @alone
+    @exclusive
     def copy_from(self, other: Session, position: int) -> None:
-        """Takes over what a session of the same program was at `position`, which it must be able to reach."""
+        """Copy the states that another session of this program had at `position`.
+
+        Raise SessionError if the other session cannot reach that position.
+        """
         if other.program is not self.program or other.reachable(position) != position:
             raise SessionError(f"position {position} cannot be copied from a session at {other.position}")
-        direct = all(state.returns(other.position, position) for state in other._states)
-        saved = (None,) * len(self._states) if direct else other._kept_at(position).saved
-        self._stand_at(0)
-        for mine, theirs, kept in zip(self._states, other._states, saved, strict=True):
-            mine.copy(theirs, other._position, position, kept)
+        direct = all(state.can_return(other.position, position) for state in other._states)
+        saved = (None,) * len(self._states) if direct else other._retained_at(position).saved
+        self._move_to(0)
+        for mine, theirs, rows in zip(self._states, other._states, saved, strict=True):
+            mine.copy(theirs, other._position, position, rows)
         self._position = position
-        self._whole = self._whole_before(position, other._whole)
+        self._chunked_tokens = self._chunked_before(position, other._chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
-        """What each state holds of the first `position` tokens, of which the session has taken in no more: views."""
+        """Return, for each state, a view of its rows for the first `position` tokens."""
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Whether the rows after so many tokens are also those after the first `position` of them."""
+        """Return whether `rows(tokens)` contain the states after the first `position` tokens."""
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing was read past the present position that a state still holds."""
+        """Return whether no state has rows of tokens after the position, left by a rewind."""
         return all(state.settled(self._position) for state in self._states)
 
-    @alone
-    def take(self, rows: Sequence[np.ndarray], position: int, whole: int = 0) -> None:
-        """Stands at `position`, with the `rows` that a session of this bundle had there, or further on where `begins` allows
-        it; `whole` as that session had it."""
-        self._stand_at(0)
+    @exclusive
+    def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
+        """Load `rows` that a session of this bundle had at `position`.
+
+        The rows may be of a later position `p` if `begins(p, position)` is true. chunked_tokens:
+        the value of `chunked_tokens` in that session.
+        """
+        self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
             state.take(array, position)
         self._position = position
-        self._whole = self._whole_before(position, whole)
+        self._chunked_tokens = self._chunked_before(position, chunked_tokens)
 
-    def _whole_before(self, position: int, whole: int) -> int:
-        """Of `whole` tokens, what is left at `position`."""
-        return min(whole, position // self.widest * self.widest)
+    def _chunked_before(self, position: int, chunked_tokens: int) -> int:
+        """Return the value that `chunked_tokens` has after a rewind to `position`."""
+        return min(chunked_tokens, position // self.widest * self.widest)
 
-    def _kept_at(self, position: int) -> Snapshot:
-        return next(kept for kept in self._kept if kept.position == position)
+    def _retained_at(self, position: int) -> Snapshot:
+        return next(snapshot for snapshot in self._retained if snapshot.position == position)
 
-    def _stand_at(self, position: int) -> None:
-        """Notes a position not after the present one; snapshots after it hold no longer."""
+    def _move_to(self, position: int) -> None:
+        """Set the position to an earlier one or the same; snapshots after it become stale."""
         self._position, self._last = position, None
-        self._whole = self._whole_before(position, self._whole)
+        self._chunked_tokens = self._chunked_before(position, self._chunked_tokens)
         for snapshot in self._snapshots:
             snapshot.stale |= snapshot.position > position
-        self._kept = deque((kept for kept in self._kept if not kept.stale), KEPT)
+        self._retained = deque((snapshot for snapshot in self._retained if not snapshot.stale), MAX_SNAPSHOTS)
 
-    @alone
+    @exclusive
     def logits(self) -> np.ndarray:
-        """The logits after the last token, f32 `[vocab]`, a copy; SessionError before a token or after a rewind."""
+        """Copy the logits after the last token, f32 `[vocab]`.
+
+        Raise SessionError if there are none.
+        """
         if self._last is None:
-            raise SessionError("there are no logits yet: prefill or step first")
+            raise SessionError("no logits yet; call prefill or step first")
         return self._last.copy() if isinstance(self._last, np.ndarray) else self._last.logits()
 
-    @alone
+    @exclusive
     def fork(self) -> Session:
-        """A session of its own that goes on from here, with a copy of the states."""
+        """Return a new session at this position, with a copy of the states."""
         other = Session(self.program)
         other.copy_from(self, self._position)
         other._last = None if self._last is None else self.logits()
         return other
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        """`tokens` as an array; SessionError if the session cannot take them."""
+        """Return `tokens` as an array; raise SessionError if they are invalid or do not fit."""
         ids = np.asarray(tokens)
         if not ids.size:
-            raise SessionError("there are no tokens to take")
+            raise SessionError("no tokens; give at least one")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise SessionError(f"tokens are {ids.dtype}{list(ids.shape)}, not a list of whole numbers")
+            raise SessionError(f"tokens are {ids.dtype}{list(ids.shape)}, not a list of integers")
         if ids.min() < 0 or ids.max() >= self.vocab:
             outside = next(int(t) for t in ids if not 0 <= t < self.vocab)
             raise SessionError(f"token {outside} is outside the vocabulary of {self.vocab}")
         if self._position + ids.size > self.context:
             raise SessionError(
                 f"{ids.size} token{'s' * (ids.size > 1)} from position {self._position} would end past the context of "
-                f"{self.context}: shorten the prompt or compile with a larger --context"
+                f"{self.context}; shorten the prompt or compile with a larger --context"
             )
         return ids
 
 
 class Row:
-    """Logits at one row of a call's results, until the next call."""
+    """The logits in one row of a call's results, valid until the next call."""
 
     def __init__(self, call: Call, row: int):
         self.call, self.row = call, row

@@ -1,43 +1,45 @@
-"""What a session remembers, as a file: whose state it is, the tokens behind it, and what each state holds of them.
+"""State files: the rows of a session's states after some tokens.
 
-A line that names the format, the sha256 of all that follows, and a line of JSON ({"bundle", "tokens": how many}); then the
-tokens, i32, and what the states hold in the manifest's order, each padded to `ALIGNMENT` bytes. Numbers have their least byte
-first. A file is written aside and renamed, so that none is ever half there; it is read only where its sha256 holds.
+A file has a line with the format, a line with the sha256 of everything after it, and a line of JSON
+({"bundle", "tokens": number of tokens}); then the tokens, i32, and the rows of each state in the
+manifest's order, each padded to `ALIGNMENT` bytes. Numbers are little-endian.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from castiron.vmfb.archive import Part
-from castiron.vmfb.aside import replacing
-from castiron.vmfb.manifest import MODEL, WEIGHTS, Manifest
-
-Buffer: TypeAlias = bytes | memoryview
+from castiron.vmfb.manifest import WEIGHTS, Manifest
+from castiron.vmfb.staging import replace_file
 
 FORMAT = b"castiron state 1\n"
 ALIGNMENT = 64
 _DIGEST = 64
-# The sha256 with its line's end; the line of JSON, filled up with spaces, ends where the tokens begin.
+# Bounds the memory that a damaged header can request.
+_MAX_TOKENS = 1 << 24
+# Offset of the tokens in bytes; the line of JSON is padded with spaces.
 _HEAD = 256
 _HASHED = len(FORMAT) + _DIGEST + 1
 
 
 class StateError(Exception):
-    """A file of a state that cannot be used; one sentence."""
+    """An error for a state file that cannot be used."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateFile:
-    """The state at `path` of the bundle that `identity` calls `bundle`, after `tokens`, i32 [n]."""
+    """The head of the state file at `path`.
+
+    bundle: the `identity` of the bundle. tokens: the tokens whose states are in the file, i32
+    `[n]`.
+    """
 
     path: Path
     bundle: str
@@ -45,62 +47,63 @@ class StateFile:
 
 
 def identity(manifest: Manifest) -> str:
-    """What the states of one bundle have in common, and those of no other: 32 hexadecimal digits of its program and weights."""
-    return hashlib.sha256("".join(manifest.files[name].sha256 for name in (MODEL, WEIGHTS)).encode()).hexdigest()[:32]
+    """Return the key of a bundle in state files: 32 hex digits, a hash of modules and weights."""
+    hashes = [manifest.files[name].sha256 for name in (*manifest.modules, WEIGHTS)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:32]
 
 
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Writes what `Session.rows` gives after `tokens`; returns the file's size. OSError if it cannot be written."""
+    """Write a state file; return its size in bytes.
+
+    bundle: the `identity` of the bundle. rows: the `Session.rows` after `tokens`.
+    """
     head = json.dumps({"bundle": bundle, "tokens": len(tokens)}).encode()
-    parts: list[Buffer] = [head.ljust(_HEAD - _HASHED - 1) + b"\n"]
+    parts: list[bytes | memoryview] = [head.ljust(_HEAD - _HASHED - 1) + b"\n"]
     for array in (np.asarray(tokens, "<i4"), *rows):
         data = np.ascontiguousarray(array)
         parts += [data.reshape(-1).view(np.uint8).data, bytes(-data.nbytes % ALIGNMENT)]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    with replacing(path) as file:
-        file.write(FORMAT + digest.hexdigest().encode() + b"\n")
-        for part in parts:
-            file.write(part)
+    with replace_file(path) as file:
+        file.writelines((FORMAT, digest.hexdigest().encode(), b"\n", *parts))
         return file.tell()
 
 
 def file_bytes(tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """The size of the file of a state."""
-    return _HEAD + sum(_padded(array.nbytes) for array in (tokens, *rows))
+    """Return the size of a state file in bytes."""
+    return _HEAD + sum(array.nbytes + -array.nbytes % ALIGNMENT for array in (tokens, *rows))
 
 
 def read_head(path: Path) -> StateFile:
-    """Whose state a file is and of which tokens; StateError for another file, OSError. Whether it is whole shows when it is
-    read."""
-    with open(path, "rb") as file:
-        head = file.read(_HEAD)
-        try:
-            if not head.startswith(FORMAT) or len(head) < _HEAD:
-                raise ValueError
-            facts = json.loads(head[_HASHED:])
-            bundle, count = str(facts["bundle"]), int(facts["tokens"])
-            if not 0 < count <= os.fstat(file.fileno()).st_size // 4:
-                raise ValueError
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise StateError(f"{path} is not a state that castiron wrote") from None
-        return StateFile(path, bundle, np.frombuffer(file.read(4 * count), "<i4"))
+    """Read the bundle and tokens of a state file; raise StateError if it is invalid.
+
+    The hash is not checked; `read_rows` does that.
+    """
+    file = Part.of(path)
+    head = file.read(0, _HEAD)
+    try:
+        if not head.startswith(FORMAT) or len(head) < _HEAD:
+            raise ValueError
+        header = json.loads(head[_HASHED:])
+        bundle, count = str(header["bundle"]), int(header["tokens"])
+        if not 0 < count <= min(_MAX_TOKENS, file.size // 4):
+            raise ValueError
+    except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
+        raise StateError(f"not a state file: {path}; use a file that castiron wrote") from None
+    return StateFile(path, bundle, np.frombuffer(file.read(_HEAD, 4 * count), "<i4"))
 
 
 def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What the states held, where it lies in the file: arrays `like` those that were written. StateError for a file that is
-    not what was written, byte for byte, OSError."""
+    """Map the rows of each state from the file; raise StateError if the file is damaged.
+
+    like: an array for each state with the shape and type of its rows.
+    """
     data = Part.of(state.path).map()
-    starts = [file_bytes(state.tokens, like[:n]) for n in range(len(like))]
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])
     if len(data) != file_bytes(state.tokens, like) or hashlib.sha256(data[_HASHED:]).hexdigest().encode() != digest:
-        raise StateError(f"{state.path} is not the state that was written (sha256)")
+        raise StateError(f"damaged state file: {state.path} (sha256 differs); delete it")
     return [
-        np.frombuffer(data, array.dtype, array.size, start).reshape(array.shape)
-        for array, start in zip(like, starts, strict=True)
+        np.frombuffer(data, array.dtype, array.size, file_bytes(state.tokens, like[:n])).reshape(array.shape)
+        for n, array in enumerate(like)
     ]
-
-
-def _padded(size: int) -> int:
-    return size + -size % ALIGNMENT

@@ -1,18 +1,18 @@
-"""The CPUs that castiron compiles for: a table of compiler flags and of the features that running the result needs."""
+"""The CPUs that castiron compiles for: compiler flags, and the features they need."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from castiron.vmfb.cpu import host_arch, host_cpu, host_features, tiles_given
+from castiron.vmfb.cpu import can_use_tiles, host_arch, host_cpu, host_features
 
 COMMON_FLAGS = (
     "--iree-input-type=stablehlo",
     "--iree-hal-target-device=local",
     "--iree-hal-local-target-device-backends=llvm-cpu",
     "--iree-opt-level=O3",
-    # DWARF would be a third of the file and hold the path of a temporary file; locations stay in the IR all the same.
+    # Debug symbols would be a third of the file and contain the path of a temporary file.
     "--iree-llvmcpu-debug-symbols=false",
 )
 
@@ -24,16 +24,18 @@ _ARM = ("crc", "dotprod", "fullfp16", "lse", "neon", "rdm")
 
 
 class TargetError(Exception):
-    """A target that cannot be compiled for; one sentence."""
+    """An error for a target that castiron cannot compile for."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A CPU level.
+    """A CPU, or a level of CPU features, for which castiron compiles.
 
-    `isa` names the vector registers that kernels are shaped for (a row of the kernels' ISAS, such as `avx2`; empty where
-    castiron has no kernels), `cpu` is the CPU's own name for `host` and LLVM's otherwise, `features` are what a machine
-    must have, sorted, `flags` are iree-compile's.
+    Attributes:
+        isa: a key of the kernels' ISAS, such as `avx2`; empty if castiron has no kernels for it.
+        cpu: LLVM's name of the CPU; for the target `host`, the name that the CPU reports.
+        features: LLVM's names of the features that a machine must have, sorted.
+        flags: flags for iree-compile.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Target:
 
 
 def isa_of(arch: str, features: Collection[str]) -> str:
-    """The widest of the instruction sets that castiron's kernels know, or the empty string."""
+    """Return the widest instruction set of castiron's kernels that a CPU has; empty for none."""
     if arch == "x86_64":
         needs = {
             "amx": {*_V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16"},
@@ -66,7 +68,7 @@ def _target(name: str, arch: str, cpu: str, features: Collection[str], *flags: s
 
 
 def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> Target:
-    """A level of the x86-64 psABI, or that with more features and a name of its own."""
+    """Return the target for a level of the x86-64 psABI, plus the features `more`."""
     flags = ["--iree-llvmcpu-target-triple=x86_64-unknown-linux-gnu", f"--iree-llvmcpu-target-cpu={level}"]
     if more:
         flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in more))
@@ -74,52 +76,58 @@ def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> T
 
 
 def _arm(*more: str, name: str = "aarch64") -> Target:
-    """Armv8.2-A with dot products, or that with more features and a name of its own; IREE links ELF for every system alike."""
+    """Return the target for Armv8.2-A with dot products, plus the features `more`.
+
+    Its triple is Linux on every system, because IREE links ELF everywhere.
+    """
     flags = ["--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu", "--iree-llvmcpu-target-cpu=generic"]
     on = ("v8.2a", "neon", "fullfp16", "dotprod", *more)
     flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in on))
     return _target(name, "aarch64", "generic", [*_ARM, *more], *flags)
 
 
-def _given_features() -> frozenset[str]:
-    """This CPU's features but for tiles that the system keeps from the process."""
+def _usable_features() -> frozenset[str]:
+    """Return this CPU's features, without AMX tiles if the system does not permit them."""
     features = host_features()
-    return features if TILES not in features or tiles_given() else frozenset(f for f in features if not f.startswith("amx-"))
+    return features if TILES not in features or can_use_tiles() else frozenset(f for f in features if not f.startswith("amx-"))
 
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _target("host", host_arch(), host_cpu(), _given_features(), "--iree-llvmcpu-target-cpu=host"),
+        _target("host", host_arch(), host_cpu(), _usable_features(), "--iree-llvmcpu-target-cpu=host"),
         _x86("x86-64-v3", _V3),
         _x86("x86-64-v3", _V3, "avxvnni", name="x86-64-v3-vnni"),
         _x86("x86-64-v4", _V4),
         _x86("x86-64-v4", _V4, "avx512vnni", name="x86-64-v4-vnni"),
         _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", name="x86-64-v4-bf16"),
         _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16", name="sapphirerapids"),
-        # The level that Apple M1, Graviton 2 and Raspberry Pi 5 share.
+        # Runs on Apple M1, Graviton 2 and Raspberry Pi 5.
         _arm(),
-        # Apple M2, Graviton 3 and what else has the products of matrices that Armv8.6-A demands.
+        # Runs on Apple M2, Graviton 3 and others with the matrix instructions of Armv8.6-A.
         _arm("i8mm", "bf16", name="aarch64-i8mm"),
     )
 }
 
 
 def resolve(name: str) -> Target:
-    """The target called `name`; TargetError for a name not in the table or a host without the vectors needed."""
+    """Return the target called `name`; raise TargetError if castiron cannot compile for it."""
     if name not in TARGETS:
-        raise TargetError(f"target {name!r} is not known; choose one of {', '.join(TARGETS)}")
+        raise TargetError(f"unknown target: {name!r}; choose one of {', '.join(TARGETS)}")
     target = TARGETS[name]
     if not target.isa:
         raise TargetError(
-            f"this CPU ({target.cpu}, {target.arch}) has neither AVX2 with FMA and F16C nor NEON, which castiron's"
-            " kernels need; compile with --target for the machine that will run the bundle"
+            f"this CPU ({target.cpu}, {target.arch}) has neither AVX2 with FMA and F16C nor NEON; "
+            "compile with --target for the machine that will run the bundle"
         )
     return target
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """What `target` needs and this machine lacks, sorted; the architecture itself where that differs."""
+    """Return the features that `target` needs and this machine lacks, sorted.
+
+    Return the target's architecture if the machine has another one.
+    """
     if target.arch != host_arch():
         return (target.arch,)
     return tuple(sorted(set(target.features) - host_features()))

@@ -1,7 +1,8 @@
-"""Writes weights as an IREE parameter archive, one tensor in memory at a time.
+"""Parameter archives (.irpa) of IREE, written with one tensor in memory at a time.
 
-The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of entries, their
-names, then the data, each tensor on a 64-byte boundary, so that a mapped file is used where it lies.
+The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of
+entries, their names, then the tensors on 64-byte boundaries, so that a mapped file is used in
+place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from castiron.vmfb.disk import naming
 
 ALIGNMENT = 64
-# A whole page, so that the data of a mapped file starts on one.
+# One page, so that the data can be mapped.
 DATA_START = 4096
 _HEADER = struct.Struct("<4sHHQQQ QQQQQQQ")
 _ENTRY = struct.Struct("<QIQQQQQQ QQ")
@@ -28,7 +29,7 @@ _DATA_ENTRY = 2
 
 
 class WeightsError(Exception):
-    """Tensors that cannot be written; one sentence."""
+    """An error for tensors that cannot be written, or for an invalid archive."""
 
 
 def write_irpa(
@@ -36,24 +37,26 @@ def write_irpa(
     entries: Iterable[tuple[str, np.ndarray | Callable[[], np.ndarray], tuple[tuple[int, ...], np.dtype]]],
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
-    """Writes `entries`, (name, data, (shape, dtype)) each, in their order, and returns the file's sha256 in hex; the file is
-    complete or absent.
+    """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
-    `data` is an array or a function that makes it, called once, when its turn comes, and dropped after. It must have
-    the shape and the item size announced (bf16 as uint16 is fine: the file holds bytes, not types). `progress` gets
-    (bytes written, bytes in all) after every tensor. WeightsError for a name given twice or data of another shape.
+    Args:
+        entries: data is an array, or a function that makes it and is called when needed. It must have
+            the given shape and item size; the file has no types, so that bf16 may come as uint16.
+        progress: called with (bytes written, total) after every tensor.
+    Raises:
+        WeightsError: a duplicate name, or data of another shape. No file is left.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
     names = [name.encode() for name, *_ in plan]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise WeightsError(f"parameter {twice[0].decode()!r} is given twice")
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise WeightsError(f"duplicate parameter: {duplicates[0].decode()!r}")
     head, offsets, start = _head(names, sizes)
 
     digest, written, total = hashlib.sha256(), 0, sum(sizes)
     path = Path(path)
     try:
-        # Hashing takes as long as writing, and neither needs the interpreter.
+        # Hashing takes as long as writing, and both release the GIL.
         with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
 
             def put(data) -> None:
@@ -66,7 +69,7 @@ def write_irpa(
                 array = data() if callable(data) else data
                 if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
                     found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
-                    raise WeightsError(f"parameter {name!r} is {found} where {wanted} was announced")
+                    raise WeightsError(f"parameter {name!r} is {found}, not {wanted}")
                 put(bytes(start + offset - file.tell()))
                 put(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
                 del array
@@ -80,11 +83,11 @@ def write_irpa(
 
 
 def read_irpa(data: memoryview) -> dict[str, int]:
-    """The tensors of a file by name, with their bytes; WeightsError unless `write_irpa` could have written it."""
+    """Return each size in bytes by tensor name; raise WeightsError if the file is invalid."""
     try:
         fields = _HEADER.unpack_from(data)
         count, table, text = fields[6], fields[7], fields[9]
-        # More rows than there is room for are none.
+        # A damaged count may be huge, so the number of rows read is limited.
         rows = [_ENTRY.unpack_from(data, table + index * _ENTRY_SIZE) for index in range(min(count, len(data)))]
         spans = [(row[3], row[4]) for row in rows]
         names = [bytes(data[text + at : text + at + length]) for at, length in spans]
@@ -95,11 +98,11 @@ def read_irpa(data: memoryview) -> dict[str, int]:
             return {name.decode(): size for name, size in zip(names, sizes)}
     except (struct.error, OverflowError, MemoryError, UnicodeDecodeError):
         pass
-    raise WeightsError("its table of tensors does not hold together")
+    raise WeightsError("its table of tensors is damaged")
 
 
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
-    """Everything before the data, each tensor's offset from there, and where there is in the file."""
+    """Return the bytes before the data, the tensors' offsets in the data, and its start."""
     table = _HEADER.size + -_HEADER.size % 16
     text = table + len(names) * _ENTRY_SIZE
     start = text + sum(map(len, names))

@@ -1,1 +1,1 @@
-"""Kernels of our own as MLIR text: one file a kernel, each with its packing, its shapes and its NumPy definition."""
+"""Kernels as MLIR text, each with the shapes of its operands and a NumPy reference."""

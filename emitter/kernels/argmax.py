@@ -1,40 +1,44 @@
-"""The index of the largest logit.
+"""Find the index of the largest logit.
 
 each workgroup: one row of logits [rows, vocab]
-  best, place = -inf, 0                                                                        registers
-  for first in steps of `block` logits:                         a shorter one at the end
+  best, first = -inf, 0                                                                        registers
+  for start in steps of `block` logits:                         the last block may be shorter
     tops [8 vectors] = -inf                                                                    registers
     for logits in block, 8 vectors at a time: tops = max(tops, logits)
-    if max(tops) > best: best, place = max(tops), first
-  for i in the block at `place`, from its end to its beginning:
+    if max(tops) > best: best, first = max(tops), start
+  for i in the block at `first`, backwards:
     if logits[i] == best: index = i
   out = index, or 0 where best is still -inf                                                     memory
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import lane_max, tree
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import lane_max, tree
 from castiron.emitter.types import F32, I32, TensorType
 
-BLOCK = 512  # logits that are compared by their maximum alone; a multiple of 8 vectors of every instruction set
+BLOCK = 512  # logits whose maximum is taken at once; a multiple of 8 vectors of every instruction set
 
 
+@cache
 def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
-    """logits [vocab] -> index i32, or [rows, vocab] -> [rows]: the lowest of the largest, as HF's greedy search has it.
+    """Return the kernel: logits [vocab] -> index i32, or [rows, vocab] -> [rows].
 
-    NaN is never chosen; where nothing is larger than -inf, the result is 0. The index is looked for once, in the first
-    block that has the largest.
+    Among equal logits, the kernel chooses the lowest index, as HF does. It never chooses NaN, and
+    returns 0 if no logit is above -inf. It searches for the index only in the first block that
+    contains the largest logit.
     """
     shape = (vocab,) if rows is None else (rows, vocab)
-    whole = vocab // BLOCK * BLOCK
+    full = vocab // BLOCK * BLOCK
 
     def write(b: Body, logits: Ssa, index: Ssa) -> None:
-        least = b.f32(float("-inf"))
+        lowest = b.f32(float("-inf"))
         lead = () if rows is None else (b.workgroup(),)
 
         def block_max(low: Index, high: Index, width: int, ways: int) -> Ssa:
@@ -43,22 +47,22 @@ def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
                 loop.give(*[b.maxf(b.vload(logits, width, *lead, i), m) for i, m in zip(starts, loop.values, strict=True)])
             return lane_max(b, tree(b.maxf, loop.results))
 
-        with b.loop(0, whole, BLOCK, carry=[least, b.index(0)]) as loop:
+        with b.loop(0, full, BLOCK, carry=[lowest, b.index(0)]) as loop:
             top = block_max(loop.index, b.add(loop.index, BLOCK), isa.lanes, 8)
             better = b.compare("ogt", top, loop.values[0])
             loop.give(b.select(better, top, loop.values[0]), b.select(better, loop.index, loop.values[1]))
         best, first = loop.results
-        if whole < vocab:
-            top = block_max(whole, vocab, largest_width(isa.lanes, vocab - whole), 1)
+        if full < vocab:
+            top = block_max(full, vocab, largest_width(isa.lanes, vocab - full), 1)
             better = b.compare("ogt", top, best)
-            best, first = b.select(better, top, best), b.select(better, b.index(whole), first)
+            best, first = b.select(better, top, best), b.select(better, b.index(full), first)
         last = b.min(b.add(first, BLOCK), vocab)
-        # Backwards, so that what remains is the lowest index.
+        # Backwards, so that the lowest index is written last.
         with b.loop(0, b.sub(last, first), carry=[first]) as loop:
             at = b.sub(b.sub(last, 1), loop.index)
             equal = b.compare("oeq", b.load(logits, *lead, at), best)
             loop.give(b.choose(equal, at, loop.values[0]))
-        found = b.compare("ogt", best, least)
+        found = b.compare("ogt", best, lowest)
         b.store(b.to_i32(b.select(found, loop.results[0], b.index(0))), index, *lead)
 
     def reference(logits: np.ndarray) -> dict[str, np.ndarray]:

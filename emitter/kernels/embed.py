@@ -1,49 +1,51 @@
-"""Rows of an embedding out of the packed weight, which a tied head shares.
+"""Look up rows of an embedding in its packed weight, which a tied output head can share.
 
 each workgroup: a share of the tokens
   for token < length in share:
-    id = ids[token], brought into the vocabulary
+    id = ids[token], clamped to the vocabulary
     for k in steps of `depth`:
       panel [depth, 16] = decoded block id / 16 of the weight, k : k + depth                       stack
       for j in depth: out[token, k + j] = panel[j, id % 16]                                      memory
-  for token >= length in share: out[token] = 0                  with `length` alone
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.kernels.weights.panel import Panel, units
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa
-from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.types import F32, I8, I32, TensorType
 
-DEPTH = 256  # of k decoded at once; 16 KB on the stack
-MOST_WORKGROUPS = 64
+DEPTH = 256  # k decoded at once; 16 KB on the stack
+MAX_WORKGROUPS = 64
 
 
+@cache
 def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kernel:
-    """ids [T] i32, weight (`packed_shape`, i8) -> y = weight[ids] [T, hidden] f32.
+    """Return the kernel y = weight[ids], for ids i32 [T]; y is f32 [T, hidden].
 
-    An id outside the vocabulary gives the row of the nearest one inside. All 16 rows of a row block are decoded for the
-    one that is wanted, which costs less than a second copy of the weight. ValueError for an unknown codec or partial
-    codec blocks.
+    weight: i8 (`packed_shape`). Ids outside the vocabulary are clamped. For each id, the kernel
+    decodes all 16 rows of a row block, which is cheaper than a second copy of the weight. Raises
+    ValueError for an unknown codec, or if `hidden` is not a multiple of the codec block.
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)
     operands = {"ids": TensorType((T,), I32), "weight": TensorType(shape, I8)}
     result = TensorType((T, hidden), F32)
-    workgroups = min(T, MOST_WORKGROUPS)
+    workgroups = min(T, MAX_WORKGROUPS)
     unit = units(codec_name)
     depth = min(DEPTH, -(-hidden // unit) * unit)
 
     def write(b: Body, ids: Ssa, weight: Ssa, y: Ssa) -> None:
         panel = Panel(b, codec, isa, weight, depth, 1)
         low, high = b.share(T, b.workgroup(), workgroups)
-        whole = hidden // depth * depth
+        full = hidden // depth * depth
         with b.loop(low, high) as token:
             id = b.max(b.min(b.to_index(b.load(ids, token.index)), vocab - 1), 0)
 
@@ -53,10 +55,10 @@ def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kern
                     x = b.load(panel.values, j.index, b.rem(id, LANES))
                     b.store(x, y, token.index, b.add(k, j.index))
 
-            with b.loop(0, whole, depth) as k:
+            with b.loop(0, full, depth) as k:
                 copy(k.index, depth)
-            if whole < hidden:
-                copy(whole, hidden - whole)
+            if full < hidden:
+                copy(full, hidden - full)
 
     def reference(ids: np.ndarray, weight: np.ndarray) -> dict[str, np.ndarray]:
         rows = np.clip(ids, 0, vocab - 1)

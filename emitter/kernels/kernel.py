@@ -1,4 +1,4 @@
-"""What a kernel is to the graph: a typed symbol, its text, its NumPy definition and its cost."""
+"""A kernel: its symbol, operand types, MLIR text, NumPy reference and cost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from castiron.emitter.kernels.products.product import Product
-from castiron.emitter.kernels.writing.body import Body, Ssa, memref_type
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import Body, Ssa, Type, memref_type
 from castiron.emitter.types import TensorType
 
 INDEX = "index"
@@ -17,16 +17,15 @@ Work = int | Callable[[int], int]
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One `stream.executable` and everything the rest of castiron needs to know about it.
+    """An IREE `stream.executable` with operand types, a NumPy reference and a cost.
 
-    name: symbol, unique for distinct text, derived from the kernel's parameters.
-    operands: by name, in the order of the dispatch, tensor types, or "index" for a scalar given there (a layer number).
-    results: tensor types by name.
-    text: `stream.executable private @{name} {...}` exporting `@{name}_fn`.
-    reference: NumPy definition, operands by name to results by name.
-    flops, bytes: work and memory touched by one call; a callable takes the position.
-    in_place: results that live in the storage of an operand, by names; the others have storage of their own.
-    product: what it computes, if that is a product with a weight, for which other tiles could be chosen.
+    name: symbol; kernels with different text have different names. operands: types by name, in the
+    order of the dispatch; "index" is a scalar operand of the dispatch, such as a layer number.
+    text: MLIR of `stream.executable private @{name}`, which exports `@{name}_fn`. reference: NumPy
+    function from operands by name to results by name. flops, bytes: cost of one call, as a number
+    or as a function of the sequence position. in_place: by name of a result, the name of the
+    operand whose storage it overwrites. matmul: the specification, if a search may choose other
+    tiles for it.
     """
 
     name: str
@@ -37,20 +36,20 @@ class Kernel:
     flops: Work
     bytes: Work
     in_place: Mapping[str, str] = field(default_factory=dict)
-    product: Product | None = None
+    matmul: Matmul | None = None
 
     @property
     def tensors(self) -> dict[str, TensorType]:
-        """The operands that are tensors, in order."""
+        """Return the types of the tensor operands by name, in order."""
         return {name: t for name, t in self.operands.items() if isinstance(t, TensorType)}
 
     @property
     def indices(self) -> list[str]:
-        """The operands that are indices, in order."""
+        """Return the names of the scalar index operands, in order."""
         return [name for name, t in self.operands.items() if t == INDEX]
 
     def work(self, position: int) -> tuple[int, int]:
-        """FLOP and bytes of one call when the sequence stands at `position`."""
+        """Return the FLOPs and the bytes of memory traffic of one call at a sequence position."""
         flops, nbytes = (w(position) if callable(w) else w for w in (self.flops, self.bytes))
         return flops, nbytes
 
@@ -66,13 +65,14 @@ def write_kernel(
     flops: Work,
     nbytes: Work,
     in_place: Mapping[str, str] | None = None,
-    product: Product | None = None,
+    matmul: Matmul | None = None,
     fenced: bool = False,
 ) -> Kernel:
-    """The kernel whose function runs on `workgroups` workgroups and whose body `write(body, **arguments)` writes.
+    """Return the kernel whose MLIR body `write(body, **arguments)` writes.
 
-    Arguments, by the names of the operands and of the results that are not `in_place` of one, are memrefs and index values.
-    `fenced` is `Body`'s.
+    The arguments are memrefs and index values by name: all operands, and the results that are not
+    `in_place`. workgroups: number of workgroups of a dispatch. fenced: whether to keep compilers
+    from fusing `mulf` with an addition (`Body`).
     """
     in_place = in_place or {}
     tensors = {name: t for name, t in operands.items() if isinstance(t, TensorType)}
@@ -85,7 +85,7 @@ def write_kernel(
         zero = body.index(0)
         body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
         arguments[given] = memref
-    scalars = {given: Ssa(f"%i{i}", "index") for i, given in enumerate(indices)}
+    scalars = {given: Ssa(f"%i{i}", Type("index")) for i, given in enumerate(indices)}
     write(body, **arguments, **scalars)
     signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars.values()])
     pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
@@ -103,4 +103,4 @@ def write_kernel(
   }}
 }}
 """
-    return Kernel(name, operands, results, text, reference, flops, nbytes, in_place, product)
+    return Kernel(name, operands, results, text, reference, flops, nbytes, in_place, matmul)

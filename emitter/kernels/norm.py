@@ -1,37 +1,42 @@
-"""RMS norm and layer norm of rows.
+"""Compute the RMS norm or layer norm of rows.
 
     each workgroup: `rows` rows of x [T, hidden]
       for row < length:
         RMS norm:   inverse = 1 / sqrt(mean(x^2) + eps)                                            registers
-        layer norm: mean = mean(x), a pass of its own; then the inverse of x - mean
+        layer norm: mean = mean(x), in a separate pass over the row; then the inverse of x - mean
         for d in hidden: out[row, d] = x * inverse * weight[d]      layer norm: (x - mean) and + bias[d]; memory
-      for row >= length: out[row] = 0                               with `length` alone
+      for row >= length: out[row] = 0                               if `length` is given
 
-Sums run along the row in up to four vectors side by side, which are added up across lanes at its end. The row is read again
-for the result: it is in the cache.
+Each sum over a row uses up to four vector accumulators, whose lanes are added after the row.
+The second read of the row, for the result, hits the cache.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width, number
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
-from castiron.emitter.kernels.writing.vectors import row_sum
+from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width, number
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import inverse_rms, rms_normed, row_sum
 from castiron.emitter.types import F32, I32, TensorType
 
-ROWS = 4  # that a workgroup takes
+ROWS = 4  # rows that a workgroup takes
 
 
+@cache
 def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False, bias: bool = False) -> Kernel:
-    """rms_norm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019; HF `LlamaRMSNorm`); layer_norm:
-    (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016; torch `LayerNorm`), the variance that of the centred
-    row, in a second pass.
+    """Return the kernel that normalises rows, for `kind` "rms_norm" or "layer_norm".
 
-    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]. With `length` only rows < length are
-    computed, the others are zero.
+    rms_norm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019; HF `LlamaRMSNorm`).
+    layer_norm: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016; torch
+    `LayerNorm`), where var is the mean of (x - mean(x))^2.
+
+    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]
+
+    length, bias: whether the kernel has these operands. Rows of y from `length` on are zero.
     """
     centred = kind == "layer_norm"
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)

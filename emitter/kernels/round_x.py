@@ -1,11 +1,12 @@
-"""Rounds x to bytes (`weights.x_bytes`), once for all products that take it.
+"""Quantise x to int8, once for all matmuls that read x; 32 elements of a row share a scale.
 
 each workgroup: `ROWS` rows of x [T, in]
   for row, for each group:
     scale = max |x| / 127
-    n = round(x / scale)                         to nearest, ties to even; 0 where the scale is next to 0
+    n = round(x / scale)                         to nearest, ties to even; 0 if the scale is almost 0
     y = four n in an i32, eight k in the order EVEN_ODD
-    scales = scale, sums = scale * sum(n)
+    scales = scale
+    sums = scale * sum(n) if the codec has minima, otherwise sum(n)
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from __future__ import annotations
 from functools import cache
 
 from castiron.emitter.codecs import Codec
+from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.weights.x_bytes import EVEN_ODD, rounded, rounded_types
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, vector_type, width_of
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.rounding import as_bytes, low_bytes, numbers_of
-from castiron.emitter.kernels.writing.vectors import lane_sums, tree
-from castiron.emitter.rounding import GROUP
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, Type, batches, vector_type
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import as_bytes, lane_sums, low_bytes, numbers_of, tree
+from castiron.emitter.kernels.x_formats import EVEN_ODD, rounded, rounded_types
 from castiron.emitter.types import F32, TensorType
 
-ROWS = 4  # that a workgroup takes
+ROWS = 4  # rows that a workgroup takes
 
 
 @cache
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """x [rows, in], whole GROUPs, -> `rounded_types` for weights of this codec."""
+    """Return the kernel x [rows, in] -> y, scales, sums (`rounded_types`).
+
+    codec: the codec of the weights. `in_features` is a multiple of GROUP.
+    """
     lanes = isa.lanes
 
     def write(b: Body, x: Ssa, y: Ssa, scales: Ssa, sums: Ssa) -> None:
@@ -41,7 +44,7 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
             summed = batches(numbers, codec.group // lanes)
             for i, group in enumerate(summed):
                 total = b.extract(lane_sums(b, [tree(b.addf, group)]), 0)
-                value = b.mulf(total, scale) if codec.minimum else b.let(f"arith.fptosi {total} : f32 to i32", "i32")
+                value = b.mulf(total, scale) if codec.minimum else b.let(f"arith.fptosi {total} : f32 to i32", Type("i32"))
                 b.store(value, sums, t.index, b.add(b.mul(g.index, len(summed)), i))
             _store_bytes(b, shifted, y, t.index, b.div(start, 4))
 
@@ -59,11 +62,14 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 
 
 def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) -> None:
-    """The low bytes of the lanes, every eight in the order EVEN_ODD, four in each i32 of y[row, start:]."""
-    while len(shifted) > 1 and width_of(shifted[0]) < 8:
+    """Store the low byte of every lane in y[row, start:], each eight bytes in the order EVEN_ODD.
+
+    shifted: vectors from `vector_math.as_bytes`.
+    """
+    while len(shifted) > 1 and shifted[0].width < 8:
         pairs = zip(shifted[::2], shifted[1::2], strict=True)
-        shifted = [b.shuffle(low, high, range(2 * width_of(low))) for low, high in pairs]
-    width = width_of(shifted[0])
+        shifted = [b.shuffle(low, high, range(2 * low.width)) for low, high in pairs]
+    width = shifted[0].width
     order = [start + k for start in range(0, width, 8) for k in EVEN_ODD]
     for i, lanes in enumerate(shifted):
         low = low_bytes(b, lanes)

@@ -1,10 +1,10 @@
-"""Writes x in pieces of bf16 (`weights.x_pieces`), once for all products that take it.
+"""Split x into three bf16 whose sum is x, or round it to bf16, once for all matmuls of x.
 
 each workgroup: a tile of up to 16 rows of x [T, in]
   for row, for each 32 k:
-    sums = sum(x) of each group of so many, where the minima of a codec ask for it
+    sums = sum(x) of each group, if the codec has minima
     for piece:
-      pieces = pairs of the bf16 that x begins with, or that is nearest to it if there is one piece
+      pieces = pairs of the high 16 bits of x, or of the nearest bf16 if there is one piece
       x -= the piece
 """
 
@@ -15,21 +15,23 @@ from functools import cache
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.weights.x_pieces import DEPTH, pieces_type, split, tile_rows
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.pairs import pieces
-from castiron.emitter.kernels.writing.vectors import lane_sums
+from castiron.emitter.kernels.mlir.bf16_pairs import pieces
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import lane_sums
+from castiron.emitter.kernels.x_formats import DEPTH, HALF, split, split_type, tile_rows
 from castiron.emitter.types import F32, TensorType
-
-HALF = DEPTH // 2
 
 
 @cache
 def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
-    """x [rows, in] -> y, `pieces_type` of so many pieces, and for a group of 16 or 32 sums f32 [rows, in / group]."""
-    tile, whole = tile_rows(rows), in_features // DEPTH * DEPTH
-    results = {"y": pieces_type(rows, in_features, count)}
+    """Return the kernel x [rows, in] -> y (`split_type`), (sums f32 [rows, in / group]).
+
+    count: number of bf16 for each element; 1 rounds x, 3 is exact. group: number of elements of x
+    in each of the sums, or 0 to omit the sums.
+    """
+    tile, full = tile_rows(rows), in_features // DEPTH * DEPTH
+    results = {"y": split_type(rows, in_features, count)}
     if group:
         results["sums"] = TensorType((rows, in_features // group), F32)
 
@@ -37,7 +39,7 @@ def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa
         number = b.workgroup()
         first = b.mul(number, tile)
         end = b.sub(b.min(b.add(first, tile), rows), first)
-        tail = b.stack(DEPTH) if whole < in_features else None
+        tail = b.stack(DEPTH) if full < in_features else None
 
         def put(row: Index, step: Index, low: Ssa, high: Ssa) -> None:
             even, odd = (b.shuffle(low, high, range(start, DEPTH, 2)) for start in (0, 1))
@@ -58,9 +60,9 @@ def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa
                         b.store(b.extract(lane_sums(b, [part]), 0), sums, token, at)
                 put(row.index, step.index, low, high)
             if tail is not None:
-                with b.loop(0, in_features - whole) as k:
-                    b.store(b.load(x, token, b.add(k.index, whole)), tail, k.index)
-                put(row.index, whole // DEPTH, b.vload(tail, HALF, 0), b.vload(tail, HALF, HALF))
+                with b.loop(0, in_features - full) as k:
+                    b.store(b.load(x, token, b.add(k.index, full)), tail, k.index)
+                put(row.index, full // DEPTH, b.vload(tail, HALF, 0), b.vload(tail, HALF, HALF))
         with b.loop(end, tile) as row, b.loop(0, -(-in_features // DEPTH)) as step:
             for i in range(count):
                 b.vstore(b.isplat(0, HALF), y, i, number, step.index, row.index, 0)

@@ -1,8 +1,10 @@
-"""What stands between kernels, in a form whose bits no compiler can change: for `numerics="canonical"`.
+"""Rewrite operations between kernels so that every compiler gives the same bits.
 
-A compiler joins a product with a sum into one fma where it likes, and adds the elements of a row in the order that its
-vectors suggest. Here a product goes through a minimum and a maximum first, which leave every finite number as it is, and a sum
-is folded in halves.
+This is a part of canonical numerics.
+
+A compiler may fuse a multiplication with a sum into an fma, and add the elements of a row in any
+order. To prevent this, a minimum and a maximum, which do not change finite numbers, are inserted
+after each multiplication, and each sum becomes additions of halves of the row.
 """
 
 from __future__ import annotations
@@ -20,16 +22,19 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def multiply(op: Op, a: Value, b: Value) -> Value:
-    """a * b, rounded before anything is added to it; f32 alone, of which infinities become the largest numbers."""
-    product = ops.multiply(a, b)
-    if product.dtype is not F32:
-        return product
-    high, low = (ops.constant(x, F32, product.shape) for x in (LARGEST, -LARGEST))
-    return ops.minimum(ops.maximum(product, low), high)
+    """Return a * b, rounded before any addition; infinities become the largest f32."""
+    y = ops.multiply(a, b)
+    if y.dtype is not F32:
+        return y
+    high, low = (ops.constant(x, F32, y.shape) for x in (LARGEST, -LARGEST))
+    return ops.minimum(ops.maximum(y, low), high)
 
 
 def reduce(op: Op, x: Value, init: Value) -> Value:
-    """A sum over one dimension after another, each in halves; a maximum as it is, and a sum in which nothing is rounded."""
+    """Replace a sum by additions of halves, over one dimension after another.
+
+    Maxima, and sums whose result is exact in every order, do not change.
+    """
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])
     for dim in sorted(op.attrs["dims"], reverse=True):
@@ -38,7 +43,7 @@ def reduce(op: Op, x: Value, init: Value) -> Value:
 
 
 def _folded(x: Value, dim: int) -> Value:
-    """The sum over `dim`, which disappears."""
+    """Return the sum over `dim`, without this dimension."""
     size = 1 << (x.shape[dim] - 1).bit_length()
     if size > x.shape[dim]:
         zeros = (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :])
@@ -56,14 +61,19 @@ def _part(x: Value, dim: int, first: int, last: int) -> Value:
 
 
 def dot_general(op: Op, *operands: Value) -> Value:
-    raise EmitError(f"{op.path or 'the model'} has a product of activations for which there is no canonical kernel: use exact")
+    raise EmitError(
+        f"no canonical kernel multiplies activations by activations: {op.path or 'the model'}; use --numerics exact"
+    )
 
 
 RULES: Mapping[str, Rule] = {"multiply": multiply, "reduce": reduce, "dot_general": dot_general}
 
 
 def canonical(module: Module) -> Module:
-    """The lowered module with such operations; EmitError for a product that is no kernel's."""
+    """Return the lowered module in canonical form.
+
+    Raises EmitError if there is a matmul that is not in a kernel.
+    """
     found = Module(module.name)
     found.params = module.params
     for function in module.functions.values():

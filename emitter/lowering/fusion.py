@@ -1,27 +1,27 @@
-"""Rewrites a function of layer operations so that one operation is what one kernel does at once.
+"""Fuse layer operations of a function so that each operation is one kernel.
 
-Whatever no pattern matches stays as it is, so that a family may write anything and still be correct.
+Operations that match no pattern do not change, so every model family stays correct.
 
 Patterns, T tokens:
-- heads: q and k through an optional norm and rotary embedding into attention; the norm over a head or over the row. An
-  interleaved embedding becomes one of halves, by the order of the rows that make q and k: their product is the same.
-- siblings: linear layers of one input and codec whose rows can be stacked (q, k, v, and whatever nothing else takes in).
+- heads: attention of q and k after an optional norm (over a head or over the row) and rotary embedding. Reordering the
+  rows of the q and k weights turns an interleaved embedding into one of halves; q . k does not change.
+- siblings: linear layers of one input and codec, whose weights are stacked (q, k, v, and layers in no other pattern).
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
-- norm: an RMS norm read by linear layers only, when T is 1.
+- norm: an RMS norm whose result only linear layers use, if T is 1.
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
 
-What comes out has two operations more, and two that have more attributes:
+The result has two more operations, and two with more attributes:
 
-    product(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      weights, biases: how many; eps: of the RMS norm of x, or None; residual: whether there is one; glu: the activation
-      of a GLU, whose two weights these are, or None
+    matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
+      weights, biases: their numbers; eps: of the RMS norm of x, or None; residual: whether there is one; glu: the
+      activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      rows: how many values; layout: what is done to the heads of a row; prepared: the names of what that takes; the rest
-      as of attention
-    causal_conv(...), activation: the function of its result, if there is one
-    gated_delta(..., (norm weight, z), state, ...), norm_eps: of the gated norm, if there is one
+      rows: the number of values; layout: the `HeadLayout` of a row; prepared: the names of its operands; other
+      attributes as of attention
+    causal_conv(...) with activation: of the result, if there is one
+    gated_delta(..., (norm weight, z), state, ...) with norm_eps: of the gated norm, if there is one
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from castiron.emitter.ir import Function, Op, Value, users
+from castiron.emitter.ir import Graph, Op, Value, users
 from castiron.emitter.kernels.attention.heads import HeadLayout
-from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.types import F32, TensorType
 
 
 @dataclass
-class _Product:
-    """Linear operations of one input and codec that are one, what is added to the result, and a GLU's activation."""
+class _Matmul:
+    """A fused matmul: linear operations of one input and codec, a residual and a GLU's activation."""
 
     linears: list[Op]
     residual: Value | None = None
@@ -48,10 +48,12 @@ class _Product:
 
 @dataclass
 class _Heads:
-    """What attention starts from and does to q and k itself.
+    """The inputs of fused attention and its preparation of q and k.
 
-    sources: q, k and v rows in order, each a value or linear operations that are one product. prepared: what the heads'
-    preparation takes, by the names of `HeadLayout.operands`. reordered: weights of their own order, for the sources.
+    sources: q, k and v rows in order, each a value, or linear operations that become one matmul.
+    reordered: operations of weights with reordered rows. prepared: values of the operands of
+    `HeadLayout.operands`, by name. eps: of the norm of q and k, or None. norm_row: whether the norm
+    is over complete rows.
     """
 
     sources: list[Value | list[Op]]
@@ -62,35 +64,32 @@ class _Heads:
     norm_row: bool = False
 
 
-class _Graph:
-    def __init__(self, function: Function) -> None:
+class _Uses:
+    def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}
         self.uses = users(function)
         self.readers: dict[Value, list[Op]] = {}
         for op in function.ops:
             for value in op.operands:
                 self.readers.setdefault(value, []).append(op)
-        # Found so far: by the operation whose result they give, and operations that are a part of others.
-        self.products = {op: _Product([op]) for op in function.ops if op.kind == "linear"}
+        # Fusions by the operation whose result they replace; `absorbed`: operations that are part of a fusion.
+        self.matmuls = {op: _Matmul([op]) for op in function.ops if op.kind == "linear"}
         self.attentions: dict[Op, _Heads] = {}
         self.norms: dict[Value, Op] = {}
-        # What stands in an operation's place, and the linear operations that are one, by the first of them.
+        # Replacements of operations, and linear operations that become one matmul, by the first of them.
         self.replaced: dict[Op, Op] = {}
         self.stacks: dict[Op, list[Op]] = {}
         self.absorbed: set[Op] = set()
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """The operation of this kind that makes `value`, if nobody else reads it."""
+        """Return the operation of this kind that computes `value`, if the value has one use."""
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
 
-def fuse(function: Function, norm_limit: int) -> Function:
-    """The function with what one kernel can do as one operation.
-
-    norm_limit: the widest RMS norm that a product of one token may take in.
-    """
-    graph = _Graph(function)
+def fuse(function: Graph, norm_limit: int) -> Graph:
+    """Return the function after all fusions; norm_limit: the widest RMS norm to fuse into a matmul."""
+    graph = _Uses(function)
     for op in function.ops:
         if op.kind == "attention":
             graph.attentions[op] = _heads(graph, op)
@@ -114,42 +113,45 @@ def fuse(function: Function, norm_limit: int) -> Function:
             fused += _fused_attention(graph, op, graph.attentions[op])
         elif op in graph.absorbed:
             continue
-        elif op in graph.products:
-            fused.append(_product(graph, graph.products[op], op.results[0], op.path))
+        elif op in graph.matmuls:
+            fused.append(_matmul_op(graph, graph.matmuls[op], op.results[0], op.path))
         else:
             fused.append(op)
     return replace(function, ops=fused)
 
 
-def _product(graph: _Graph, product: _Product, result: Value, path: str) -> Op:
-    x = product.linears[0].operands[0]
+def _matmul_op(graph: _Uses, matmul: _Matmul, result: Value, path: str) -> Op:
+    x = matmul.linears[0].operands[0]
     norm = graph.norms.get(x)
-    biases = [op.operands[2] for op in product.linears if len(op.operands) > 2]
+    biases = [op.operands[2] for op in matmul.linears if len(op.operands) > 2]
     operands = [
         *(norm.operands if norm else (x,)),
-        *(op.operands[1] for op in product.linears),
+        *(op.operands[1] for op in matmul.linears),
         *biases,
-        *([product.residual] if product.residual else []),
+        *([matmul.residual] if matmul.residual else []),
     ]
     attrs = {
-        "weights": len(product.linears),
+        "weights": len(matmul.linears),
         "biases": len(biases),
         "eps": norm.attrs["eps"] if norm else None,
-        "residual": product.residual is not None,
-        "glu": product.glu,
+        "residual": matmul.residual is not None,
+        "glu": matmul.glu,
     }
-    return Op("product", tuple(operands), (result,), attrs, path)
+    return Op("matmul", tuple(operands), (result,), attrs, path)
 
 
-def _fused_attention(graph: _Graph, op: Op, heads: _Heads) -> list[Op]:
-    """The products of its rows, and attention."""
+def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
+    """Return the operations that replace an attention operation.
+
+    These are matmuls for the q, k and v rows, and `fused_attention`.
+    """
     made, rows = list(heads.reordered), []
     (tokens, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
     for source in heads.sources:
         if isinstance(source, list):
             out = sum(linear.results[0].shape[1] for linear in source)
             row = Value(TensorType((tokens, out), F32))
-            made.append(_product(graph, _Product(source), row, op.path))
+            made.append(_matmul_op(graph, _Matmul(source), row, op.path))
             rows.append(row)
         else:
             rows.append(source)
@@ -159,7 +161,7 @@ def _fused_attention(graph: _Graph, op: Op, heads: _Heads) -> list[Op]:
     return [*made, Op("fused_attention", operands, op.results, attrs, op.path)]
 
 
-def _heads(graph: _Graph, op: Op) -> _Heads:
+def _heads(graph: _Uses, op: Op) -> _Heads:
     chains = _chain(graph, op.operands[0]), _chain(graph, op.operands[1])
     shared = 0
     for pair in zip(*chains):
@@ -191,8 +193,11 @@ def _heads(graph: _Graph, op: Op) -> _Heads:
     return heads
 
 
-def _apart(graph: _Graph, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Puts in a linear operation's place one whose weight's and bias's rows are in this order (`Weight.apart`): these."""
+def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
+    """Reorder rows of the weight and bias of a linear operation by `Weight.apart`.
+
+    Return the operations of the new weights.
+    """
     made = []
     for value in linear.operands[1:]:
         weight = graph.producer[value]
@@ -205,8 +210,11 @@ def _apart(graph: _Graph, linear: Op, order: tuple[int, int]) -> list[Op]:
     return made
 
 
-def _chain(graph: _Graph, value: Value) -> list[Op]:
-    """What makes q or k, last first: [rope] [norm of a head] reshape [norm of the row], each read by the next alone."""
+def _chain(graph: _Uses, value: Value) -> list[Op]:
+    """Return the operations that compute q or k, last first.
+
+    These are [rope] [norm of a head] reshape [norm of the row].
+    """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
         op = graph.only(value, kind)
@@ -217,14 +225,17 @@ def _chain(graph: _Graph, value: Value) -> list[Op]:
 
 
 def _alike(q: Op, k: Op) -> bool:
-    """Whether one kernel can do both: same kind, and same tables or same epsilon."""
+    """Return whether operations q and k have the same kind and can be fused as one.
+
+    Both must have the same rotary tables, or norms of the same epsilon.
+    """
     if q.kind != k.kind:
         return False
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
 
 
-def _stacks(graph: _Graph, values: list[Value]) -> list[Value | list[Op]]:
-    """Runs of linear operations that can be one, and values that are something else."""
+def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
+    """Combine consecutive linear operations that can be stacked in lists; keep other values."""
     sources: list[Value | list[Op]] = []
     for value in values:
         linear = graph.only(value, "linear")
@@ -240,15 +251,15 @@ def _stacks(graph: _Graph, values: list[Value]) -> list[Value | list[Op]]:
     return sources
 
 
-def _stackable(graph: _Graph, a: Op, b: Op) -> bool:
+def _stackable(graph: _Uses, a: Op, b: Op) -> bool:
     return a.operands[0] is b.operands[0] and len(a.operands) == len(b.operands) and _codec(graph, a) == _codec(graph, b)
 
 
-def _codec(graph: _Graph, linear: Op) -> str:
+def _codec(graph: _Uses, linear: Op) -> str:
     return graph.producer[linear.operands[1]].attrs["weight"].codec
 
 
-def _glu(graph: _Graph, op: Op) -> None:
+def _glu(graph: _Uses, op: Op) -> None:
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
         gate = graph.only(act.operands[0], "linear") if act else None
@@ -256,22 +267,22 @@ def _glu(graph: _Graph, op: Op) -> None:
             continue
         plain = len(gate.operands) == len(up.operands) == 2 and act.attrs["function"] in ACTIVATIONS
         if plain and gate.operands[1].type == up.operands[1].type and _codec(graph, gate) == _codec(graph, up):
-            graph.products[op] = _Product([gate, up], glu=act.attrs["function"])
+            graph.matmuls[op] = _Matmul([gate, up], glu=act.attrs["function"])
             graph.absorbed.update((act, gate, up))
             return
 
 
-def _residual(graph: _Graph, op: Op) -> None:
-    # The later operand is tried first: the earlier one is the stream that has to exist by then.
+def _residual(graph: _Uses, op: Op) -> None:
+    # Try the later operand first, because the earlier one is the residual stream.
     for value, other in (op.operands[::-1], op.operands):
         linear = graph.only(value, "linear")
         if linear and linear not in graph.absorbed and value.type == other.type and value is not other:
-            graph.products[op] = _Product([linear], residual=other)
+            graph.matmuls[op] = _Matmul([linear], residual=other)
             graph.absorbed.add(linear)
             return
 
 
-def _norm(graph: _Graph, op: Op, limit: int) -> None:
+def _norm(graph: _Uses, op: Op, limit: int) -> None:
     x = op.results[0]
     readers = graph.readers.get(x, [])
     if op in graph.absorbed or x.shape[0] != 1 or x.type.rank != 2 or x.shape[1] > limit or not readers:
@@ -281,7 +292,7 @@ def _norm(graph: _Graph, op: Op, limit: int) -> None:
         graph.absorbed.add(op)
 
 
-def _activated_conv(graph: _Graph, op: Op) -> None:
+def _activated_conv(graph: _Uses, op: Op) -> None:
     conv, function = graph.only(op.operands[0], "causal_conv"), op.attrs["function"]
     if conv is not None and function in ACTIVATIONS:
         attrs = {**conv.attrs, "activation": function}
@@ -289,7 +300,7 @@ def _activated_conv(graph: _Graph, op: Op) -> None:
         graph.absorbed.add(conv)
 
 
-def _gated_norm(graph: _Graph, op: Op) -> None:
+def _gated_norm(graph: _Uses, op: Op) -> None:
     norm, gate = graph.only(op.operands[0], "rms_norm"), graph.only(op.operands[1], "activation")
     delta = graph.only(norm.operands[0], "gated_delta") if norm else None
     if norm is None or delta is None or gate is None or gate.attrs["function"] != "silu" or norm.operands[1].type.rank != 1:
@@ -301,10 +312,10 @@ def _gated_norm(graph: _Graph, op: Op) -> None:
     graph.absorbed.update((norm, gate, delta))
 
 
-def _siblings(graph: _Graph, function: Function) -> None:
+def _siblings(graph: _Uses, function: Graph) -> None:
     groups: dict[tuple, list[Op]] = {}
     for op in function.ops:
-        if op in graph.products and op not in graph.absorbed and op.kind == "linear":
+        if op in graph.matmuls and op not in graph.absorbed and op.kind == "linear":
             groups.setdefault((op.operands[0], _codec(graph, op), len(op.operands)), []).append(op)
     for ops in groups.values():
         if len(ops) > 1:
@@ -314,17 +325,17 @@ def _siblings(graph: _Graph, function: Function) -> None:
 
 
 def _common(paths: list[str]) -> str:
-    """The module path that all of them are in."""
+    """Return the common prefix of module paths."""
     parts = list(zip(*(path.split(".") for path in paths)))
     return ".".join(own[0] for own in itertools.takewhile(lambda own: len(set(own)) == 1, parts))
 
 
-def _stack(graph: _Graph, linears: list[Op]) -> list[Op]:
-    """Linear operations as one product, and the columns of each."""
+def _stack(graph: _Uses, linears: list[Op]) -> list[Op]:
+    """Return one matmul of linear operations, and slices with the columns of each."""
     tokens, path = linears[0].results[0].shape[0], _common([op.path for op in linears])
     ends = np.cumsum([op.results[0].shape[1] for op in linears]).tolist()
     row = Value(TensorType((tokens, ends[-1]), F32))
     parts = [graph.producer[weight] for op in linears[1:] for weight in op.operands[1:]]
-    parts.append(_product(graph, _Product(linears), row, path))
+    parts.append(_matmul_op(graph, _Matmul(linears), row, path))
     parts += [Op("slice", (row,), op.results, {"starts": (0, first)}, op.path) for op, first in zip(linears, [0, *ends])]
     return parts

@@ -1,4 +1,4 @@
-"""Rules for kernels of our own: one call for each layer operation, or for what `lowering.fusion` makes of several."""
+"""Rules that replace each layer operation, or each that `lowering.fusion` made, by kernel calls."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter import ops
-from castiron.emitter.caches import cache_of
 from castiron.emitter.ir import Op, Param, Value, current_function, parameter
 from castiron.emitter.kernels.argmax import argmax as argmax_kernel
-from castiron.emitter.kernels.attention.decode import attention_decode, head_parts
+from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_decode, head_parts
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.embed import embed as embed_kernel
+from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.norm import norm as norm_kernel
-from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.recurrent.causal_conv import causal_conv as conv_kernel
 from castiron.emitter.kernels.recurrent.gated_delta import gated_delta as delta_kernel
 from castiron.emitter.kernels.recurrent.selective_scan import selective_scan as scan_kernel
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
-from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
 from castiron.emitter.lowering.projection import Projector, packed_param
@@ -38,8 +38,10 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """What the rules of one function share: the vector unit, how many threads are expected, what calls products, and counters
-    that are zero between calls."""
+    """What the lowering rules of one function share.
+
+    counters: the counters of attention kernels, which are zero between calls, by type.
+    """
 
     isa: Isa
     threads: int
@@ -47,12 +49,12 @@ class Context:
     counters: dict[TensorType, Value] = field(default_factory=dict)
 
     def rules(self) -> dict[str, Rule]:
-        """RULES in this context; portable's for operations without one."""
+        """Return RULES bound to this context, and the rules of `portable` for other operations."""
         return {**portable.RULES, **{kind: partial(rule, self) for kind, rule in RULES.items()}}
 
 
 def _length(rows: int) -> Value | None:
-    """The run-time number of real rows, for values that have one row a token."""
+    """Return the run-time number of real rows of a value with one row for each token."""
     return current_function().length if rows > 1 else None
 
 
@@ -73,7 +75,7 @@ def norm(c: Context, op: Op, x: Value, *stored: Stored) -> Value:
     return ops.kernel_call(kernel, x=x, **given)["y"]
 
 
-def product(c: Context, op: Op, x: Value, *operands: Any) -> Value:
+def matmul(c: Context, op: Op, x: Value, *operands: Any) -> Value:
     given, eps = iter(operands), op.attrs["eps"]
     norm = None if eps is None else (next(given).value(), eps)
     weights = [next(given).weight for _ in range(op.attrs["weights"])]
@@ -113,26 +115,24 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     rows = [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]]
     prepared = operands[count : count + len(names)]
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
-    (layers, held), tokens, cache = k_cache.shape[:2], rows[0].shape[0], cache_of(k_cache.dtype)
-    assert cache is not None, "the verifier knows every cache"
+    (layers, cache_rows), tokens, cache = k_cache.shape[:2], rows[0].shape[0], CACHES[op.attrs["storage"]]
     attrs = op.attrs
     scores = Scores(attrs["scale"], attrs["window"], attrs["softcap"], attrs["sinks"], attrs["bidirectional"])
     sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
-    ring = held if op.attrs["cache"] == "window" else None
+    ring = cache_rows if op.attrs["cache"] == "window" else None
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
-    # A ring has fewer rows than there are positions.
-    context = given["cos"].shape[0] if ring and "cos" in given else held
+    # A ring has fewer rows than positions.
+    context = given["cos"].shape[0] if ring and "cos" in given else cache_rows
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
-    decode = partial(attention_decode, isa=c.isa, cache=cache, ring=ring)
 
-    def token_by_token(decode: Callable[..., Kernel], **where: Value) -> tuple[Value, Value, Value]:
+    def token_by_token(kind: DecodeTokens, **where: Value) -> tuple[Value, Value, Value]:
         parts = head_parts(layout, c.isa, cache)
         own = replace(layout, heads=layout.heads // parts)
-        kernel = decode(layers, context, own, scores)
+        kernel = attention_decode(layers, context, own, scores, kind, isa=c.isa, cache=cache, ring=ring)
         outs = []
         for part in range(parts):
-            # Zeros that every layer leaves as zeros. Every part appends the same keys and values.
+            # Every layer leaves zeros in the counters. Every part appends the same keys and values.
             type_ = kernel.tensors["counters"]
             counters = c.counters.get(type_) or ops.constant(0, I32, type_.shape)
             heads = {"qkv": _part_of_queries(qkv, layout, parts, part)}
@@ -146,20 +146,24 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         return out, caches["k_cache"], caches["v_cache"]
 
     if op.attrs["mode"] in ("decode", "batch"):
-        return token_by_token(partial(decode, batch=tokens if op.attrs["mode"] == "batch" else None), position=start)
+        return token_by_token(DecodeTokens("batch", tokens) if op.attrs["mode"] == "batch" else DecodeTokens(), position=start)
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache, ring=ring)
     appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
     if c.isa.canonical and not scores.bidirectional:
         caches |= {name: appended[name] for name in ("k_cache", "v_cache")}
-        return token_by_token(partial(decode, chunk=tokens), **chunk)
+        return token_by_token(DecodeTokens("chunk", tokens), **chunk)
     kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache, ring=ring)
     out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Of x [..., heads * n] what the query heads of one of so many equal parts of every kv head's group have of it."""
+    """Return the columns of x [..., heads * n] that belong to one part of the query heads.
+
+    The query heads of every kv head are divided into `parts` equal parts, of which `part` is the
+    index.
+    """
     if parts == 1:
         return x
     *rows, last = x.shape
@@ -170,7 +174,7 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 
 
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Rows [T, row] with the queries of one part of the heads."""
+    """Return qkv [T, row] with only those queries that belong to part `part` of the heads."""
     if parts == 1:
         return qkv
     tokens = qkv.shape[0]
@@ -179,7 +183,7 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """The tokens of a recurrence, and what says where they stand or how many are real."""
+    """Return the tokens of a recurrence, and the operand with their positions or number."""
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
     length = numbers[1:] if count > 1 else ()
@@ -187,7 +191,10 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Rows [T, width] that hold x [T, ...], and where: what x was cut out of, if its rows were."""
+    """Return a value [T, width] that contains x [T, ...], and the columns of x in it.
+
+    If x is a slice of a value, that value is returned, so that a kernel reads it without a copy.
+    """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
     while op := next((op for op in reversed(made) if rows in op.results), None):
@@ -204,12 +211,12 @@ def _columns(x: Value) -> tuple[Value, Columns]:
 def _recurrent(
     make: Callable[..., Kernel], op: Op, state: Value, numbers: Sequence[Value], rows: Mapping[str, Value], **given: Value
 ) -> tuple[Value, Value]:
-    """The call of the kernel that `make(tokens, columns)` gives; its result in the form of the operation's, and the state."""
+    """Call the kernel `make(tokens, columns)`; return its result in the operation's shape, and the state."""
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}
     kernel = make(tokens, {name: columns for name, (_, columns) in found.items()})
-    held = {name: source for name, (source, _) in found.items()}
-    after = ops.kernel_call(kernel, **held, **given, **own, state=state, layer=op.attrs["layer"])
+    cache_rows = {name: source for name, (source, _) in found.items()}
+    after = ops.kernel_call(kernel, **cache_rows, **given, **own, state=state, layer=op.attrs["layer"])
     result, carried = after.values()
     return ops.reshape(result, op.results[0].shape), carried
 
@@ -228,7 +235,7 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
 
 def _filters(weight: Weight) -> Param:
-    """Filters [features, 1, n] as rows of features: [n, features]."""
+    """Return the parameter of filters [features, 1, n], transposed to [n, features]."""
     features, _, positions = weight.shape
 
     def pack(raw: np.ndarray) -> np.ndarray:
@@ -274,7 +281,7 @@ def argmax_rows(c: Context, op: Op, logits: Value) -> Value:
 RULES: dict[str, Rule] = {
     "embedding": embedding,
     **dict.fromkeys(("rms_norm", "layer_norm"), norm),
-    "product": product,
+    "matmul": matmul,
     "experts": experts,
     "fused_attention": fused_attention,
     "causal_conv": causal_conv,

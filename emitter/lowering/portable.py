@@ -1,7 +1,7 @@
-"""Layer operations as StableHLO alone: the definition of each, in f32, for any StableHLO compiler.
+"""Lower each layer operation to StableHLO in f32, for arbitrary StableHLO compilers.
 
-Weights stay in the codec they are stored in: codes, scales and minima are parameters of their own, and the graph
-dequantises them where they are used.
+Weights keep their codec: codes, scales and minima are parameters, and the graph dequantises them
+where they are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 class Stored:
-    """A weight as its stored parts, standing in for its value until an operation needs numbers."""
+    """A weight as its stored parts, which are dequantised when an operation needs the value."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -36,7 +36,7 @@ class Stored:
         return parameter(Param(weight.name + suffix, type_, source([weight], lambda raw: take(raw).reshape(type_.shape))))
 
     def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
-        """The f32 values `weight.shape`, or of the rows only that `pick` takes out of each stored part [rows, ...]."""
+        """Return the f32 values; pick: selects rows of each stored part [rows, ...]."""
         weight, codec = self.weight, self.codec
         if not codec.quantised:
             return ops.convert(pick(parameter(float_param(weight, _FLOATS[weight.codec]))), F32)
@@ -46,13 +46,13 @@ class Stored:
         def split(name):
             return lambda raw: getattr(codec.split(raw.reshape(-1, codec.block_bytes)), name)
 
-        def factor(whole: str, sub: str) -> Value:
-            """[rows, groups] f32: the block's factor times the group's own, where the codec has one."""
+        def factor(name: str, sub: str) -> Value:
+            """Return f32 [rows, groups]: the factor of the block, times the factor of the group if there is one."""
             if codec.exponents:
-                # As powers of two: 2^-128 is no f16.
-                value = pick(self._part("." + whole, F32, blocks, lambda raw: powers_of_two(split(whole)(raw))))
+                # As powers of two, because f16 cannot represent 2^-128.
+                value = pick(self._part("." + name, F32, blocks, lambda raw: powers_of_two(split(name)(raw))))
             else:
-                value = ops.convert(pick(self._part("." + whole, F16, blocks, split(whole))), F32)
+                value = ops.convert(pick(self._part("." + name, F16, blocks, split(name))), F32)
             if groups == blocks:
                 return value
             shape = (value.shape[0], blocks, groups // blocks)
@@ -71,7 +71,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """The parameter of an unquantised weight or of a computed table."""
+    """Return the parameter of an unquantised weight or a computed table."""
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
@@ -105,12 +105,12 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    """A vector along the last dimension of `like`, or a matrix along the last two."""
+    """Repeat a vector along the last dimension of `like`, or a matrix along the last two."""
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
 def _mean(x: Value) -> Value:
-    """Mean over the last dimension, repeated along it."""
+    """Return the mean over the last dimension, broadcast to the shape of x."""
     total = ops.reduce("add", x, (x.type.rank - 1,))
     mean = ops.divide(total, ops.constant(float(x.shape[-1]), F32, total.shape))
     return ops.broadcast_in_dim(mean, x.shape, range(x.type.rank - 1))
@@ -186,7 +186,7 @@ def activated(x: Value, kind: str) -> Value:
 
 
 def _erf(x: Value) -> Value:
-    """erf as the rational approximation that XLA and Eigen use for f32: x * P(x^2) / Q(x^2) on [-4, 4]."""
+    """Return erf as XLA and Eigen approximate it for f32: x * P(x^2) / Q(x^2) on [-4, 4]."""
     bound = ops.constant(4.0, F32, x.shape)
     x = ops.maximum(ops.minimum(x, bound), ops.negate(bound))
     square = ops.multiply(x, x)
@@ -208,7 +208,10 @@ def _erf(x: Value) -> Value:
 
 
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
-    """An expert's place is the number of experts before it: more likely ones, and as likely ones of a lower number."""
+    """Choose the most likely experts of each token, and return their indices and weights.
+
+    The rank of an expert is the number of more likely experts and of equally likely earlier ones.
+    """
     tokens, experts = logits.shape
     if op.attrs["scores"] == "sigmoid":
         likely = ops.logistic(logits)
@@ -219,9 +222,9 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     rated = likely if correction is None else ops.add(likely, _along_last(correction.value(), likely))
     if op.attrs["groups"][0] > 1:
         rated = _of_best_groups(rated, *op.attrs["groups"])
-    place = _places(rated)
+    rank = _ranks(rated)
     slots = (tokens, op.attrs["top_k"], experts)
-    here = ops.compare("EQ", ops.broadcast_in_dim(place, slots, (0, 2)), ops.iota(slots, 1, F32))
+    here = ops.compare("EQ", ops.broadcast_in_dim(rank, slots, (0, 2)), ops.iota(slots, 1, F32))
     nothing = ops.constant(0.0, F32, slots)
     chosen = ops.reduce("add", ops.select(here, ops.iota(slots, 2, F32), nothing), (2,), exact=True)
     weights = ops.reduce("add", ops.select(here, ops.broadcast_in_dim(likely, slots, (0, 2)), nothing), (2,), exact=True)
@@ -231,8 +234,11 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     return ops.convert(chosen, I32), weights
 
 
-def _places(rated: Value) -> Value:
-    """Of each of rated [rows, n] how many come before it: larger ones, and as large ones of a lower number; f32."""
+def _ranks(rated: Value) -> Value:
+    """Return the rank of each rating [rows, n] in its row, as f32.
+
+    It is the number of larger ratings, and of equal ratings at lower indices.
+    """
     rows, n = rated.shape
     pairs = (rows, n, n)
     own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
@@ -241,20 +247,23 @@ def _places(rated: Value) -> Value:
     return ops.reduce("add", ops.convert(before, F32), (2,), exact=True)
 
 
-def _of_best_groups(rated: Value, groups: int, kept: int) -> Value:
-    """rated [T, experts] where an expert is of one of the best groups, else minus infinity."""
+def _of_best_groups(rated: Value, groups: int, chosen_groups: int) -> Value:
+    """Return ratings [T, experts], with minus infinity for experts outside the best groups.
+
+    A group is rated by the sum of its two highest ratings.
+    """
     (tokens, experts), each = rated.shape, rated.shape[1] // groups
     apart = ops.reshape(rated, (tokens * groups, each))
-    best = ops.compare("LT", _places(apart), ops.constant(2.0, F32, apart.shape))
+    best = ops.compare("LT", _ranks(apart), ops.constant(2.0, F32, apart.shape))
     both = ops.reduce("add", ops.select(best, apart, ops.constant(0.0, F32, apart.shape)), (1,))
-    place = _places(ops.reshape(both, (tokens, groups)))
-    place = ops.reshape(ops.broadcast_in_dim(place, (tokens, groups, each), (0, 1)), (tokens, experts))
-    taken = ops.compare("LT", place, ops.constant(float(kept), F32, place.shape))
+    rank = _ranks(ops.reshape(both, (tokens, groups)))
+    rank = ops.reshape(ops.broadcast_in_dim(rank, (tokens, groups, each), (0, 1)), (tokens, experts))
+    taken = ops.compare("LT", rank, ops.constant(float(chosen_groups), F32, rank.shape))
     return ops.select(taken, rated, ops.constant(-np.inf, F32, rated.shape))
 
 
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
-    """What goes into an expert's down projection."""
+    """Return the input of an expert's down projection, from gate and up."""
     if isinstance(function, str):
         return ops.multiply(activated(gate, function), up)
     limit = ops.constant(function.limit, F32, gate.shape)
@@ -264,17 +273,17 @@ def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
 
 
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
-    """The same of what x is projected to: by gate and up, or without a gate by up alone."""
+    """Return the input of a down projection, from the outputs of gate and up, or of up without a gate."""
     gate, *up = projected
     return gated(gate, up[0], function) if up else activated(gate, str(function))
 
 
-# Of gate, up or down: the stacked weights, how many rows one expert has, and its bias [experts, rows] where there is one.
+# The stacked weights of gate, up or down, the rows of one expert, and the bias [experts, rows] or None.
 _Stacked = tuple[Stored, int, Stored | None]
 
 
 def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
-    """Only the chosen experts' rows of the stacked weights are read and widened, for every token its own."""
+    """Compute the chosen experts; only their rows of the stacked weights are read and dequantised."""
     take = _experts_of_token if x.shape[0] == 1 else _experts_of_pairs
     count = 3 if op.attrs["gated"] else 2
     biases = stacked[count:] or (None,) * count
@@ -283,7 +292,7 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """One token: each chosen expert is a slice of the stacked weights."""
+    """Compute the experts of one token, each a slice of the stacked weights."""
     zero = ops.constant(0, I32, ())
     total: Value | None = None
     for slot in range(chosen.shape[1]):
@@ -304,13 +313,13 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
 
 
 def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """All pairs of a token and an expert at once: a loop over them would be as many programs to compile."""
+    """Compute all pairs of a token and an expert at once, because a loop would compile one program each."""
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token
     expert = ops.reshape(chosen, (pairs,))
 
     def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
-        """x [pairs, in] through each pair's rows expert * out .. of stacked [experts * out, in]: [pairs, out]."""
+        """Return x [pairs, in] times each pair's rows of stacked [experts * out, in]: [pairs, out]."""
         first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
         rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
         rows = ops.reshape(rows, (pairs * out,))

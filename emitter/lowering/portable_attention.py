@@ -1,4 +1,4 @@
-"""Attention as StableHLO alone: over the rows of all positions, or over a ring of the last ones."""
+"""Lower attention to StableHLO, over caches of all positions or rings of the last ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter import ops
-from castiron.emitter.caches import SCALE_BYTES, cache_of
+from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
 from castiron.emitter.ir import Op, Value
-from castiron.emitter.rounding import LEAST, MOST
+from castiron.emitter.kv_cache import CACHES, SCALE_BYTES, Cache
 from castiron.emitter.types import F32, I8, I32
 
 
 def attention(
     op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, *rest: Any
 ) -> tuple[Value, ...]:
-    """rest: the length of a prefill, and the sinks, of those that there are."""
+    """Return the result and the caches of attention; rest: (length of a prefill), (sinks)."""
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
     over: Callable[..., tuple[Value, Value, Value]] = _over_ring if op.attrs["cache"] == "window" else _over_positions
@@ -30,7 +30,7 @@ def attention(
     for i in range(sequences):
         rows = (ops.slice_(x, (i, 0, 0), (i + 1, *x.shape[1:])) for x in (q, k, v))
         position = ops.reshape(ops.slice_(start, (i,), (i + 1,)), ())
-        # No token of a sequence that is left alone is real.
+        # An idle sequence has no real tokens.
         runs = ops.compare("GE", position, ops.constant(0, I32, ()))
         one = ops.select(runs, ops.constant(1, I32, ()), ops.constant(0, I32, ()))
         position = ops.maximum(position, ops.constant(0, I32, ()))
@@ -40,13 +40,13 @@ def attention(
 
 
 def _of_layer(cache: Value, layer: int) -> Value:
-    """Rows of one layer, [rows, kv_heads, *row]."""
+    """Return the rows [rows, kv_heads, *row] of one layer of a cache."""
     rows = ops.slice_(cache, (layer, *[0] * (cache.type.rank - 1)), (layer + 1, *cache.shape[1:]))
     return ops.reshape(rows, cache.shape[1:])
 
 
 def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
-    """The cache with `rows` [n, kv_heads, *row] from row `first` of a layer on."""
+    """Return the cache with `rows` [n, kv_heads, *row] stored in a layer from row `first` on."""
     at = (ops.constant(layer, I32, ()), first, *[ops.constant(0, I32, ())] * (cache.type.rank - 2))
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
@@ -63,51 +63,52 @@ def _over_positions(
     start: Value,
     length: Value | None,
 ) -> tuple[Value, Value, Value]:
-    """Attention of one sequence over the rows of all positions; rows past the real ones are written, and read by nobody."""
-    tokens, context = q.shape[0], k_cache.shape[1]
-    k, v = _rounded(k, k_cache), _rounded(v, v_cache)
+    """Compute attention of one sequence over a cache with a row for every position.
+
+    Rows of padding are never read.
+    """
+    tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
+    k, v = _rounded(k, stored), _rounded(v, stored)
     if op.attrs["mode"] == "batch" and length is not None:
-        k, v = (_kept(new, cache, layer, start, length) for new, cache in ((k, k_cache), (v, v_cache)))
+        k, v = (_stored_or_new(new, cache, layer, start, length) for new, cache in ((k, k_cache), (v, v_cache)))
     k_cache, v_cache = _with_layer(k_cache, layer, k, start), _with_layer(v_cache, layer, v, start)
     shape = (tokens, context)
     if op.attrs["bidirectional"] and length is not None:
         seen = _seen_both_ways(start, length, shape, op.attrs["window"])
     else:
         seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
-    held_k, held_v = (_widened(_of_layer(cache, layer)) for cache in (k_cache, v_cache))
-    return _attend(op, sinks, q, held_k, held_v, seen), k_cache, v_cache
+    cached_k, cached_v = (_widened(_of_layer(cache, layer), stored) for cache in (k_cache, v_cache))
+    return _attend(op, sinks, q, cached_k, cached_v, seen), k_cache, v_cache
 
 
-def _rounded(x: Value, cache: Value) -> Value:
-    """x [n, kv_heads, head_dim] as a cache stores it, [n, kv_heads, *row] (`rounding.as_bytes`)."""
-    how = cache_of(cache.dtype)
-    if how is None or not how.grouped:
-        return ops.convert(x, cache.dtype)
-    groups, size = cache.shape[3:]
+def _rounded(x: Value, stored: Cache) -> Value:
+    """Return x [n, kv_heads, head_dim] rounded to rows of a cache [n, kv_heads, *row] (`int8.as_bytes`)."""
+    if not stored.grouped:
+        return ops.convert(x, stored.dtype)
+    groups, size = stored.row(x.shape[2])
     x = ops.reshape(x, (*x.shape[:2], groups, size - SCALE_BYTES))
-    most = ops.reduce("maximum", ops.abs_(x), (3,))
-    number = lambda value: ops.constant(value, F32, most.shape)
-    least = ops.compare("LT", most, number(LEAST))
-    inverse = ops.select(least, number(0.0), ops.divide(number(MOST), most))
+    peak = ops.reduce("maximum", ops.abs_(x), (3,))
+    number = lambda value: ops.constant(value, F32, peak.shape)
+    tiny = ops.compare("LT", peak, number(MIN_SCALED))
+    inverse = ops.select(tiny, number(0.0), ops.divide(number(MAX_BYTE), peak))
     numbers = ops.round_nearest_even(ops.multiply(x, ops.broadcast_in_dim(inverse, x.shape, (0, 1, 2))))
-    scale = ops.bitcast_convert(ops.divide(most, number(MOST)), I8)
+    scale = ops.bitcast_convert(ops.divide(peak, number(MAX_BYTE)), I8)
     return ops.concatenate((scale, ops.convert(numbers, I8)), 3)
 
 
-def _widened(rows: Value) -> Value:
-    """The f32 [n, kv_heads, head_dim] that rows of a cache [n, kv_heads, *row] stand for."""
-    how = cache_of(rows.dtype)
-    if how is None or not how.grouped:
+def _widened(rows: Value, stored: Cache) -> Value:
+    """Return rows of a cache [n, kv_heads, *row] as f32 [n, kv_heads, head_dim]."""
+    if not stored.grouped:
         return ops.convert(rows, F32)
-    *most, size = rows.shape
-    scale, numbers = (ops.slice_(rows, (0, 0, 0, a), (*most, e)) for a, e in ((0, SCALE_BYTES), (SCALE_BYTES, size)))
+    *peak, size = rows.shape
+    scale, numbers = (ops.slice_(rows, (0, 0, 0, a), (*peak, e)) for a, e in ((0, SCALE_BYTES), (SCALE_BYTES, size)))
     scale = ops.broadcast_in_dim(ops.bitcast_convert(scale, F32), numbers.shape, (0, 1, 2))
     x = ops.multiply(ops.convert(numbers, F32), scale)
     return ops.reshape(x, (*rows.shape[:2], numbers.type.elements // (rows.shape[0] * rows.shape[1])))
 
 
-def _kept(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """The row `new` [1, kv_heads, *row], or the cache's own at that position where `length` is 0."""
+def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
+    """Return the row `new` [1, kv_heads, *row], or the cache's row at that position if `length` is 0."""
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
     old = ops.dynamic_slice(cache, at, (1, 1, *cache.shape[2:]))
@@ -127,46 +128,53 @@ def _over_ring(
     start: Value,
     length: Value | None,
 ) -> tuple[Value, Value, Value]:
-    """Attention of one sequence over a ring in which the real tokens have taken their rows."""
-    tokens, rows = q.shape[0], k_cache.shape[1]
+    """Append the real tokens of one sequence to a ring buffer, and compute attention over it."""
+    tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
-    # Each row takes the last real position that falls on it, if that is a new one.
-    last = _held(ops.add(start, every if length is None else length), rows)
+    # Each row gets its last real position, if that position is new.
+    last = _ring_positions(ops.add(start, every if length is None else length), rows)
     last = ops.subtract(last, ops.broadcast_in_dim(start, (rows,), ()))
     zeros = ops.constant(0, I32, (rows,))
     fresh, source = ops.compare("GE", last, zeros), ops.maximum(last, zeros)
 
     def turned(cache: Value, x: Value) -> Value:
-        old, new = _of_layer(cache, layer), _rounded(x, cache)
+        old, new = _of_layer(cache, layer), _rounded(x, stored)
         taken = ops.gather_rows(ops.reshape(new, (tokens, new.type.elements // tokens)), source)
         return ops.select(ops.broadcast_in_dim(fresh, old.shape, (0,)), ops.reshape(taken, old.shape), old)
 
-    held_k, held_v = turned(k_cache, k), turned(v_cache, v)
-    # As if every token were real: what another row of a padded chunk would have is nothing that a real token sees.
-    position = ops.broadcast_in_dim(_held(ops.add(start, every), rows), (tokens, rows), (1,))
+    cached_k, cached_v = turned(k_cache, k), turned(v_cache, v)
+    # As if every token were real: real tokens do not attend to rows of padding.
+    position = ops.broadcast_in_dim(_ring_positions(ops.add(start, every), rows), (tokens, rows), (1,))
     taken = ops.compare("GE", position, ops.constant(0, I32, position.shape))
     seen = ops.and_(taken, _seen(_positions(start, position.shape), position, op.attrs["window"]))
-    out = _attend(op, sinks, q, _widened(held_k), _widened(held_v), seen)
+    out = _attend(op, sinks, q, _widened(cached_k, stored), _widened(cached_v, stored), seen)
     zero = ops.constant(0, I32, ())
-    return out, _with_layer(k_cache, layer, held_k, zero), _with_layer(v_cache, layer, held_v, zero)
+    return out, _with_layer(k_cache, layer, cached_k, zero), _with_layer(v_cache, layer, cached_v, zero)
 
 
-def _held(end: Value, rows: int) -> Value:
-    """[rows] i32: the position in each row of a ring that has taken all positions below `end`; negative where none has."""
+def _ring_positions(end: Value, rows: int) -> Value:
+    """Return i32 [rows]: the last position below `end` that each row of a ring stores.
+
+    It is negative if the row is unused.
+    """
     row = ops.iota((rows,), 0)
-    # One turn more keeps the quotient of a row not yet taken from being rounded towards zero.
+    # Add one turn, because division rounds towards zero.
     turn = ops.constant(rows, I32, (rows,))
     ahead = ops.add(ops.subtract(ops.broadcast_in_dim(ops.subtract(end, ops.constant(1, I32, ())), (rows,), ()), row), turn)
     return ops.add(row, ops.multiply(ops.subtract(ops.divide(ahead, turn), ops.constant(1, I32, (rows,))), turn))
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """[T, n] i32: the position of each token."""
+    """Return the position of each token as i32 [T, n]."""
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
 
 def _seen(position: Value, other: Value, window: int | None) -> Value:
-    """[T, n] i1: is `other` not after `position` and within the window before it, both [T, n] i32."""
+    """Return i1 [T, n]: whether a token at `position` attends to position `other`.
+
+    Both are i32 [T, n]. window: number of positions that a token attends to, or None for all up to
+    its own.
+    """
     seen = ops.compare("LE", other, position)
     if window is None or window >= other.shape[1]:
         return seen
@@ -175,7 +183,10 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 
 
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
-    """[T, n] i1: is position n of a text and less than `window` from each token; padding sees what the last token does."""
+    """Return i1 [T, n]: whether position n is real and in the window of each token.
+
+    Rows of padding are like that of the last real token.
+    """
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)
     seen = ops.compare("LE", other, ops.broadcast_in_dim(last, shape, ()))
@@ -188,8 +199,10 @@ def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window:
 
 
 def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:
-    """Softmax attention of q [T, heads, head_dim] over k and v [n, kv_heads, head_dim], as far as `seen` [T, n], and over
-    sinks [heads]."""
+    """Compute softmax attention of q [T, heads, head_dim] over k and v [n, kv_heads, head_dim].
+
+    seen: mask i1 [T, n]. sinks: [heads] or None.
+    """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # [T, kv_heads, group, head_dim] . [n, kv_heads, head_dim] -> [kv_heads, T, group, n]

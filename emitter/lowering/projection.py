@@ -1,4 +1,4 @@
-"""Weight matrices as kernel calls: which kernel, which packed parameter."""
+"""Emit calls of matmul kernels, with packed weights as parameters."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ import numpy as np
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Param, Value, parameter
-from castiron.emitter.kernels.group_sums import group_sums
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.products.choosing import numerics_of
-from castiron.emitter.kernels.products.product import PIECES, Product
+from castiron.emitter.kernels.matmul.prepared_x import group_sums
+from castiron.emitter.kernels.matmul.selection import numerics_of
+from castiron.emitter.kernels.matmul_spec import PIECES, Matmul
+from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.round_x import round_x
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
-from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I8, TensorType
 
-# A projection of one token takes its RMS norm in up to this width: every workgroup computes the norm again.
+# The widest RMS norm fused into a matmul of one token, because every workgroup computes the norm.
 NORM_LIMIT = 8192
 
 
 @dataclass(frozen=True)
 class Projector:
-    """Makes products' calls: `kernel_of` gives the kernel of a product. fast: x is rounded where a kernel takes it so."""
+    """An emitter of calls of matmul kernels.
 
-    kernel_of: Callable[[Product], Kernel]
+    kernel_of: returns the kernel of a matmul. fast: whether to round x if a kernel supports it.
+    rounded: results of kernels that prepare x, by x and name of the kernel.
+    """
+
+    kernel_of: Callable[[Matmul], Kernel]
     isa: Isa
     fast: bool = False
     rounded: dict[tuple[Value, str], Mapping[str, Value]] = field(default_factory=dict)
@@ -46,11 +50,12 @@ class Projector:
         chosen: Value | None = None,
         experts: int = 0,
     ) -> Value:
-        """x [T, in] through weights [out_i, in] of one codec: [T, sum of out_i], or [T, out] for the two of a GLU.
+        """Return x [T, in] times weights [out_i, in] of one codec.
 
-        norm: weight [in] and epsilon of an RMS norm of x, for T = 1. residual: added to the result. length: rows of x
-        from it on are padding. With `experts` each weight [experts * out, in] is that of so many in order, and row i of
-        the result [len(chosen), out] is x's row i // (len(chosen) / T) through the weight of expert chosen[i] i32.
+        The result is [T, sum of out_i], or [T, out] for the two weights of a GLU. norm: weight [in] and
+        epsilon of an RMS norm of x, for T = 1. residual: added to the result. length: number of real
+        rows of x. experts: number of experts in each weight [experts * out, in]; row i of the result
+        [len(chosen), out] is then x's row i // (len(chosen) / T) times the weight of expert chosen[i].
         """
         given = {
             "norm": norm[0] if norm else None,
@@ -62,7 +67,7 @@ class Projector:
         }
         rows = [w.shape[0] // (experts or 1) for w in weights]
         tokens = x.shape[0] if chosen is None else chosen.shape[0]
-        product = Product(
+        matmul = Matmul(
             weights[0].codec,
             tokens,
             rows[0] if glu else sum(rows),
@@ -75,23 +80,23 @@ class Projector:
             experts=experts,
             per_row=tokens // x.shape[0],
         )
-        product = replace(product, numerics=numerics_of(product, self.isa, self.fast))
+        matmul = replace(matmul, numerics=numerics_of(matmul, self.isa, self.fast))
         operands = {name: value for name, value in given.items() if value is not None}
-        return ops.kernel_call(self.kernel_of(product), **self._x(x, product), **operands)["y"]
+        return ops.kernel_call(self.kernel_of(matmul), **self._x(x, matmul), **operands)["y"]
 
-    def _x(self, x: Value, product: Product) -> dict[str, Value]:
-        """x as the product's kernel takes it, rounded or taken apart once for all that share that."""
-        if product.numerics == "exact":
+    def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
+        """Return the operands for x by name; x is quantised or split once for all its matmuls."""
+        if matmul.numerics == "exact":
             return {"x": x}
-        if product.numerics == "canonical":
-            if not product.summed_groups:
+        if matmul.numerics == "canonical":
+            if not matmul.summed_groups:
                 return {"x": x}
-            return {"x": x, "x_sums": self._made(x, group_sums(*x.shape, product.format, isa=self.isa))["sums"]}
-        if product.numerics == "bytes":
-            made = self._made(x, round_x(*x.shape, product.format, isa=self.isa))
+            return {"x": x, "x_sums": self._made(x, group_sums(*x.shape, matmul.format, isa=self.isa))["sums"]}
+        if matmul.numerics == "int8":
+            made = self._made(x, round_x(*x.shape, matmul.format, isa=self.isa))
             return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
-        made = self._made(x, split_x(*x.shape, PIECES[product.numerics], product.summed_groups, isa=self.isa))
-        return {"x": made["y"], **({"x_sums": made["sums"]} if product.summed_groups else {})}
+        made = self._made(x, split_x(*x.shape, PIECES[matmul.numerics], matmul.summed_groups, isa=self.isa))
+        return {"x": made["y"], **({"x_sums": made["sums"]} if matmul.summed_groups else {})}
 
     def _made(self, x: Value, kernel: Kernel) -> Mapping[str, Value]:
         key = x, kernel.name
@@ -101,10 +106,10 @@ class Projector:
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
-    """Weights [out_i, in] of one codec in the kernels' layout, rows stacked in order.
+    """Return one parameter for stacked weights [out_i, in] of one codec, packed for kernels.
 
-    interleaved: row blocks are taken in turn from the two weights of a GLU. experts: each weight is that of so many,
-    whose packed weights stand one after another.
+    interleaved: whether row blocks alternate between the two weights of a GLU. experts: number of
+    experts in each weight, which are packed one after another.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     own = [w.shape[0] // experts for w in weights]
@@ -121,7 +126,7 @@ def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: 
 
 
 def _joined(names: list[str]) -> str:
-    """One name for several: `layers.0.self_attn.q_proj+k_proj+v_proj.weight`."""
+    """Return one name for weights, such as `layers.0.self_attn.q_proj+k_proj+v_proj.weight`."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
@@ -133,7 +138,7 @@ def _joined(names: list[str]) -> str:
 
 
 def _bias(biases: Sequence[Weight]) -> Value:
-    """Biases of stacked projections, in order: f32 [sum of out]."""
+    """Return the biases f32 [sum of out] of stacked projections, in order."""
     type_ = TensorType((sum(w.shape[0] for w in biases),), F32)
     joined = source(biases, lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
     return parameter(Param(_joined([w.name for w in biases]), type_, joined))

@@ -1,22 +1,25 @@
-"""Rewriting a function operation by operation: what all lowerings share."""
+"""Rewrite a function operation by operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from castiron.emitter.ir import Function, Module, Value, append, building, scope
+from castiron.emitter.ir import Graph, Module, Value, append, building, scope
 
-# A rule makes the replacement of one operation, a value or a tuple of them, out of its already replaced operands.
+# A rule: from an operation and its new operands to the values that replace its results, one or a tuple.
 Rule = Callable[..., Any]
 
 
-def rewrite(function: Function, rules: Mapping[str, Rule], into: Module) -> None:
-    """Copy `function` into module `into`, replacing each kind of operation that has a rule; dead operations are dropped."""
+def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
+    """Copy `function` into module `into`, without unused operations.
+
+    rules: by kind of operation, the rule that replaces it; other operations are copied.
+    """
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))
     length = None if function.length is None else mapped[function.length]
-    copy = Function(function.name, inputs, role=function.role, width=function.width, states=function.states, length=length)
+    copy = Graph(function.name, inputs, entry=function.entry, states=function.states, length=length)
     with building(into, copy):
         for op in function.ops:
             with scope(op.path):
@@ -30,12 +33,12 @@ def rewrite(function: Function, rules: Mapping[str, Rule], into: Module) -> None
     into.functions[copy.name] = copy
 
 
-def drop_dead(function: Function) -> None:
-    """Remove operations whose results nobody uses."""
+def drop_dead(function: Graph) -> None:
+    """Remove operations whose results are unused."""
     live = set(function.outputs)
-    kept = []
+    live_ops = []
     for op in reversed(function.ops):
         if live.intersection(op.results):
             live.update(op.operands)
-            kept.append(op)
-    function.ops = kept[::-1]
+            live_ops.append(op)
+    function.ops = live_ops[::-1]

@@ -1,72 +1,48 @@
-"""BERT (arXiv:1810.04805) as in HF `BertModel`: learnt positions, LayerNorm after each part, attention both ways.
+"""BERT (arXiv:1810.04805), an encoder, as in HF `BertModel`.
 
-It encodes texts and has no head. A text is all of the first type; the tokens of the second of two texts have their ids plus the
-size of the vocabulary.
+Tokens have the first token type by default. For a pair of texts, the caller adds the vocabulary
+size to the ids of the second text, which gives them the second type.
 """
-
-from __future__ import annotations
-
-from dataclasses import dataclass
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, positions, split_heads
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from castiron.emitter.models.decoder import ModelConfig
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 from castiron.emitter.types import I32
 
 
-@dataclass(frozen=True, eq=False)
-class Config:
-    """types: of tokens, of which texts have the first."""
-
-    vocab: int
-    types: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+class Config(ModelConfig):
+    type_vocab_size: int = 2
     max_positions: int
-    eps: float
-    hidden_act: str
-    bidirectional: bool = True
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.require("is_decoder", False)
-        c.require("add_cross_attention", False)
-        c.require("position_embedding_type", "absolute")
-        c.unused("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "tie_word_embeddings")
-        hidden, heads = c.take("hidden_size"), c.take("num_attention_heads")
-        read = cls(
-            vocab=c.take("vocab_size"),
-            types=c.take("type_vocab_size", 2),
-            hidden=hidden,
-            intermediate=c.take("intermediate_size"),
-            layers=c.take("num_hidden_layers"),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            max_positions=c.take("max_position_embeddings", 512),
-            eps=c.number("layer_norm_eps", 1e-12),
-            hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu"),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.require("is_decoder", False)
+    c.require("add_cross_attention", False)
+    c.require("position_embedding_type", "absolute")
+    c.unused("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "tie_word_embeddings")
+    heads = c.take("num_attention_heads")
+    return c.read(
+        Config,
+        kv_heads=heads,
+        head_dim=c.take("hidden_size") // heads,
+        max_positions=c.take("max_position_embeddings", 512),
+        eps=c.number("layer_norm_eps", 1e-12),
+        bidirectional=True,
+        hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu"),
+    )
 
 
 def embeddings(step: Step, c: Config) -> Value:
     first, vocab = ops.constant(0, I32, step.tokens.shape), ops.constant(c.vocab, I32, step.tokens.shape)
     second = ops.compare("GE", step.tokens, vocab)
-    types = ops.select(second, ops.constant(min(1, c.types - 1), I32, step.tokens.shape), first)
+    types = ops.select(second, ops.constant(min(1, c.type_vocab_size - 1), I32, step.tokens.shape), first)
     ids = ops.subtract(step.tokens, ops.select(second, vocab, first))
     x = embedding(step, "word_embeddings", c.vocab, c.hidden, ids=ids)
-    x = add(x, embedding(step, "token_type_embeddings", c.types, c.hidden, ids=types))
+    x = add(x, embedding(step, "token_type_embeddings", c.type_vocab_size, c.hidden, ids=types))
     x = add(x, embedding(step, "position_embeddings", c.max_positions, c.hidden, ids=positions(step)))
     return layer_norm(step, x, "LayerNorm", c.eps)
 
@@ -92,7 +68,6 @@ def block(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Hidden states [T, hidden] of the step's tokens."""
     with scope("embeddings"):
         x = embeddings(step, c)
     for layer in range(c.layers):

@@ -1,45 +1,45 @@
-"""Command R7B and Command A (arXiv:2504.00698) as in HF `Cohere2ForCausalLM`: attention and MLP side by side after one norm;
-every fourth layer sees everything and has no rotary embedding."""
+"""Command R7B and Command A (arXiv:2504.00698) as in HF `Cohere2ForCausalLM`.
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+One norm feeds attention and MLP in parallel; every fourth layer has full attention and no rotary
+embedding.
+"""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, layer_norm, linear, rope, rotary_tables, scaled, split_heads
+from castiron.emitter.layers import (
+    attention,
+    gated_mlp,
+    layer_norm,
+    linear,
+    qkv_heads,
+    rope,
+    rotary_tables,
+    scaled,
+)
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    attention_bias: bool
+    attention_bias: bool = False
     windows: list[int | None]
-    logit_scale: float
+    logit_scale: float = 0.0625
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        pattern = c.take("sliding_window_pattern", 4)
-        heads = c.take("num_attention_heads")
-        read = cls(
-            **c.decoder(
-                max_positions=8192,
-                kv_heads=c.take("num_key_value_heads", heads),
-                eps=c.number("layer_norm_eps", 1e-5),
-                tied=c.flag("tie_word_embeddings", True),
-            ),
-            attention_bias=c.flag("attention_bias", False),
-            windows=c.windows(
-                c.take("num_hidden_layers"), c.nullable("sliding_window", 4096), lambda layer: (layer + 1) % pattern != 0
-            ),
-            logit_scale=c.number("logit_scale", 0.0625),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    pattern = c.take("sliding_window_pattern", 4)
+    heads = c.take("num_attention_heads")
+    return c.read(
+        Config,
+        positions=8192,
+        kv_heads=c.take("num_key_value_heads", heads),
+        eps=c.number("layer_norm_eps", 1e-5),
+        tied=c.flag("tie_word_embeddings", True),
+        windows=c.windows(
+            c.take("num_hidden_layers"), c.nullable("sliding_window", 4096), lambda layer: (layer + 1) % pattern != 0
+        ),
+    )
 
 
 def norm(step: Step, x: Value, name: str, eps: float) -> Value:
@@ -47,9 +47,7 @@ def norm(step: Step, x: Value, name: str, eps: float) -> Value:
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     if c.windows[layer]:
         q, k = rope(step, q, tables, interleaved=True), rope(step, k, tables, interleaved=True)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
@@ -65,5 +63,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return scaled(decoder(step, c, block, rotary_tables(step, c.rotary), norm), c.logit_scale)

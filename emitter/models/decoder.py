@@ -1,23 +1,25 @@
-"""What the families share: the sizes of a decoder and its loop over blocks. Block and attention stand in each family's file."""
+"""Code that families share: base classes of configs, and a decoder's loop over its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, dataclass_transform
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import embedding, lm_head, rms_norm, wanted_rows
+from castiron.emitter.layers import embedding, lm_head, rms_norm, scaled, wanted_rows
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
 
+@dataclass_transform(frozen_default=True, eq_default=False, kw_only_default=True)
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DecoderConfig:
-    """What every family has; its `Config` adds what is its own. `ConfigReader.decoder` reads these fields.
+class ModelConfig:
+    """The fields of every family's config. Subclasses are dataclasses; `ConfigReader.read` fills them.
 
-    eps: of the norms. hidden_act: one of `layers.ACTIVATIONS`. tied: whether the head is the embedding's weight.
-    bidirectional: whether attention sees later tokens too, so that the model encodes whole texts and generates none.
+    eps: epsilon of the norms. hidden_act: one of `layer_operations.ACTIVATIONS`. bidirectional:
+    attention includes later tokens, so that the model encodes complete texts and cannot generate
+    text.
     """
 
     vocab: int
@@ -29,28 +31,35 @@ class DecoderConfig:
     head_dim: int
     eps: float
     hidden_act: str
+    bidirectional: bool
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False, kw_only=True)(cls)
+
+
+class DecoderConfig(ModelConfig):
+    """The config of a decoder. tied: whether the head uses the embedding's weight."""
+
     tied: bool
     rotary: Rotary
-    bidirectional: bool = False
 
     @property
     def max_positions(self) -> int:
-        """How many positions the model holds for."""
-        return self.rotary.positions
+        """Return the max number of positions that all rotary frequencies allow."""
+        return min(value.positions for value in vars(self).values() if isinstance(value, Rotary))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class HybridConfig(DecoderConfig):
-    """A decoder whose layers are of several kinds; `layer_types` names that of each."""
+    """The config of a decoder with layers of several types. layer_types: the type of each layer."""
 
     layer_types: tuple[str, ...]
 
     def count(self, kind: str) -> int:
-        """How many layers of a kind there are, which is how many its states have."""
+        """Return the number of layers of a type, which is dimension 0 of their states."""
         return self.layer_types.count(kind)
 
-    def place(self, layer: int) -> int:
-        """Which of the layers of its kind a layer is, from 0 on."""
+    def slot(self, layer: int) -> int:
+        """Return the index of a layer among the layers of its type."""
         return self.layer_types[:layer].count(self.layer_types[layer])
 
 
@@ -65,15 +74,18 @@ def decoder(
     tables: Tables,
     norm: Callable[[Step, Value, str, float], Value] = rms_norm,
     embedding_scale: float = 1.0,
+    embedding_multiplier: float = 1.0,
     last_norm: str = "norm",
 ) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants: HF's `...ForCausalLM` around the blocks of a family.
+    """Apply embedding, blocks, last norm and head, as HF's `...ForCausalLM`; return logits.
 
-    `block(step, c, layer, x, tables)` gives x [T, hidden] after a layer, inside the layer's scope; `tables` are handed to
-    each as they are. norm: the last one, called `last_norm`. embedding_scale: what embeddings are multiplied by.
+    The logits are [rows, vocab], for the rows of `wanted_rows`. block: maps x [T, hidden] before a
+    layer to x after it, in the layer's scope; gets `tables` unchanged. embedding_scale: a factor in
+    `embed_tokens`, as in Gemma. embedding_multiplier: a factor after `embed_tokens`.
     """
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden, embedding_scale)
+        x = scaled(x, embedding_multiplier)
         for layer in range(c.layers):
             with scope(f"layers.{layer}"):
                 x = block(step, c, layer, x, tables)

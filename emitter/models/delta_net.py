@@ -1,13 +1,13 @@
-"""What Qwen3-Next and Qwen 3.5 share: gated delta nets (arXiv:2412.06464), gated attention, and experts beside a shared one."""
+"""Layers of Qwen3-Next and Qwen 3.5: gated delta nets (arXiv:2412.06464) and gated attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
+from castiron.emitter.kv_cache import kv_cache
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -16,6 +16,7 @@ from castiron.emitter.layers import (
     linear,
     linear_parts,
     rms_norm,
+    rms_norm_plus_one,
     rope,
     route,
     split_heads,
@@ -24,15 +25,13 @@ from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import HybridConfig
 from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape, slice_
 from castiron.emitter.recurrences import causal_conv, gated_delta
-from castiron.emitter.states import State, kv_cache
 from castiron.emitter.step import Step
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-@dataclass(frozen=True, eq=False)
 class DeltaConfig(HybridConfig):
-    attention_bias: bool
+    attention_bias: bool = False
     key_heads: int
     value_heads: int
     key_dim: int
@@ -41,34 +40,35 @@ class DeltaConfig(HybridConfig):
 
     @property
     def keys(self) -> int:
-        """Features of all heads of q, or of k."""
+        """Return the number of features of q, which k has too, over all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Features of all heads of v, or of its gate."""
+        """Return the number of features of v, which its gate has too, over all heads."""
         return self.value_heads * self.value_dim
 
 
-def delta_fields(c: ConfigReader, intermediate: int | None = None) -> dict[str, Any]:
-    """The fields of a `DeltaConfig`, as keyword arguments. intermediate: where the key is not read."""
+def delta_fields(c: ConfigReader) -> dict[str, Any]:
+    """Return the fields of a `DeltaConfig` for `ConfigReader.read`."""
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
-    kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
+    types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
     return {
-        **c.decoder(max_positions=32768, partial=0.25, head_dim=c.take("head_dim", 256), intermediate=intermediate),
-        "layer_types": c.layer_types(layers, (LINEAR, FULL), kinds),
-        "attention_bias": c.flag("attention_bias", False),
+        "positions": 32768,
+        "partial": 0.25,
+        "head_dim": c.take("head_dim", 256),
+        "layer_types": c.layer_types(layers, (LINEAR, FULL), types),
         "key_heads": c.take("linear_num_key_heads", 16),
         "value_heads": c.take("linear_num_value_heads", 32),
         "key_dim": c.take("linear_key_head_dim", 128),
         "value_dim": c.take("linear_value_head_dim", 128),
-        "conv_positions": c.take("linear_conv_kernel_dim", 4, least=2),
+        "conv_positions": c.take("linear_conv_kernel_dim", 4, minimum=2),
     }
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts, and one that every token goes through, with a gate of its own."""
+    """The sizes of routed experts, and of a shared expert that every token uses through a gate."""
 
     count: int
     per_token: int
@@ -78,7 +78,11 @@ class Experts:
 
     @classmethod
     def read(cls, c: ConfigReader, count: int, per_token: int, normalised: bool) -> Experts:
-        """count, per_token: HF's defaults."""
+        """Read the keys of experts from the config.
+
+        count, per_token: HF's defaults of the number of experts and of those that a token uses.
+        normalised: whether the weights of the chosen experts are divided by their sum.
+        """
         return cls(
             c.take("num_experts", c.take("num_local_experts", count)),
             c.take("num_experts_per_tok", per_token),
@@ -95,33 +99,28 @@ def states(c: DeltaConfig, context: int) -> tuple[State, ...]:
     return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), conv, delta)
 
 
-def plus_one(weight: np.ndarray) -> np.ndarray:
-    """Norms store w and multiply by 1 + w, except that of the delta net's heads."""
-    return np.float32(1.0) + weight
-
-
-def norm(step: Step, x: Value, name: str, eps: float) -> Value:
-    return rms_norm(step, x, name, eps, plus_one)
-
-
 def self_attention(step: Step, c: DeltaConfig, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
     size = c.heads * c.head_dim
     q, gate = linear_parts(step, x, "q_proj", {"query": size, "gate": size}, c.attention_bias, groups=c.heads)
     k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    q, k = norm(step, split_heads(q, c.heads), "q_norm", c.eps), norm(step, k, "k_norm", c.eps)
+    q, k = rms_norm_plus_one(step, split_heads(q, c.heads), "q_norm", c.eps), rms_norm_plus_one(step, k, "k_norm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, c.place(layer), q, k, v, scale=c.head_dim**-0.5)
+    out = attention(step, c.slot(layer), q, k, v, scale=c.head_dim**-0.5)
     return linear(step, multiply(out, logistic(gate)), "o_proj", c.hidden, c.attention_bias)
 
 
 def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: Value, b: Value) -> Value:
-    """qkv [T, 2 keys + values], z [T, values], a and b [T, value_heads]: [T, hidden]."""
-    place, tokens = c.place(layer), qkv.shape[0]
-    qkv = activation(causal_conv(step, place, qkv, "conv1d", bias=False), c.hidden_act)
+    """Apply a gated delta net with the output norm and `out_proj`: [T, hidden].
+
+    qkv: q, k and v before the convolution, [T, 2 keys + values]. z: the output gate, [T, values].
+    a, b: [T, value_heads], as in `gated_delta`.
+    """
+    slot, tokens = c.slot(layer), qkv.shape[0]
+    qkv = activation(causal_conv(step, slot, qkv, "conv1d", bias=False), c.hidden_act)
     q, k = (split_heads(slice_(qkv, (0, i * c.keys), (tokens, (i + 1) * c.keys)), c.key_heads) for i in range(2))
     v = split_heads(slice_(qkv, (0, 2 * c.keys), qkv.shape), c.value_heads)
-    out = rms_norm(step, gated_delta(step, place, q, k, v, a, b), "norm", c.eps)
+    out = rms_norm(step, gated_delta(step, slot, q, k, v, a, b), "norm", c.eps)
     out = multiply(out, activation(split_heads(z, c.value_heads), "silu"))
     return linear(step, reshape(out, (tokens, c.values)), "out_proj", c.hidden)
 

@@ -1,47 +1,34 @@
-"""ERNIE 4.5 (dense) as in HF `Ernie4_5ForCausalLM`: Llama whose rotary embedding turns neighbouring features."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""ERNIE 4.5 (dense) as in HF `Ernie4_5ForCausalLM`: Llama with interleaved rotary pairs."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    bias: bool
+    use_bias: bool = False
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        read = cls(
-            **c.decoder(
-                max_positions=131072,
-                theta=500000.0,
-                head_dim=c.nullable("head_dim", 128) or c.take("hidden_size") // c.take("num_attention_heads"),
-                kv_heads=c.nullable("num_key_value_heads", 2) or c.take("num_attention_heads"),
-                eps=c.number("rms_norm_eps", 1e-5),
-                tied=c.flag("tie_word_embeddings", True),
-            ),
-            bias=c.flag("use_bias", False),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    return c.read(
+        Config,
+        positions=131072,
+        theta=500000.0,
+        head_dim=c.nullable("head_dim", 128) or c.take("hidden_size") // c.take("num_attention_heads"),
+        kv_heads=c.nullable("num_key_value_heads", 2) or c.take("num_attention_heads"),
+        eps=c.number("rms_norm_eps", 1e-5),
+        tied=c.flag("tie_word_embeddings", True),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.use_bias)
     q, k = rope(step, q, tables, interleaved=True), rope(step, k, tables, interleaved=True)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
-    return linear(step, out, "o_proj", c.hidden, c.bias)
+    return linear(step, out, "o_proj", c.hidden, c.use_bias)
 
 
 def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -50,9 +37,8 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
         x = add(x, self_attention(step, c, layer, h, tables))
     h = rms_norm(step, x, "post_attention_layernorm", c.eps)
     with scope("mlp"):
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act, c.bias))
+        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act, c.use_bias))
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

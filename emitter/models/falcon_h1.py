@@ -1,75 +1,60 @@
-"""Falcon-H1 (arXiv:2507.22448) as in HF `FalconH1ForCausalLM`: attention and Mamba 2 side by side in each layer, with
-multipliers (muP, arXiv:2203.03466) on most of its values."""
+"""Falcon-H1 (arXiv:2507.22448) as in HF `FalconH1ForCausalLM`.
 
-from __future__ import annotations
+Each layer has attention and Mamba 2 in parallel, with multipliers (muP, arXiv:2203.03466).
+"""
 
-from dataclasses import dataclass
-
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
+from castiron.emitter.kv_cache import kv_cache
 from castiron.emitter.layers import (
     activation,
     attention,
     linear,
     linear_parts,
+    qkv_heads,
     rms_norm,
     rope,
     rotary_tables,
     scaled,
-    split_heads,
 )
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.models.mamba2 import Mamba, scan
 from castiron.emitter.ops import add, concatenate, multiply
-from castiron.emitter.states import State, kv_cache
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    """ssm_multipliers: of the gate, x, B, C and dt. mlp_multipliers: of the gate and of what comes out."""
+    """The config. ssm_multipliers: factors of gate, x, B, C and dt. mlp_multipliers: two factors.
 
-    attention_bias: bool
-    mlp_bias: bool
-    out_bias: bool
+    The first of `mlp_multipliers` applies to the gate of the MLP, the second to its result.
+    """
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    projectors_bias: bool = False
     mamba: Mamba
-    mamba_norm: bool
-    norm_before_gate: bool
-    embedding_multiplier: float
-    head_multiplier: float
-    key_multiplier: float
-    attention_in_multiplier: float
-    attention_out_multiplier: float
-    ssm_in_multiplier: float
-    ssm_out_multiplier: float
-    ssm_multipliers: list[float]
-    mlp_multipliers: list[float]
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    embedding_multiplier: float = 1.0
+    lm_head_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    ssm_multipliers: tuple[float, ...] = (1.0,) * 5
+    mlp_multipliers: tuple[float, ...] = (1.0,) * 2
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.unused("num_logits_to_keep", "layers_block_type", "layer_types")
-        read = cls(
-            **c.decoder(max_positions=8192, eps=c.number("rms_norm_eps", 1e-5)),
-            attention_bias=c.flag("attention_bias", False),
-            mlp_bias=c.flag("mlp_bias", False),
-            out_bias=c.flag("projectors_bias", False),
-            mamba=Mamba.read(c, c.nullable("mamba_d_ssm", 1024)),
-            mamba_norm=c.flag("mamba_rms_norm", False),
-            norm_before_gate=c.flag("mamba_norm_before_gate", True),
-            embedding_multiplier=c.number("embedding_multiplier", 1.0),
-            head_multiplier=c.number("lm_head_multiplier", 1.0),
-            key_multiplier=c.number("key_multiplier", 1.0),
-            attention_in_multiplier=c.number("attention_in_multiplier", 1.0),
-            attention_out_multiplier=c.number("attention_out_multiplier", 1.0),
-            ssm_in_multiplier=c.number("ssm_in_multiplier", 1.0),
-            ssm_out_multiplier=c.number("ssm_out_multiplier", 1.0),
-            ssm_multipliers=c.numbers("ssm_multipliers", [1.0] * 5),
-            mlp_multipliers=c.numbers("mlp_multipliers", [1.0] * 2),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.unused("num_logits_to_keep", "layers_block_type", "layer_types")
+    return c.read(
+        Config,
+        positions=8192,
+        eps=c.number("rms_norm_eps", 1e-5),
+        mamba=Mamba.read(c, c.nullable("mamba_d_ssm", 1024)),
+    )
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
@@ -77,9 +62,7 @@ def states(c: Config, context: int) -> tuple[State, ...]:
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.key_multiplier * c.head_dim**-0.5)
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
@@ -91,12 +74,12 @@ def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
     parts = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
     gate, *rows, dt = (scaled(part, factor) for part, factor in zip(parts, c.ssm_multipliers, strict=True))
     out, gate = scan(step, m, layer, concatenate(rows, 1), dt, c.hidden_act), activation(gate, "silu")
-    if not (c.mamba_norm and c.norm_before_gate):
+    if not (c.mamba_rms_norm and c.mamba_norm_before_gate):
         out = multiply(out, gate)
-    if c.mamba_norm:
+    if c.mamba_rms_norm:
         out = rms_norm(step, out, "norm", c.eps, groups=m.groups)
-        out = multiply(out, gate) if c.norm_before_gate else out
-    return linear(step, out, "out_proj", c.hidden, c.out_bias)
+        out = multiply(out, gate) if c.mamba_norm_before_gate else out
+    return linear(step, out, "out_proj", c.hidden, c.projectors_bias)
 
 
 def feed_forward(step: Step, c: Config, x: Value) -> Value:
@@ -120,7 +103,6 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     tables = rotary_tables(step, c.rotary)
-    logits = decoder(step, c, block, tables, embedding_scale=c.embedding_multiplier, last_norm="final_layernorm")
-    return scaled(logits, c.head_multiplier)
+    logits = decoder(step, c, block, tables, embedding_multiplier=c.embedding_multiplier, last_norm="final_layernorm")
+    return scaled(logits, c.lm_head_multiplier)

@@ -1,11 +1,15 @@
-"""Gemma 4 text as in HF `Gemma4ForCausalLM`: full layers have larger heads than sliding ones, the last layers attend to the
-keys and values of earlier ones, each layer takes an embedding of its own, and some models have experts beside the MLP."""
+"""Gemma 4 as in HF `Gemma4ForCausalLM`.
 
-from __future__ import annotations
+Layers with full attention have larger heads than those with a sliding window. The last layers
+attend to keys and values of earlier layers. Each layer has a token embedding of its own. Some
+models have experts beside the MLP.
+"""
 
 from dataclasses import dataclass
 
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
+from castiron.emitter.kv_cache import kv_cache, ring
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -28,7 +32,6 @@ from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig
 from castiron.emitter.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
 from castiron.emitter.rotary import Rotary
-from castiron.emitter.states import State, kv_cache, ring
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -40,11 +43,12 @@ class Experts:
     intermediate: int
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    """rotary, kv_heads, head_dim: of full layers; those of sliding ones begin with sliding_.
+    """The config. rotary, kv_heads, head_dim: of layers with full attention.
 
-    own: how many layers have keys and values of their own. per_layer: features of a layer's embedding, or 0.
+    The fields `sliding_...` belong to layers with a sliding window. own: the number of first layers
+    that compute keys and values; later layers use those of earlier ones. per_layer: features of a
+    layer's token embedding, 0 if there are none.
     """
 
     windows: list[int | None]
@@ -53,70 +57,65 @@ class Config(DecoderConfig):
     sliding_head_dim: int
     own: int
     keys_are_values: bool
-    wide_mlp: bool
-    attention_bias: bool
+    use_double_wide_mlp: bool = False
+    attention_bias: bool = False
     per_layer: int
-    per_layer_vocab: int
+    vocab_size_per_layer_input: int = 262144
     experts: Experts | None
     final_logit_softcapping: float | None
 
-    @property
-    def max_positions(self) -> int:
-        return min(self.rotary.positions, self.sliding_rotary.positions)
-
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.require("use_bidirectional_attention", "vision")
-        layers, head_dim, kv_heads = c.take("num_hidden_layers"), c.take("head_dim", 256), c.take("num_key_value_heads")
-        # HF makes the last layer a full one.
-        windows = [*c.windows(layers, c.take("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)[:-1], None]
-        keys_are_values = c.flag("attention_k_eq_v", False)
-        full = full_heads(c, windows, keys_are_values)
-        full_rotary, sliding_rotary = rotaries(c, full.get("head_dim", head_dim), head_dim)
-        own = layers - c.take("num_kv_shared_layers", 0, least=0)
-        if {bool(window) for window in windows[:own]} != {bool(window) for window in windows}:
-            raise EmitError("'num_kv_shared_layers' in the gemma4_text config leaves a kind of layer without keys and values")
-        per_layer = c.take("hidden_size_per_layer_input", 256, least=0)
-        read = cls(
-            **c.decoder(
-                rotary=full_rotary,
-                head_dim=full.get("head_dim", head_dim),
-                kv_heads=full.get("num_key_value_heads", kv_heads),
-                hidden_act=c.choice("hidden_activation", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
-                tied=c.flag("tie_word_embeddings", True),
-            ),
-            windows=windows,
-            sliding_rotary=sliding_rotary,
-            sliding_kv_heads=kv_heads,
-            sliding_head_dim=head_dim,
-            own=own,
-            keys_are_values=keys_are_values,
-            wide_mlp=c.flag("use_double_wide_mlp", False),
-            attention_bias=c.flag("attention_bias", False),
-            per_layer=per_layer,
-            per_layer_vocab=c.take("vocab_size_per_layer_input", 262144),
-            experts=read_experts(c),
-            final_logit_softcapping=c.nullable("final_logit_softcapping", None, (int, float)),
-        )
-        c.finish()
-        return read
-
     def heads_of(self, layer: int) -> tuple[int, int]:
-        """How many keys and values a layer's token has, and how long they are."""
+        """Return the number of kv heads and the head_dim of a layer."""
         return (self.sliding_kv_heads, self.sliding_head_dim) if self.windows[layer] else (self.kv_heads, self.head_dim)
 
     def source(self, layer: int) -> int:
-        """The layer whose keys and values a layer attends to: itself, or the last of its kind that has its own."""
+        """Return the layer whose KV cache `layer` uses.
+
+        This is the layer itself, or, if it has no cache, the last layer of the same attention type
+        that has one.
+        """
         kind = self.windows[layer] is None
         return layer if layer < self.own else max(i for i in range(self.own) if (self.windows[i] is None) == kind)
 
     def slot(self, layer: int) -> tuple[int, str]:
-        """Where a layer's keys and values are: its number among those of its kind, and what their states end in."""
+        """Return the index of a layer's keys and values in their states.
+
+        Also return the suffix of these states' names: `_sliding` for rings, else empty.
+        """
         source = self.source(layer)
         kind = self.windows[source] is None
         return sum((w is None) == kind for w in self.windows[:source]), "" if kind else "_sliding"
+
+
+def read(c: ConfigReader) -> Config:
+    c.require("use_bidirectional_attention", "vision")
+    layers, head_dim, kv_heads = c.take("num_hidden_layers"), c.take("head_dim", 256), c.take("num_key_value_heads")
+    # In HF the last layer always has full attention.
+    windows = [*c.windows(layers, c.take("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)[:-1], None]
+    keys_are_values = c.flag("attention_k_eq_v", False)
+    full = full_heads(c, windows, keys_are_values)
+    full_rotary, sliding_rotary = rotaries(c, full.get("head_dim", head_dim), head_dim)
+    own = layers - c.take("num_kv_shared_layers", 0, minimum=0)
+    if {bool(window) for window in windows[:own]} != {bool(window) for window in windows}:
+        raise EmitError("'num_kv_shared_layers' in the gemma4_text config leaves a type of layer without a KV cache; reduce it")
+    per_layer = c.take("hidden_size_per_layer_input", 256, minimum=0)
+    return c.read(
+        Config,
+        rotary=full_rotary,
+        head_dim=full.get("head_dim", head_dim),
+        kv_heads=full.get("num_key_value_heads", kv_heads),
+        hidden_act=c.choice("hidden_activation", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
+        tied=c.flag("tie_word_embeddings", True),
+        windows=windows,
+        sliding_rotary=sliding_rotary,
+        sliding_kv_heads=kv_heads,
+        sliding_head_dim=head_dim,
+        own=own,
+        keys_are_values=keys_are_values,
+        per_layer=per_layer,
+        experts=read_experts(c),
+        final_logit_softcapping=c.nullable("final_logit_softcapping", None, (int, float)),
+    )
 
 
 def read_experts(c: ConfigReader) -> Experts | None:
@@ -128,7 +127,7 @@ def read_experts(c: ConfigReader) -> Experts | None:
 
 
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
-    """What full layers have for `head_dim` and `num_key_value_heads`, where it is not what all have."""
+    """Return `head_dim` and `num_key_value_heads` of layers with full attention, where given."""
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:
         return {"head_dim": head_dim, **({"num_key_value_heads": kv_heads} if keys_are_values and kv_heads else {})}
@@ -137,27 +136,32 @@ def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool
     first = stated.get(full[0], {})
     if stated != ({layer: first for layer in full} if first else {}) or set(first) - {"head_dim", "num_key_value_heads"}:
         raise EmitError(
-            "'per_layer_config' in the gemma4_text config must give every full layer, and none else, the same 'head_dim' and "
-            "'num_key_value_heads'"
+            "'per_layer_config' in the gemma4_text config must have the same 'head_dim' and "
+            "'num_key_value_heads' for every full layer, and no other entries"
         )
     return first
 
 
 def rotaries(c: ConfigReader, full: int, sliding: int) -> tuple[Rotary, Rotary]:
-    """Of full and of sliding layers, whose heads are so long."""
+    """Return the frequencies of layers with full attention and of those with a sliding window.
+
+    full, sliding: the head_dim of the two types of layers.
+    """
     default = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
     entries, positions = c.take("rope_parameters", default, dict), c.take("max_position_embeddings", 131072)
     if set(entries) != set(default):
-        raise EmitError("'rope_parameters' in the gemma4_text config must hold 'full_attention' and 'sliding_attention' alone")
+        raise EmitError(
+            f"'rope_parameters' in the gemma4_text config must have the keys {' and '.join(map(repr, default))} only"
+        )
     of_full = c.frequencies(entries["full_attention"], full, positions, 10000.0)
     return of_full, c.frequencies(entries["sliding_attention"], sliding, positions, 10000.0)
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    """Keys and values of full and of sliding layers, whose heads differ in size."""
+    """Return the KV caches of layers with full attention, and the rings of those with a window."""
     sliding = sum(window is not None for window in c.windows[: c.own])
     full = kv_cache(c.own - sliding, context, c.kv_heads, c.head_dim)
     if not sliding:
@@ -168,12 +172,12 @@ def states(c: Config, context: int) -> tuple[State, ...]:
 
 
 def unscaled_norm(step: Step, x: Value, eps: float) -> Value:
-    """An RMS norm without a weight."""
+    """Apply an RMS norm without a weight."""
     return rms_norm(step, x, None, eps)
 
 
 class Tables:
-    """What blocks share: cos and sin of both kinds of layers, embeddings of each layer, and keys and values by layer."""
+    """Values that blocks share: cos and sin for each type of layer, keys and values by layer."""
 
     def __init__(self, step: Step, c: Config) -> None:
         self.full = rotary_tables(step, c.rotary, "rotary.full")
@@ -193,7 +197,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) 
             v = split_heads(linear(step, x, "v_proj", kv_heads * d, c.attention_bias), kv_heads)
         k = rope(step, rms_norm(step, k, "k_norm", c.eps), turn)
         tables.keys[layer] = k, unscaled_norm(step, v, c.eps)
-    # A layer without its own writes those of its source again, where they are.
+    # A layer without keys and values writes those of `source` again, into the same rows.
     k, v = tables.keys[source]
     slot, ending = c.slot(layer)
     out = attention(step, slot, q, k, v, 1.0, c.windows[layer], cache=(f"k{ending}", f"v{ending}"))
@@ -201,7 +205,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) 
 
 
 def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
-    """The dense MLP's result and that of a few experts, each with a norm of its own."""
+    """Return the sum of the MLP's result `dense` and the experts' result, after a norm on each."""
     with scope("router"):
         h = multiply(unscaled_norm(step, x, c.eps), along_rows(values(step, "scale", (c.hidden,)), x))
         chosen, weights = route(linear(step, scaled(h, c.hidden**-0.5), "proj", e.count), e.per_token, normalised=True)
@@ -227,7 +231,7 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: Tables, own: Valu
     x = add(x, rms_norm(step, h, "post_attention_layernorm", c.eps))
     h = rms_norm(step, x, "pre_feedforward_layernorm", c.eps)
     with scope("mlp"):
-        h = gated_mlp(step, h, c.intermediate * (2 if c.wide_mlp and layer >= c.own else 1), c.hidden_act)
+        h = gated_mlp(step, h, c.intermediate * (2 if c.use_double_wide_mlp and layer >= c.own else 1), c.hidden_act)
     if c.experts is not None:
         h = mixed(step, c, c.experts, x, h)
     x = add(x, rms_norm(step, h, "post_feedforward_layernorm", c.eps))
@@ -239,11 +243,14 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: Tables, own: Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Of each layer, [T, per_layer]: an embedding of the token and a projection of x, the sum over the root of two."""
+    """Return an embedding [T, per_layer] for each layer, None if the model has none.
+
+    It is (token embedding + projection of x) / sqrt(2).
+    """
     if not c.per_layer:
         return [None] * c.layers
     tokens, width = x.shape[0], c.layers * c.per_layer
-    own = embedding(step, "embed_tokens_per_layer", c.per_layer_vocab, width, c.per_layer**0.5)
+    own = embedding(step, "embed_tokens_per_layer", c.vocab_size_per_layer_input, width, c.per_layer**0.5)
     projected = split_heads(scaled(linear(step, x, "per_layer_model_projection", width), c.hidden**-0.5), c.layers)
     projected = rms_norm(step, projected, "per_layer_projection_norm", c.eps)
     both = reshape(scaled(add(projected, split_heads(own, c.layers)), 2.0**-0.5), (tokens, width))
@@ -251,7 +258,6 @@ def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     tables = Tables(step, c)
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden, c.hidden**0.5)

@@ -1,13 +1,11 @@
-"""GLM-4.7-Flash as in HF `Glm4MoeLiteForCausalLM`: latent attention (MLA, arXiv:2405.04434), experts beside a shared one.
+"""GLM-4.7-Flash as in HF `Glm4MoeLiteForCausalLM`: latent attention (arXiv:2405.04434), experts.
 
-A token's keys and values are one latent vector for all heads, from which `kv_b_proj` makes each head's: `q . (K c)` is
-`(q K) . c`, so queries go into the latent space, the latent is key and value, and what comes out goes through V.
+A token's keys and values are one latent vector c, from which `kv_b_proj` computes the key K c and
+the value V c of each head. As `q . (K c)` equals `(q K) . c`, this code projects queries to the
+latent space, uses c as key and value, and multiplies the result by V.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
@@ -29,86 +27,74 @@ from castiron.emitter.ops import add, concatenate, dot_general, reshape, slice_,
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
-# HF gives the norms of latents no other.
+# HF always uses this epsilon in the norms of latent vectors.
 _LATENT_EPS = 1e-6
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    """head_dim: of the cache's one head, a latent of `latent` features and `turning` that a rotary embedding turns.
+    """The config of latent attention.
 
-    plain: features of a head that nothing turns. value: of a head's values. scale: of scores.
+    head_dim: width of the cache's one head: `latent` features, then `turning` rotated features.
+    plain: features of a query head without rotary embedding. scale: the factor of attention scores.
     """
 
-    attention_bias: bool
+    attention_bias: bool = False
     query_latent: int | None
     latent: int
     turning: int
     plain: int
-    value: int
+    v_head_dim: int = 256
     scale: float
-    interleaved: bool
+    rope_interleave: bool = True
     sparse: list[bool]
     experts: int
     experts_per_token: int
-    shared_experts: int
-    moe_intermediate: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
+    n_shared_experts: int = 1
+    moe_intermediate_size: int = 1536
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.8
     groups: tuple[int, int]
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        # HF computes the first from its parts, and reads the second nowhere.
-        c.unused("qk_head_dim", "pretraining_tp")
-        heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
-        if c.take("num_key_value_heads", 20) != heads:
-            raise EmitError("'num_key_value_heads' in the glm4_moe_lite config must be its 'num_attention_heads'")
-        latent, turning, plain = c.take("kv_lora_rank", 512), c.take("qk_rope_head_dim", 64), c.take("qk_nope_head_dim", 192)
-        c.require("head_dim", turning)
-        count, per_token = c.take("n_routed_experts"), c.take("num_experts_per_tok", 4)
-        read = cls(
-            **c.decoder(
-                head_dim=latent + turning,
-                kv_heads=1,
-                eps=c.number("rms_norm_eps", 1e-5),
-                rotary=c.rotary(turning, c.take("max_position_embeddings", 202752)),
-            ),
-            attention_bias=c.flag("attention_bias", False),
-            query_latent=c.nullable("q_lora_rank", 768),
-            latent=latent,
-            turning=turning,
-            plain=plain,
-            value=c.take("v_head_dim", 256),
-            scale=(plain + turning) ** -0.5 * yarn_scale(c) ** 2,
-            interleaved=c.flag("rope_interleave", True),
-            sparse=sparse_layers(c, layers),
-            experts=count,
-            experts_per_token=per_token,
-            shared_experts=c.take("n_shared_experts", 1),
-            moe_intermediate=c.take("moe_intermediate_size", 1536),
-            norm_topk_prob=c.flag("norm_topk_prob", True),
-            routed_scaling_factor=c.number("routed_scaling_factor", 1.8),
-            groups=c.groups_of_experts(count, per_token),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    # HF computes the first from its parts, and reads the second nowhere.
+    c.unused("qk_head_dim", "pretraining_tp")
+    heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
+    if c.take("num_key_value_heads", 20) != heads:
+        raise EmitError("'num_key_value_heads' in the glm4_moe_lite config must equal 'num_attention_heads'")
+    latent, turning, plain = c.take("kv_lora_rank", 512), c.take("qk_rope_head_dim", 64), c.take("qk_nope_head_dim", 192)
+    c.require("head_dim", turning)
+    count, per_token = c.take("n_routed_experts"), c.take("num_experts_per_tok", 4)
+    return c.read(
+        Config,
+        head_dim=latent + turning,
+        kv_heads=1,
+        eps=c.number("rms_norm_eps", 1e-5),
+        rotary=c.rotary(turning, c.take("max_position_embeddings", 202752)),
+        query_latent=c.nullable("q_lora_rank", 768),
+        latent=latent,
+        turning=turning,
+        plain=plain,
+        scale=(plain + turning) ** -0.5 * yarn_scale(c) ** 2,
+        sparse=sparse_layers(c, layers),
+        experts=count,
+        experts_per_token=per_token,
+        groups=c.expert_groups(count, per_token),
+    )
 
 
 def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
-    """Whether each layer has experts."""
+    """Return for each layer whether it has experts."""
     types = c.take("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1), list)
     if len(types) != layers or any(type_ not in ("dense", "sparse") for type_ in types):
         raise EmitError(
-            f"'mlp_layer_types' in the glm4_moe_lite config must say 'dense' or 'sparse' for each of {layers} layers"
+            f"'mlp_layer_types' in the glm4_moe_lite config must have 'dense' or 'sparse' for each of {layers} layers"
         )
     return [type_ == "sparse" for type_ in types]
 
 
 def yarn_scale(c: ConfigReader) -> float:
-    """What YaRN multiplies both sides of a score by, in HF `yarn_apply_mscale`."""
+    """Return the factor by which YaRN scales q and k, as HF's `yarn_apply_mscale`."""
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     kind, share = entry.get("rope_type") or entry.get("type") or "default", entry.get("mscale_all_dim")
     if kind == "default" or not share or entry.get("factor", 1) <= 1:
@@ -126,15 +112,15 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     q = split_heads(q, c.heads)
     both = linear(step, x, "kv_a_proj_with_mqa", c.latent + c.turning, c.attention_bias)
     latent = rms_norm(step, slice_(both, (0, 0), (tokens, c.latent)), "kv_a_layernorm", _LATENT_EPS)
-    k = rope(step, split_heads(slice_(both, (0, c.latent), both.shape), 1), tables, c.interleaved)
+    k = rope(step, split_heads(slice_(both, (0, c.latent), both.shape), 1), tables, c.rope_interleave)
     k = concatenate((split_heads(latent, 1), k), 2)
 
     with scope("kv_b_proj"):
-        w = values(step, "weight", (c.heads * (c.plain + c.value), c.latent))
-        w = reshape(w, (c.heads, c.plain + c.value, c.latent))
+        w = values(step, "weight", (c.heads * (c.plain + c.v_head_dim), c.latent))
+        w = reshape(w, (c.heads, c.plain + c.v_head_dim, c.latent))
         of_keys = slice_(w, (0, 0, 0), (c.heads, c.plain, c.latent))
         of_values = slice_(w, (0, c.plain, 0), w.shape)
-    turned = rope(step, slice_(q, (0, 0, c.plain), q.shape), tables, c.interleaved)
+    turned = rope(step, slice_(q, (0, 0, c.plain), q.shape), tables, c.rope_interleave)
     # [T, heads, plain] . [heads, plain, latent] -> [heads, T, latent]
     q = dot_general(slice_(q, (0, 0, 0), (tokens, c.heads, c.plain)), of_keys, ((2,), (1,)), ((1,), (0,)))
     q = concatenate((transpose(q, (1, 0, 2)), turned), 2)
@@ -143,7 +129,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     out = slice_(out, (0, 0, 0), (tokens, c.heads, c.latent))
     # [T, heads, latent] . [heads, value, latent] -> [heads, T, value]
     out = transpose(dot_general(out, of_values, ((2,), (2,)), ((1,), (0,))), (1, 0, 2))
-    return linear(step, reshape(out, (tokens, c.heads * c.value)), "o_proj", c.hidden, c.attention_bias)
+    return linear(step, reshape(out, (tokens, c.heads * c.v_head_dim)), "o_proj", c.hidden, c.attention_bias)
 
 
 def moe(step: Step, c: Config, x: Value) -> Value:
@@ -153,9 +139,9 @@ def moe(step: Step, c: Config, x: Value) -> Value:
     chosen, weights = route(logits, c.experts_per_token, c.norm_topk_prob, "sigmoid", correction, c.groups)
     with scope("experts"):
         routing = chosen, scaled(weights, c.routed_scaling_factor)
-        routed = experts(step, x, routing, c.experts, c.moe_intermediate, c.hidden_act)
+        routed = experts(step, x, routing, c.experts, c.moe_intermediate_size, c.hidden_act)
     with scope("shared_experts"):
-        return add(routed, gated_mlp(step, x, c.moe_intermediate * c.shared_experts, c.hidden_act))
+        return add(routed, gated_mlp(step, x, c.moe_intermediate_size * c.n_shared_experts, c.hidden_act))
 
 
 def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -168,5 +154,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

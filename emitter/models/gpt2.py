@@ -1,8 +1,4 @@
-"""GPT-2 (Radford et al. 2019) as in HF `GPT2LMHeadModel`: learnt positions, LayerNorm, one projection for q, k and v."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""GPT-2 (Radford et al., 2019) as in HF `GPT2LMHeadModel`: learnt positions, fused q, k, v."""
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
@@ -18,63 +14,48 @@ from castiron.emitter.layers import (
     wanted_rows,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from castiron.emitter.models.decoder import ModelConfig
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
-class Config:
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+class Config(ModelConfig):
     max_positions: int
-    eps: float
-    hidden_act: str
     tied: bool
-    scaled: bool
-    scaled_by_layer: bool
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        # Of other heads than a language model's, and what rotary embeddings would be told.
-        c.unused("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout")
-        c.unused("attn_pdrop", "reorder_and_upcast_attn", "n_ctx", "head_dim", "rope_theta")
-        c.require("add_cross_attention", False)
 
-        def either(name: str, other: str) -> int:
-            """HF takes a size by either name."""
-            return c.take(other if other in c.config else name)
+def read(c: ConfigReader) -> Config:
+    # Keys of heads other than the language model head, and of rotary embeddings.
+    c.unused("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout")
+    c.unused("attn_pdrop", "reorder_and_upcast_attn", "n_ctx", "head_dim", "rope_theta")
+    c.require("add_cross_attention", False)
 
-        hidden, heads = either("n_embd", "hidden_size"), either("n_head", "num_attention_heads")
-        read = cls(
-            vocab=c.take("vocab_size"),
-            hidden=hidden,
-            intermediate=c.take("n_inner", 4 * hidden),
-            layers=either("n_layer", "num_hidden_layers"),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            max_positions=either("n_positions", "max_position_embeddings"),
-            eps=c.number("layer_norm_epsilon", 1e-5),
-            hidden_act=c.choice("activation_function", ACTIVATION_NAMES, "gelu_new"),
-            tied=c.flag("tie_word_embeddings", True),
-            scaled=c.flag("scale_attn_weights", True),
-            scaled_by_layer=c.flag("scale_attn_by_inverse_layer_idx", False),
-        )
-        c.finish()
-        return read
+    def either(name: str, other: str) -> int:
+        """Read a size, which HF accepts under two names."""
+        return c.take(other if other in c.config else name)
+
+    hidden, heads = either("n_embd", "hidden_size"), either("n_head", "num_attention_heads")
+    return c.read(
+        Config,
+        hidden=hidden,
+        intermediate=c.take("n_inner", 4 * hidden),
+        layers=either("n_layer", "num_hidden_layers"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        max_positions=either("n_positions", "max_position_embeddings"),
+        eps=c.number("layer_norm_epsilon", 1e-5),
+        hidden_act=c.choice("activation_function", ACTIVATION_NAMES, "gelu_new"),
+        tied=c.flag("tie_word_embeddings", True),
+    )
 
 
 def attn(step: Step, c: Config, layer: int, x: Value) -> Value:
     q, k, v = linear_parts(step, x, "c_attn", dict.fromkeys(("q", "k", "v"), c.hidden), bias=True)
     q, k, v = (split_heads(part, c.heads) for part in (q, k, v))
-    scale = (c.head_dim**-0.5 if c.scaled else 1.0) / (layer + 1 if c.scaled_by_layer else 1)
+    scale = (c.head_dim**-0.5 if c.scale_attn_weights else 1.0) / (layer + 1 if c.scale_attn_by_inverse_layer_idx else 1)
     return linear(step, attention(step, layer, q, k, v, scale), "c_proj", c.hidden, bias=True)
 
 
@@ -93,7 +74,6 @@ def block(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     with scope("transformer"):
         x = embedding(step, "wte", c.vocab, c.hidden)
         x = add(x, embedding(step, "wpe", c.max_positions, c.hidden, ids=positions(step)))

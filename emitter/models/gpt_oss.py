@@ -1,19 +1,28 @@
-"""gpt-oss (arXiv:2508.10925) as in HF `GptOssForCausalLM`: experts with biases and a clamped SwiGLU, every other layer slides,
-and each head has a sink, a score that takes its share of attention and gives nothing."""
+"""gpt-oss (arXiv:2508.10925) as in HF `GptOssForCausalLM`: experts with a clamped SwiGLU.
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+Every other layer has a sliding window. Each head has a sink: an extra score in the softmax that has
+no value.
+"""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import ClampedSwiGLU, attention, experts, linear, rms_norm, rope, rotary_tables, route, split_heads
+from castiron.emitter.layers import (
+    ClampedSwiGLU,
+    attention,
+    experts,
+    linear,
+    qkv_heads,
+    rms_norm,
+    rope,
+    rotary_tables,
+    route,
+)
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
-# HF's, for a config without any.
+# The default of HF.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -24,52 +33,40 @@ _ROPE = {
 }
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    """intermediate: of an expert."""
+    """The config. intermediate: width of an expert's hidden layer."""
 
-    attention_bias: bool
+    attention_bias: bool = True
     windows: list[int | None]
     experts: int
-    experts_per_token: int
+    num_experts_per_tok: int = 4
     glu: ClampedSwiGLU
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.unused("hidden_act")
-        if config.get("quantization_config") is not None:
-            method = c.take("quantization_config", kinds=dict).get("quant_method")
-            if method != "mxfp4":
-                raise EmitError(f"'quantization_config' in the gpt_oss config names {method!r}; only 'mxfp4' is supported")
-        if c.take("rope_scaling", None, dict) is None:
-            c.config["rope_parameters"] = c.take("rope_parameters", _ROPE, dict)
-        read = cls(
-            **c.decoder(
-                max_positions=131072,
-                theta=150000.0,
-                head_dim=c.nullable("head_dim", 64) or c.take("hidden_size") // c.take("num_attention_heads"),
-                kv_heads=c.nullable("num_key_value_heads", 8) or c.take("num_attention_heads"),
-                eps=c.number("rms_norm_eps", 1e-5),
-                hidden_act="silu",
-            ),
-            attention_bias=c.flag("attention_bias", True),
-            windows=c.windows(
-                c.take("num_hidden_layers"), c.nullable("sliding_window", 128), lambda layer: (layer + 1) % 2 != 0
-            ),
-            experts=c.take("num_local_experts"),
-            experts_per_token=c.take("num_experts_per_tok", 4),
-            glu=ClampedSwiGLU(c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0)),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.unused("hidden_act")
+    if c.config.get("quantization_config") is not None:
+        method = c.take("quantization_config", kinds=dict).get("quant_method")
+        if method != "mxfp4":
+            raise EmitError(f"'quantization_config' in the gpt_oss config names {method!r}; only 'mxfp4' is supported")
+    if c.take("rope_scaling", None, dict) is None:
+        c.config["rope_parameters"] = c.take("rope_parameters", _ROPE, dict)
+    return c.read(
+        Config,
+        positions=131072,
+        theta=150000.0,
+        head_dim=c.nullable("head_dim", 64) or c.take("hidden_size") // c.take("num_attention_heads"),
+        kv_heads=c.nullable("num_key_value_heads", 8) or c.take("num_attention_heads"),
+        eps=c.number("rms_norm_eps", 1e-5),
+        hidden_act="silu",
+        windows=c.windows(c.take("num_hidden_layers"), c.nullable("sliding_window", 128), lambda layer: (layer + 1) % 2 != 0),
+        experts=c.take("num_local_experts"),
+        glu=ClampedSwiGLU(c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0)),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rope(step, q, tables), rope(step, k, tables)
     sinks = step.vector("sinks", (c.heads,))
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer], sinks=sinks)
@@ -77,8 +74,9 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def mlp(step: Step, c: Config, x: Value) -> Value:
-    # HF's softmax over the chosen logits is that over all of them, divided by the chosen ones' sum.
-    routing = route(linear(step, x, "router", c.experts, bias=True), c.experts_per_token, normalised=True)
+    # HF's softmax over the chosen logits equals a softmax over all, divided by the sum of the
+    # chosen.
+    routing = route(linear(step, x, "router", c.experts, bias=True), c.num_experts_per_tok, normalised=True)
     with scope("experts"):
         return experts(step, x, routing, c.experts, c.intermediate, c.glu, bias=True)
 
@@ -93,5 +91,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

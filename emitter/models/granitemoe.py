@@ -1,11 +1,17 @@
-"""Granite 3 MoE as in HF `GraniteMoeForCausalLM`: Granite whose MLP is a few experts out of many."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Granite 3 MoE as in HF `GraniteMoeForCausalLM`: Granite with experts instead of an MLP."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, experts, linear, rms_norm, rope, rotary_tables, route, scaled, split_heads
+from castiron.emitter.layers import (
+    attention,
+    experts,
+    linear,
+    qkv_heads,
+    rms_norm,
+    rope,
+    rotary_tables,
+    route,
+    scaled,
+)
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add, constant, divide
@@ -13,40 +19,29 @@ from castiron.emitter.step import Step
 from castiron.emitter.types import F32
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    """intermediate: of an expert."""
+    """The config. intermediate: width of an expert's hidden layer."""
 
-    attention_bias: bool
-    embedding_multiplier: float
-    attention_multiplier: float
-    residual_multiplier: float
-    logits_scaling: float
+    attention_bias: bool = False
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     experts: int
-    experts_per_token: int
+    num_experts_per_tok: int = 2
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        read = cls(
-            **c.decoder(max_positions=2048, kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads"))),
-            attention_bias=c.flag("attention_bias", False),
-            embedding_multiplier=c.number("embedding_multiplier", 1.0),
-            attention_multiplier=c.number("attention_multiplier", 1.0),
-            residual_multiplier=c.number("residual_multiplier", 1.0),
-            logits_scaling=c.number("logits_scaling", 1.0),
-            experts=c.take("num_local_experts"),
-            experts_per_token=c.take("num_experts_per_tok", 2),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    return c.read(
+        Config,
+        positions=2048,
+        kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
+        experts=c.take("num_local_experts"),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.attention_multiplier)
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
@@ -55,8 +50,9 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 def block_sparse_moe(step: Step, c: Config, x: Value) -> Value:
     with scope("router"):
         logits = linear(step, x, "layer", c.experts)
-    # HF's softmax over the chosen logits is that over all of them, divided by the chosen ones' sum.
-    routing = route(logits, c.experts_per_token, normalised=True)
+    # HF's softmax over the chosen logits equals a softmax over all, divided by the sum of the
+    # chosen.
+    routing = route(logits, c.num_experts_per_tok, normalised=True)
     with scope("experts"):
         return experts(step, x, routing, c.experts, c.intermediate, c.hidden_act)
 
@@ -71,6 +67,5 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
-    logits = decoder(step, c, block, rotary_tables(step, c.rotary), embedding_scale=c.embedding_multiplier)
+    logits = decoder(step, c, block, rotary_tables(step, c.rotary), embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))

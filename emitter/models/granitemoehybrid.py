@@ -1,72 +1,64 @@
-"""Granite 4 as in HF `GraniteMoeHybridForCausalLM`: Granite's multipliers, most layers Mamba 2 (arXiv:2405.21060), the others
-attention without rotary embedding, and a shared expert beside the routed ones."""
+"""Granite 4 as in HF `GraniteMoeHybridForCausalLM`: Granite with Mamba 2 in most layers.
 
-from __future__ import annotations
+The other layers have attention without rotary embedding. Every token also uses a shared expert.
+"""
 
-from dataclasses import dataclass
-
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
+from castiron.emitter.kv_cache import kv_cache
 from castiron.emitter.layers import (
     activation,
     attention,
     experts,
     linear,
     linear_parts,
+    qkv_heads,
     rms_norm,
     rope,
     rotary_tables,
     route,
     scaled,
-    split_heads,
 )
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import HybridConfig, decoder
 from castiron.emitter.models.mamba2 import Mamba, scan
 from castiron.emitter.ops import add, constant, divide, multiply
-from castiron.emitter.states import State, kv_cache
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32
 
 MAMBA, FULL = "linear_attention", "full_attention"
 
 
-@dataclass(frozen=True, eq=False)
 class Config(HybridConfig):
-    """intermediate: of a routed expert; experts: how many of those there are, or 0."""
+    """The config. intermediate: width of a routed expert's hidden layer.
 
-    attention_bias: bool
+    experts: the number of routed experts.
+    """
+
+    attention_bias: bool = False
     rotates: bool
-    embedding_multiplier: float
-    attention_multiplier: float
-    residual_multiplier: float
-    logits_scaling: float
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     experts: int
-    experts_per_token: int
-    shared_intermediate: int
+    num_experts_per_tok: int = 2
+    shared_intermediate_size: int = 1024
     mamba: Mamba
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        layers = c.take("num_hidden_layers")
-        kinds = c.take("layers_block_type", [MAMBA] * layers, list)
-        read = cls(
-            **c.decoder(max_positions=2048, kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads"))),
-            layer_types=c.layer_types(layers, (MAMBA, FULL), kinds),
-            attention_bias=c.flag("attention_bias", False),
-            rotates=c.take("position_embedding_type", "", str) == "rope",
-            embedding_multiplier=c.number("embedding_multiplier", 1.0),
-            attention_multiplier=c.number("attention_multiplier", 1.0),
-            residual_multiplier=c.number("residual_multiplier", 1.0),
-            logits_scaling=c.number("logits_scaling", 1.0),
-            experts=c.take("num_local_experts", 8, least=0),
-            experts_per_token=c.take("num_experts_per_tok", 2),
-            shared_intermediate=c.take("shared_intermediate_size", 1024),
-            mamba=Mamba.read(c),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    layers = c.take("num_hidden_layers")
+    kinds = c.take("layers_block_type", [MAMBA] * layers, list)
+    return c.read(
+        Config,
+        positions=2048,
+        kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
+        layer_types=c.layer_types(layers, (MAMBA, FULL), kinds),
+        rotates=c.take("position_embedding_type", "", str) == "rope",
+        experts=c.take("num_local_experts", 8, minimum=0),
+        mamba=Mamba.read(c),
+    )
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
@@ -74,12 +66,10 @@ def states(c: Config, context: int) -> tuple[State, ...]:
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value] | None) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     if tables:
         q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, c.place(layer), q, k, v, scale=c.attention_multiplier)
+    out = attention(step, c.slot(layer), q, k, v, scale=c.attention_multiplier)
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
@@ -87,21 +77,22 @@ def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
     m = c.mamba
     sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
     gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
-    out = multiply(scan(step, m, c.place(layer), rows, dt, c.hidden_act), activation(gate, "silu"))
+    out = multiply(scan(step, m, c.slot(layer), rows, dt, c.hidden_act), activation(gate, "silu"))
     return linear(step, rms_norm(step, out, "norm", c.eps, groups=m.groups), "out_proj", c.hidden, m.proj_bias)
 
 
 def block_sparse_moe(step: Step, c: Config, x: Value) -> Value:
     with scope("router"):
         logits = linear(step, x, "layer", c.experts)
-    # HF's softmax over the chosen logits is that over all of them, divided by the chosen ones' sum.
-    routing = route(logits, c.experts_per_token, normalised=True)
+    # HF's softmax over the chosen logits equals a softmax over all, divided by the sum of the
+    # chosen.
+    routing = route(logits, c.num_experts_per_tok, normalised=True)
     with scope("experts"):
         return experts(step, x, routing, c.experts, c.intermediate, c.hidden_act)
 
 
 def shared_mlp(step: Step, c: Config, x: Value) -> Value:
-    sizes = {"gate": c.shared_intermediate, "up": c.shared_intermediate}
+    sizes = {"gate": c.shared_intermediate_size, "up": c.shared_intermediate_size}
     gate, up = linear_parts(step, x, "input_linear", sizes)
     return linear(step, multiply(activation(gate, c.hidden_act), up), "output_linear", c.hidden)
 
@@ -124,7 +115,6 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     tables = rotary_tables(step, c.rotary) if c.rotates else None
-    logits = decoder(step, c, block, tables, embedding_scale=c.embedding_multiplier)
+    logits = decoder(step, c, block, tables, embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))

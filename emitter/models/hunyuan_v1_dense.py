@@ -1,11 +1,7 @@
-"""Hunyuan (dense) as in HF `HunYuanDenseV1ForCausalLM`: Llama with norms on q and k after their rotary embedding."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Hunyuan (dense) as in HF `HunYuanDenseV1ForCausalLM`: Llama with norms on rotated q and k."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
@@ -13,32 +9,25 @@ from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    attention_bias: bool
+    attention_bias: bool = False
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.unused("eod_token_id", "pretraining_tp")
-        heads = c.take("num_attention_heads")
-        head_dim = c.take("head_dim", c.take("hidden_size") // heads)
-        read = cls(
-            **c.decoder(
-                head_dim=head_dim,
-                kv_heads=c.take("num_key_value_heads", heads),
-                eps=c.number("rms_norm_eps", 1e-5),
-                rotary=rotary(c, head_dim, c.take("max_position_embeddings", 2048)),
-            ),
-            attention_bias=c.flag("attention_bias", False),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.unused("eod_token_id", "pretraining_tp")
+    heads = c.take("num_attention_heads")
+    head_dim = c.take("head_dim", c.take("hidden_size") // heads)
+    return c.read(
+        Config,
+        head_dim=head_dim,
+        kv_heads=c.take("num_key_value_heads", heads),
+        eps=c.number("rms_norm_eps", 1e-5),
+        rotary=rotary(c, head_dim, c.take("max_position_embeddings", 2048)),
+    )
 
 
 def rotary(c: ConfigReader, head_dim: int, max_positions: int) -> Rotary:
-    """Frequencies; "dynamic" with an `alpha` is a longer base once and for all, and its other numbers are not read."""
+    """Return the frequencies. Scaling "dynamic" with `alpha` only increases theta."""
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     if (entry.get("rope_type") or entry.get("type")) == "dynamic" and entry.get("alpha"):
         theta = entry.get("rope_theta") or c.number("rope_theta", 10000.0)
@@ -48,9 +37,7 @@ def rotary(c: ConfigReader, head_dim: int, max_positions: int) -> Rotary:
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rope(step, q, tables), rope(step, k, tables)
     q, k = rms_norm(step, q, "query_layernorm", c.eps), rms_norm(step, k, "key_layernorm", c.eps)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
@@ -67,5 +54,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

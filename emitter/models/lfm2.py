@@ -1,51 +1,45 @@
-"""LFM2 (arXiv:2511.23404) as in HF `Lfm2ForCausalLM`: most layers are short convolutions between gates, the others attend."""
+"""LFM2 (arXiv:2511.23404) as in HF `Lfm2ForCausalLM`: mostly short convolutions with gates."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import activation, attention, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.kv_cache import kv_cache
+from castiron.emitter.layers import activation, attention, linear, qkv_heads, rms_norm, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import HybridConfig, decoder
 from castiron.emitter.ops import add, multiply, slice_
 from castiron.emitter.recurrences import causal_conv
-from castiron.emitter.states import State, kv_cache
 from castiron.emitter.step import Step
 
 CONV, FULL = "conv", "full_attention"
 
 
-@dataclass(frozen=True, eq=False)
 class Config(HybridConfig):
-    conv_bias: bool
+    conv_bias: bool = False
     conv_positions: int
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        layers = c.take("num_hidden_layers")
-        attends = c.take("full_attn_idxs", list(range(layers)), list)
-        read = cls(
-            **c.decoder(
-                max_positions=128000,
-                theta=1e6,
-                intermediate=feed_forward_size(c),
-                eps=c.number("norm_eps", 1e-5),
-                hidden_act="silu",
-                tied=c.flag("tie_embedding", c.flag("tie_word_embeddings", True)),
-            ),
-            layer_types=c.layer_types(layers, (CONV, FULL), [FULL if layer in attends else CONV for layer in range(layers)]),
-            conv_bias=c.flag("conv_bias", False),
-            conv_positions=c.take("conv_L_cache", 3, least=2),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    layers = c.take("num_hidden_layers")
+    attends = c.take("full_attn_idxs", list(range(layers)), list)
+    return c.read(
+        Config,
+        positions=128000,
+        theta=1e6,
+        intermediate=feed_forward_size(c),
+        eps=c.number("norm_eps", 1e-5),
+        hidden_act="silu",
+        tied=c.flag("tie_embedding", c.flag("tie_word_embeddings", True)),
+        layer_types=c.layer_types(layers, (CONV, FULL), [FULL if layer in attends else CONV for layer in range(layers)]),
+        conv_positions=c.take("conv_L_cache", 3, minimum=2),
+    )
 
 
 def feed_forward_size(c: ConfigReader) -> int:
-    """Two thirds of what the config says, times a factor, up to a whole multiple; or what it says."""
+    """Return the MLP's width: 2/3 of the config's width, times a factor, rounded up.
+
+    The result is a multiple of `block_multiple_of`. If `block_auto_adjust_ff_dim` is false, the
+    config's width is returned unchanged.
+    """
     stated = c.take("intermediate_size", None)
     size = c.take("block_ff_dim", stated) or c.take("intermediate_size")
     multiple, factor = c.take("block_multiple_of", 256), c.number("block_ffn_dim_multiplier", 1.0)
@@ -60,19 +54,17 @@ def states(c: Config, context: int) -> tuple[State, ...]:
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim)
     q, k = rms_norm(step, q, "q_layernorm", c.eps), rms_norm(step, k, "k_layernorm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, c.place(layer), q, k, v, scale=c.head_dim**-0.5)
+    out = attention(step, c.slot(layer), q, k, v, scale=c.head_dim**-0.5)
     return linear(step, out, "out_proj", c.hidden)
 
 
 def short_conv(step: Step, c: Config, layer: int, x: Value) -> Value:
     rows = linear(step, x, "in_proj", 3 * c.hidden, c.conv_bias)
     before, after, x = (slice_(rows, (0, i * c.hidden), (x.shape[0], (i + 1) * c.hidden)) for i in range(3))
-    y = causal_conv(step, c.place(layer), multiply(before, x), "conv", c.conv_bias)
+    y = causal_conv(step, c.slot(layer), multiply(before, x), "conv", c.conv_bias)
     return linear(step, multiply(after, y), "out_proj", c.hidden, c.conv_bias)
 
 
@@ -95,5 +87,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary), last_norm="embedding_norm")

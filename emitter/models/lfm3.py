@@ -1,19 +1,19 @@
-"""LFM3 as in HF `Lfm3ForCausalLM`: LFM2 whose attention has a window in some layers and a gate for each head, and whose blocks
-are normed before and after."""
+"""LFM3 as in HF `Lfm3ForCausalLM`: LFM2 with norms before and after each operator and MLP.
 
-from __future__ import annotations
+An operator is a convolution or attention. Attention may have a gate for each head, and has a
+sliding window in some layers.
+"""
 
-from dataclasses import dataclass
-
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.kv_cache import kv_cache, ring
+from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope, rotary_tables, split_heads
 from castiron.emitter.models import lfm2
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder
 from castiron.emitter.models.lfm2 import CONV, FULL, feed_forward, short_conv
 from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape
 from castiron.emitter.rotary import Rotary
-from castiron.emitter.states import State, kv_cache, ring
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -24,73 +24,64 @@ _ROPES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
 class Config(lfm2.Config):
-    """rotary: of layers that see everything; sliding_rotary: of those with a window."""
+    """The config. rotary: frequencies of layers with full attention.
+
+    sliding_rotary: frequencies of layers with a sliding window.
+    """
 
     sliding_rotary: Rotary
     window: int | None
-    attention_bias: bool
-    gated: bool
-    normed_after: bool
+    attention_bias: bool = False
+    use_attention_gate: bool = True
+    use_sandwich_norm: bool = True
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        layers, head_dim = c.take("num_hidden_layers"), c.take("head_dim", 128)
-        kinds = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(layers)]
-        types = c.layer_types(layers, (CONV, FULL, SLIDING), kinds)
-        window = c.nullable("sliding_window", 256)
-        if window is None and SLIDING in types:
-            raise EmitError("the lfm3 config has layers with a sliding window, but no 'sliding_window'")
-        entries, positions = c.take("rope_parameters", _ROPES, dict), c.take("max_position_embeddings", 128000)
-        if not set(types) - {CONV} <= set(entries) <= {FULL, SLIDING}:
-            raise EmitError(f"'rope_parameters' in the lfm3 config must hold {FULL!r} and {SLIDING!r} alone")
-        of_full, of_sliding = (c.frequencies(entries.get(k) or _ROPES[k], head_dim, positions, 1e6) for k in (FULL, SLIDING))
-        read = cls(
-            **c.decoder(
-                head_dim=head_dim,
-                eps=c.number("norm_eps", c.number("rms_norm_eps", 1e-5)),
-                hidden_act="silu",
-                tied=c.flag("tie_word_embeddings", True),
-                rotary=of_full,
-            ),
-            layer_types=types,
-            sliding_rotary=of_sliding,
-            window=window,
-            attention_bias=c.flag("attention_bias", False),
-            conv_bias=c.flag("conv_bias", False),
-            conv_positions=c.take("conv_L_cache", 7, least=2),
-            gated=c.flag("use_attention_gate", True),
-            normed_after=c.flag("use_sandwich_norm", True),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    layers, head_dim = c.take("num_hidden_layers"), c.take("head_dim", 128)
+    kinds = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(layers)]
+    types = c.layer_types(layers, (CONV, FULL, SLIDING), kinds)
+    window = c.nullable("sliding_window", 256)
+    if window is None and SLIDING in types:
+        raise EmitError("the lfm3 config has layers with a sliding window, but no 'sliding_window'")
+    entries, positions = c.take("rope_parameters", _ROPES, dict), c.take("max_position_embeddings", 128000)
+    if not set(types) - {CONV} <= set(entries) <= {FULL, SLIDING}:
+        raise EmitError(f"'rope_parameters' in the lfm3 config must have the keys {FULL!r} and {SLIDING!r} only")
+    of_full, of_sliding = (c.frequencies(entries.get(k) or _ROPES[k], head_dim, positions, 1e6) for k in (FULL, SLIDING))
+    return c.read(
+        Config,
+        head_dim=head_dim,
+        eps=c.number("norm_eps", c.number("rms_norm_eps", 1e-5)),
+        hidden_act="silu",
+        tied=c.flag("tie_word_embeddings", True),
+        rotary=of_full,
+        layer_types=types,
+        sliding_rotary=of_sliding,
+        window=window,
+        conv_positions=c.take("conv_L_cache", 7, minimum=2),
+    )
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    """Keys and values of layers that see everything and of those with a window, and the rows of convolutions."""
+    """Return the KV caches, the rings of sliding windows, and the convolution states."""
     rows = kv_cache(c.count(SLIDING), context, c.kv_heads, c.head_dim)
     sliding = (ring(state, c.window) for state in rows) if c.window else ()
     conv = State("conv", (c.count(CONV), c.conv_positions - 1, c.hidden), kind="recurrent")
     return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), *sliding, conv)
 
 
-# cos and sin by the kind of layer.
+# cos and sin by the type of layer.
 Tables = dict[str, tuple[Value, Value]]
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rms_norm(step, q, "q_norm", c.eps), rms_norm(step, k, "k_norm", c.eps)
     kind = c.layer_types[layer]
     q, k = rope(step, q, tables[kind]), rope(step, k, tables[kind])
     window, cache = (c.window, ("k_sliding", "v_sliding")) if kind == SLIDING else (None, ("k", "v"))
-    out = attention(step, c.place(layer), q, k, v, c.head_dim**-0.5, window, cache=cache)
-    if c.gated:
+    out = attention(step, c.slot(layer), q, k, v, c.head_dim**-0.5, window, cache=cache)
+    if c.use_attention_gate:
         heads = split_heads(out, c.heads)
         gate = broadcast_in_dim(logistic(linear(step, x, "g_proj", c.heads)), heads.shape, (0, 1))
         out = reshape(multiply(heads, gate), out.shape)
@@ -98,7 +89,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) 
 
 
 def after(step: Step, c: Config, x: Value, name: str) -> Value:
-    return rms_norm(step, x, name, c.eps) if c.normed_after else x
+    return rms_norm(step, x, name, c.eps) if c.use_sandwich_norm else x
 
 
 def block(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
@@ -117,7 +108,6 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     tables = {
         FULL: rotary_tables(step, c.rotary, "rotary.full"),
         SLIDING: rotary_tables(step, c.sliding_rotary, "rotary.sliding"),

@@ -1,41 +1,26 @@
-"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783) as in HF `LlamaForCausalLM`: Llama 2 to 3.2, SmolLM2, TinyLlama."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Llama 2 to 3.2, SmolLM2, TinyLlama (arXiv:2307.09288, 2407.21783) as in HF `LlamaForCausalLM`."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    attention_bias: bool
-    mlp_bias: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.unused("pretraining_tp")
-        c.require("rope_interleaved", False)
-        read = cls(
-            **c.decoder(max_positions=2048, kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads"))),
-            attention_bias=c.flag("attention_bias", False),
-            mlp_bias=c.flag("mlp_bias", False),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.unused("pretraining_tp")
+    c.require("rope_interleaved", False)
+    return c.read(Config, positions=2048, kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")))
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
@@ -51,5 +36,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

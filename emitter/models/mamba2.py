@@ -1,4 +1,4 @@
-"""What families of Mamba 2 (arXiv:2405.21060) share: the sizes of its layers, their states, and what is between projections."""
+"""Mamba 2 (arXiv:2405.21060), as several model families use it: sizes, states, and the scan."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from math import inf
 
 import numpy as np
 
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, append, current_path
 from castiron.emitter.layers import activation, split_heads
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.ops import broadcast_in_dim, maximum, minimum, reshape, slice_
 from castiron.emitter.recurrences import causal_conv, selective_scan
-from castiron.emitter.shown import shown
-from castiron.emitter.states import State
+from castiron.emitter.shorten import shorten
 from castiron.emitter.step import Step, Weight
 from castiron.emitter.types import EmitError, is_number
 
 
 @dataclass(frozen=True)
 class Mamba:
-    """positions: of a filter of its convolution. proj_bias: of the projection in front. limit: of steps of time."""
+    """The sizes and options of Mamba 2.
+
+    state: features of B, and of C, for each group. positions: length of the convolution. proj_bias:
+    whether in_proj has a bias. limit: min and max time step.
+    """
 
     heads: int
     head_dim: int
@@ -34,25 +38,30 @@ class Mamba:
 
     def __post_init__(self) -> None:
         if self.limit[0] < 0:
-            raise EmitError(f"the least step of time in the config is {self.limit[0]}, which is below 0")
+            raise EmitError(f"the min time step in the config is {self.limit[0]}; it must not be below 0")
 
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:
-        """The keys that begin with `mamba_`. features: of all heads, else those of the config's expansion."""
-        # Changes no result but by rounding.
+        """Read the keys `mamba_...`.
+
+        features: default: `mamba_expand` times the hidden size.
+        """
+        # Changes results by rounding only.
         c.unused("mamba_chunk_size")
         heads, expanded = c.take("mamba_n_heads", 128), c.take("mamba_expand", 2) * c.take("hidden_size")
         features = features or expanded
         stated = c.take("mamba_d_head", "auto", (int, str))
         head_dim = features // heads if stated == "auto" else stated
         if head_dim * heads != features:
-            raise EmitError(f"the {c.model_type} config has {heads} Mamba heads of {stated} for {features} features")
+            raise EmitError(
+                f"the {c.model_type} config has {heads} Mamba heads of {stated} elements; they must have {features} together"
+            )
         return cls(
             heads,
             head_dim,
             c.take("mamba_n_groups", 1),
             c.take("mamba_d_state", 256),
-            c.take("mamba_d_conv", 4, least=2),
+            c.take("mamba_d_conv", 4, minimum=2),
             c.flag("mamba_conv_bias", True),
             c.flag("mamba_proj_bias", False),
             time_step_limit(c),
@@ -60,12 +69,12 @@ class Mamba:
 
     @property
     def features(self) -> int:
-        """Of x, and of its gate."""
+        """Return the number of features of x, which its gate has too."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Features of B, and of C."""
+        """Return the number of features of B, which C has too."""
         return self.groups * self.state
 
     def states(self, layers: int) -> tuple[State, State]:
@@ -74,36 +83,39 @@ class Mamba:
 
 
 def time_step_limit(c: ConfigReader) -> tuple[float, float]:
-    """The least and the longest step of time."""
+    """Return the min and max time step."""
     stated = c.take("time_step_limit", (0.0, inf), (list, tuple))
-    # As transformers writes what JSON has no number for.
+    # transformers writes infinity so, because JSON has no number for it.
     numbers = [inf if n == {"__float__": "Infinity"} else n for n in stated]
     if len(numbers) != 2 or not all((is_number(n) or n == inf) and n >= 0 for n in numbers) or numbers[0] > numbers[1]:
-        raise EmitError(
-            f"'time_step_limit' in the {c.model_type} config is {shown(stated)}, not the least and the longest step"
-        )
+        raise EmitError(f"'time_step_limit' in the {c.model_type} config is {shorten(stated)}, not the min and max time step")
     return float(numbers[0]), float(numbers[1])
 
 
 def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
-    """dt [T, heads] for which softplus(dt + dt_bias) is within the limit; HF asks for that in prompts alone, and lets single
-    tokens be."""
+    """Return dt [T, heads], clamped so that softplus(dt + dt_bias) is within the limit.
+
+    As in HF, dt is clamped in prompts only, not for single tokens.
+    """
     for bound, nearer, free in ((limit[0], maximum, 0.0), (limit[1], minimum, inf)):
         if bound != free and step.mode == "prefill":
             at = bound + float(np.log(-np.expm1(-bound))) if bound else -inf
-            name, whole = f"{current_path()}.dt_{nearer.__name__}", ((f"{current_path()}.dt_bias", dt.shape[1:]),)
-            value = step.module.weight(Weight(name, dt.shape[1:], transform=partial(np.subtract, np.float32(at)), parts=whole))
+            name, full = f"{current_path()}.dt_{nearer.__name__}", ((f"{current_path()}.dt_bias", dt.shape[1:]),)
+            value = step.module.weight(Weight(name, dt.shape[1:], transform=partial(np.subtract, np.float32(at)), parts=full))
             border = append("values", (value,), (value.type,))[0]
             dt = nearer(dt, broadcast_in_dim(border, dt.shape, (1,)))
     return dt
 
 
-def scan(step: Step, m: Mamba, place: int, rows: Value, dt: Value, function: str) -> Value:
-    """x, B and C, rows [T, features + 2 shared], convolved and activated by `function`, and scanned with dt [T, heads]:
-    [T, features]."""
-    rows, tokens = activation(causal_conv(step, place, rows, "conv1d", m.conv_bias), function), rows.shape[0]
+def scan(step: Step, m: Mamba, slot: int, rows: Value, dt: Value, function: str) -> Value:
+    """Convolve x, B and C, then scan them: [T, features].
+
+    rows: x, B and C, [T, features + 2 shared]. dt: [T, heads]. function: activation after the
+    convolution.
+    """
+    rows, tokens = activation(causal_conv(step, slot, rows, "conv1d", m.conv_bias), function), rows.shape[0]
     x = split_heads(slice_(rows, (0, 0), (tokens, m.features)), m.heads)
     firsts = m.features, m.features + m.shared
     b, c = (split_heads(slice_(rows, (0, first), (tokens, first + m.shared)), m.groups) for first in firsts)
     dt = limited(step, dt, m.limit)
-    return reshape(selective_scan(step, place, x, dt, b, c), (tokens, m.features))
+    return reshape(selective_scan(step, slot, x, dt, b, c), (tokens, m.features))

@@ -1,37 +1,23 @@
-"""Mistral (arXiv:2310.06825) as in HF `MistralForCausalLM`: Llama with a sliding window, without biases."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Mistral (arXiv:2310.06825) as in HF `MistralForCausalLM`: Llama with a sliding window."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
     windows: list[int | None]
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        read = cls(
-            **c.decoder(max_positions=131072),
-            windows=[c.nullable("sliding_window", 4096)] * c.take("num_hidden_layers"),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    return c.read(Config, positions=131072, windows=[c.nullable("sliding_window", 4096)] * c.take("num_hidden_layers"))
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim)
     q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden)
@@ -47,5 +33,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

@@ -1,48 +1,39 @@
-"""Mixtral (arXiv:2401.04088) as in HF `MixtralForCausalLM`: Mistral whose MLP is a few experts out of many."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Mixtral (arXiv:2401.04088) as in HF `MixtralForCausalLM`: Mistral with experts."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, experts, linear, rms_norm, rope, rotary_tables, route, split_heads
+from castiron.emitter.layers import attention, experts, linear, qkv_heads, rms_norm, rope, rotary_tables, route
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
     experts: int
-    experts_per_token: int
+    num_experts_per_tok: int = 2
     windows: list[int | None]
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        read = cls(
-            **c.decoder(max_positions=131072, theta=1000000.0, eps=c.number("rms_norm_eps", 1e-5)),
-            experts=c.take("num_local_experts"),
-            experts_per_token=c.take("num_experts_per_tok", 2),
-            windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    return c.read(
+        Config,
+        positions=131072,
+        theta=1000000.0,
+        eps=c.number("rms_norm_eps", 1e-5),
+        experts=c.take("num_local_experts"),
+        windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim)
     q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden)
 
 
 def block_sparse_moe(step: Step, c: Config, x: Value) -> Value:
-    routing = route(linear(step, x, "gate", c.experts), c.experts_per_token, normalised=True)
+    routing = route(linear(step, x, "gate", c.experts), c.num_experts_per_tok, normalised=True)
     with scope("experts"):
         return experts(step, x, routing, c.experts, c.intermediate, c.hidden_act, names=("w1", "w3", "w2"))
 
@@ -57,5 +48,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

@@ -1,11 +1,8 @@
-"""ModernBERT (arXiv:2412.13663) as in HF `ModernBertModel`: attention both ways, most layers near alone, a gated MLP.
+"""ModernBERT (arXiv:2412.13663), an encoder, as in HF `ModernBertModel`.
 
-It encodes texts and has no head.
+Most layers have a window that covers earlier and later tokens; the others have full bidirectional
+attention.
 """
-
-from __future__ import annotations
-
-from dataclasses import dataclass
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import (
@@ -20,69 +17,49 @@ from castiron.emitter.layers import (
     split_heads,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
+from castiron.emitter.models.decoder import DecoderConfig
 from castiron.emitter.ops import add, multiply
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
-class Config:
-    """rotary: of full layers. sliding_rotary: of those with a window."""
+class Config(DecoderConfig):
+    """The config. rotary: frequencies of layers with full attention.
 
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    hidden_act: str
-    attention_bias: bool
-    mlp_bias: bool
-    norm_bias: bool
+    sliding_rotary: frequencies of layers with a sliding window.
+    """
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
     windows: list[int | None]
-    rotary: Rotary
     sliding_rotary: Rotary
-    bidirectional: bool = True
 
-    @property
-    def max_positions(self) -> int:
-        return min(self.rotary.positions, self.sliding_rotary.positions)
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        # Of training, of kernels, and of the heads that stand after the states.
-        c.unused("initializer_cutoff_factor", "embedding_dropout", "mlp_dropout", "deterministic_flash_attn")
-        c.unused("decoder_bias", "classifier_pooling", "classifier_dropout", "classifier_bias", "classifier_activation")
-        c.unused("sparse_prediction", "sparse_pred_ignore_index", "tie_word_embeddings", "cls_token_id", "reference_compile")
-        hidden, heads, layers = c.take("hidden_size"), c.take("num_attention_heads"), c.take("num_hidden_layers")
-        every = c.take("global_attn_every_n_layers", 3)
-        # All that is seen, of which one half is before a token and one after it, and the token itself.
-        window = c.take("local_attention", 128) // 2 + 1
-        thetas = c.number("global_rope_theta", 160000.0), c.number("local_rope_theta", 10000.0)
-        full, sliding = c.rotaries(hidden // heads, c.take("max_position_embeddings", 8192), *thetas)
-        read = cls(
-            vocab=c.take("vocab_size"),
-            hidden=hidden,
-            intermediate=c.take("intermediate_size"),
-            layers=layers,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            eps=c.number("norm_eps", 1e-5),
-            hidden_act=c.choice("hidden_activation", ACTIVATION_NAMES, "gelu"),
-            attention_bias=c.flag("attention_bias", False),
-            mlp_bias=c.flag("mlp_bias", False),
-            norm_bias=c.flag("norm_bias", False),
-            windows=c.windows(layers, window, lambda layer: layer % every != 0),
-            rotary=full,
-            sliding_rotary=sliding,
-        )
-        c.finish()
-        return read
+def read(c: ConfigReader) -> Config:
+    # Keys of training, of kernels, and of the heads after the hidden states.
+    c.unused("initializer_cutoff_factor", "embedding_dropout", "mlp_dropout", "deterministic_flash_attn")
+    c.unused("decoder_bias", "classifier_pooling", "classifier_dropout", "classifier_bias", "classifier_activation")
+    c.unused("sparse_prediction", "sparse_pred_ignore_index", "tie_word_embeddings", "cls_token_id", "reference_compile")
+    hidden, heads, layers = c.take("hidden_size"), c.take("num_attention_heads"), c.take("num_hidden_layers")
+    every = c.take("global_attn_every_n_layers", 3)
+    # `local_attention` counts earlier and later tokens; a window counts one side and the token
+    # itself.
+    window = c.take("local_attention", 128) // 2 + 1
+    thetas = c.number("global_rope_theta", 160000.0), c.number("local_rope_theta", 10000.0)
+    full, sliding = c.rotaries(hidden // heads, c.take("max_position_embeddings", 8192), *thetas)
+    return c.read(
+        Config,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        bidirectional=True,
+        tied=False,
+        eps=c.number("norm_eps", 1e-5),
+        hidden_act=c.choice("hidden_activation", ACTIVATION_NAMES, "gelu"),
+        windows=c.windows(layers, window, lambda layer: layer % every != 0),
+        rotary=full,
+        sliding_rotary=sliding,
+    )
 
 
 def norm(step: Step, c: Config, x: Value, name: str) -> Value:
@@ -103,7 +80,7 @@ def mlp(step: Step, c: Config, x: Value) -> Value:
 
 
 def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    # The embeddings are normed already.
+    # The first layer has no norm, because the embeddings are normalised already.
     h = norm(step, c, x, "attn_norm") if layer else x
     with scope("attn"):
         x = add(x, attn(step, c, layer, h, tables))
@@ -113,7 +90,6 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Hidden states [T, hidden] of the step's tokens."""
     full = rotary_tables(step, c.rotary, "rotary.full")
     sliding = rotary_tables(step, c.sliding_rotary, "rotary.sliding")
     with scope("embeddings"):

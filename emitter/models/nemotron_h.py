@@ -1,14 +1,17 @@
-"""Nemotron-H (arXiv:2504.03624) as in HF `NemotronHForCausalLM`: each layer is one thing, a Mamba 2, attention without rotary
-embedding, an MLP without a gate, or experts without gates beside a shared one."""
+"""Nemotron-H (arXiv:2504.03624) as in HF `NemotronHForCausalLM`.
 
-from __future__ import annotations
+Each layer is one of four: Mamba 2, attention without rotary embedding, an MLP without a gate, or
+experts without gates, with a shared expert that every token uses.
+"""
 
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
+from castiron.emitter.kv_cache import kv_cache
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -17,10 +20,10 @@ from castiron.emitter.layers import (
     linear,
     linear_parts,
     lm_head,
+    qkv_heads,
     rms_norm,
     route,
     scaled,
-    split_heads,
     wanted_rows,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
@@ -28,7 +31,6 @@ from castiron.emitter.models.decoder import HybridConfig
 from castiron.emitter.models.mamba2 import Mamba, scan
 from castiron.emitter.ops import add, multiply
 from castiron.emitter.rotary import Rotary
-from castiron.emitter.states import State, kv_cache
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -38,7 +40,11 @@ _LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
 
 @dataclass(frozen=True)
 class Experts:
-    """latent: what an expert reads and writes, where it is not the hidden state. groups: as `layers.route` has them."""
+    """The sizes of routed experts and of a shared expert, and how experts are chosen.
+
+    latent: features of the routed experts' input, None if it has all hidden features. groups: as in
+    `layers.route`.
+    """
 
     count: int
     per_token: int
@@ -49,84 +55,77 @@ class Experts:
     scale: float
     groups: tuple[int, int]
 
-    @classmethod
-    def read(cls, c: ConfigReader) -> Experts:
-        c.unused("n_shared_experts", "moe_shared_expert_overlap")
-        count, per_token = c.take("n_routed_experts", c.take("num_local_experts", 8)), c.take("num_experts_per_tok", 2)
-        return cls(
-            count,
-            per_token,
-            c.take("moe_intermediate_size", 7688),
-            c.take("moe_shared_expert_intermediate_size", 7688),
-            c.take("moe_latent_size", None),
-            c.flag("norm_topk_prob", True),
-            c.number("routed_scaling_factor", 1.0),
-            c.groups_of_experts(count, per_token),
-        )
 
-
-@dataclass(frozen=True, eq=False)
 class Config(HybridConfig):
     mamba: Mamba
     mamba_act: str
     out_bias: bool
-    mlp_bias: bool
+    mlp_bias: bool = False
     experts: Experts
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        # The layers say how many they are.
-        c.unused("num_hidden_layers")
-        # HF ties no head of this family; its attention reads neither of the others.
-        c.require("tie_word_embeddings", False)
-        c.unused("attention_bias", "sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-        # What is told training, caches, kernels, or a head for further tokens.
-        c.unused(
-            *("num_logits_to_keep", "use_mamba_kernels", "expand", "mamba_expand", "chunk_size", "mamba_chunk_size"),
-            *("time_step_max", "time_step_floor", "time_step_limit", "mamba_proj_bias", "mamba_ssm_cache_dtype"),
-            *("mamba_dt_limit", "mamba_dt_max", "mamba_dt_init_floor", "residual_in_fp32", "rescale_prenorm_residual"),
-            *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-        )
-        kinds, bias = layer_kinds(c), c.flag("use_bias", False)
-        mamba = Mamba(
-            c.take("mamba_num_heads", 128),
-            c.take("mamba_head_dim", 64),
-            c.take("mamba_n_groups", c.take("n_groups", 8)),
-            c.take("ssm_state_size", 128),
-            c.take("mamba_d_conv", c.take("conv_kernel", 4, least=2), least=2),
-            c.flag("mamba_conv_bias", c.flag("use_conv_bias", True)),
-            bias,
-            # HF's own, whatever the key of that name says.
-            (c.number("mamba_dt_min", c.number("time_step_min", 0.001)), inf),
-        )
-        read = cls(
-            **c.decoder(
-                rotary=Rotary(np.zeros(0, np.float32), c.take("max_position_embeddings", 4096)),
-                intermediate=c.take("intermediate_size", 21504),
-                head_dim=c.take("head_dim", 128),
-                eps=c.number("layer_norm_epsilon", 1e-5),
-                hidden_act=c.choice("mlp_hidden_act", ACTIVATION_NAMES, "relu2"),
-                kv_heads=c.nullable("num_key_value_heads", 8) or c.take("num_attention_heads"),
-                layers=len(kinds),
-            ),
-            layer_types=kinds,
-            mamba=mamba,
-            mamba_act=c.choice("mamba_hidden_act", ACTIVATION_NAMES, "silu"),
-            out_bias=bias,
-            mlp_bias=c.flag("mlp_bias", False),
-            experts=Experts.read(c),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    # The list of layers determines their number.
+    c.unused("num_hidden_layers")
+    # HF never ties the head of this family, and its attention reads none of the other keys.
+    c.require("tie_word_embeddings", False)
+    c.unused("attention_bias", "sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    # Keys that configure training, caches, kernels, or a head for further tokens.
+    c.unused(
+        *("num_logits_to_keep", "use_mamba_kernels", "expand", "mamba_expand", "chunk_size", "mamba_chunk_size"),
+        *("time_step_max", "time_step_floor", "time_step_limit", "mamba_proj_bias", "mamba_ssm_cache_dtype"),
+        *("mamba_dt_limit", "mamba_dt_max", "mamba_dt_init_floor", "residual_in_fp32", "rescale_prenorm_residual"),
+        *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    )
+    kinds, bias = layer_kinds(c), c.flag("use_bias", False)
+    mamba = Mamba(
+        c.take("mamba_num_heads", 128),
+        c.take("mamba_head_dim", 64),
+        c.take("mamba_n_groups", c.take("n_groups", 8)),
+        c.take("ssm_state_size", 128),
+        c.take("mamba_d_conv", c.take("conv_kernel", 4, minimum=2), minimum=2),
+        c.flag("mamba_conv_bias", c.flag("use_conv_bias", True)),
+        bias,
+        # HF reads the min time step here, and ignores `time_step_limit` and `mamba_dt_limit`.
+        (c.number("mamba_dt_min", c.number("time_step_min", 0.001)), inf),
+    )
+    return c.read(
+        Config,
+        rotary=Rotary(np.zeros(0, np.float32), c.take("max_position_embeddings", 4096)),
+        intermediate=c.take("intermediate_size", 21504),
+        head_dim=c.take("head_dim", 128),
+        eps=c.number("layer_norm_epsilon", 1e-5),
+        hidden_act=c.choice("mlp_hidden_act", ACTIVATION_NAMES, "relu2"),
+        kv_heads=c.nullable("num_key_value_heads", 8) or c.take("num_attention_heads"),
+        layers=len(kinds),
+        layer_types=kinds,
+        mamba=mamba,
+        mamba_act=c.choice("mamba_hidden_act", ACTIVATION_NAMES, "silu"),
+        out_bias=bias,
+        experts=read_experts(c),
+    )
+
+
+def read_experts(c: ConfigReader) -> Experts:
+    c.unused("n_shared_experts", "moe_shared_expert_overlap")
+    count, per_token = c.take("n_routed_experts", c.take("num_local_experts", 8)), c.take("num_experts_per_tok", 2)
+    return Experts(
+        count,
+        per_token,
+        c.take("moe_intermediate_size", 7688),
+        c.take("moe_shared_expert_intermediate_size", 7688),
+        c.take("moe_latent_size", None),
+        c.flag("norm_topk_prob", True),
+        c.number("routed_scaling_factor", 1.0),
+        c.expert_groups(count, per_token),
+    )
 
 
 def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
-    """What each layer is, in words or by a letter: M a Mamba, * attention, - an MLP, E experts."""
+    """Read the type of each layer, by name or letter: M Mamba, * attention, - MLP, E experts."""
     pattern = c.take("hybrid_override_pattern", "", str)
     if unknown := ", ".join(sorted(set(pattern) - set(_LETTERS))):
-        raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has {unknown}, not M, *, - or E")
+        raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has {unknown}; use M, *, - or E")
     kinds = [_LETTERS[letter] for letter in pattern] or [MAMBA, MOE, FULL, MLP]
     kinds = c.take("layers_block_type", c.take("layer_types", kinds, list), list)
     return c.layer_types(len(kinds), tuple(_LETTERS.values()), kinds)
@@ -137,17 +136,15 @@ def states(c: Config, context: int) -> tuple[State, ...]:
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim), c.kv_heads)
-    return linear(step, attention(step, c.place(layer), q, k, v, scale=c.head_dim**-0.5), "o_proj", c.hidden)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim)
+    return linear(step, attention(step, c.slot(layer), q, k, v, scale=c.head_dim**-0.5), "o_proj", c.hidden)
 
 
 def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
     m = c.mamba
     sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
     gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
-    out = multiply(scan(step, m, c.place(layer), rows, dt, c.mamba_act), activation(gate, "silu"))
+    out = multiply(scan(step, m, c.slot(layer), rows, dt, c.mamba_act), activation(gate, "silu"))
     return linear(step, rms_norm(step, out, "norm", c.eps, groups=m.groups), "out_proj", c.hidden, c.out_bias)
 
 
@@ -181,7 +178,6 @@ def mixer(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     with scope("model"):
         x = embedding(step, "embeddings", c.vocab, c.hidden)
         for layer in range(c.layers):

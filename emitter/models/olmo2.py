@@ -1,8 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656) as in HF `Olmo2ForCausalLM`: norms after attention and MLP, and on the rows of q and k."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""OLMo 2 (arXiv:2501.00656) as in HF `Olmo2ForCausalLM`: norms after attention, MLP, q and k."""
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
@@ -12,24 +8,17 @@ from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    attention_bias: bool
+    attention_bias: bool = False
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        read = cls(
-            **c.decoder(
-                max_positions=2048,
-                kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
-                eps=c.number("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=c.flag("attention_bias", False),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    return c.read(
+        Config,
+        positions=2048,
+        kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
+        eps=c.number("rms_norm_eps", 1e-5),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -52,5 +41,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

@@ -1,8 +1,7 @@
-"""OLMo 3 (arXiv:2512.13961) as in HF `Olmo3ForCausalLM`: OLMo 2 whose layers slide but every fourth, which alone is scaled."""
+"""OLMo 3 (arXiv:2512.13961) as in HF `Olmo3ForCausalLM`: OLMo 2 with sliding windows.
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+Every fourth layer has full attention; only those layers have a rope scaling.
+"""
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
@@ -13,42 +12,32 @@ from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    """rotary: of full layers. sliding_rotary: of those with a window."""
+    """The config. rotary: frequencies of layers with full attention.
 
-    attention_bias: bool
+    sliding_rotary: frequencies of layers with a sliding window.
+    """
+
+    attention_bias: bool = False
     windows: list[int | None]
     sliding_rotary: Rotary
 
-    @property
-    def max_positions(self) -> int:
-        return min(self.rotary.positions, self.sliding_rotary.positions)
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        heads = c.take("num_attention_heads")
-        head_dim = c.take("head_dim", c.take("hidden_size") // heads)
-        # HF gives `rope_theta` to the full layers alone.
-        theta = c.number("rope_theta", 500000.0)
-        full, sliding = c.rotaries(head_dim, c.take("max_position_embeddings", 2048), theta, 500000.0)
-        read = cls(
-            **c.decoder(
-                rotary=full,
-                head_dim=head_dim,
-                kv_heads=c.take("num_key_value_heads", heads),
-                eps=c.number("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=c.flag("attention_bias", False),
-            windows=c.windows(
-                c.take("num_hidden_layers"), c.nullable("sliding_window", 4096), lambda layer: (layer + 1) % 4 != 0
-            ),
-            sliding_rotary=sliding,
-        )
-        c.finish()
-        return read
+def read(c: ConfigReader) -> Config:
+    heads = c.take("num_attention_heads")
+    head_dim = c.take("head_dim", c.take("hidden_size") // heads)
+    # HF uses `rope_theta` only in layers with full attention.
+    theta = c.number("rope_theta", 500000.0)
+    full, sliding = c.rotaries(head_dim, c.take("max_position_embeddings", 2048), theta, 500000.0)
+    return c.read(
+        Config,
+        rotary=full,
+        head_dim=head_dim,
+        kv_heads=c.take("num_key_value_heads", heads),
+        eps=c.number("rms_norm_eps", 1e-5),
+        windows=c.windows(c.take("num_hidden_layers"), c.nullable("sliding_window", 4096), lambda layer: (layer + 1) % 4 != 0),
+        sliding_rotary=sliding,
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -71,7 +60,6 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: list[tuple[Value,
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     full = rotary_tables(step, c.rotary, "rotary.full")
     sliding = rotary_tables(step, c.sliding_rotary, "rotary.sliding")
     return decoder(step, c, block, [sliding if window else full for window in c.windows])

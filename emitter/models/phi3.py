@@ -1,8 +1,4 @@
-"""Phi-3 (arXiv:2404.14219), Phi-3.5 and Phi-4-mini as in HF `Phi3ForCausalLM`: Llama with fused projections."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Phi-3 to Phi-4-mini (arXiv:2404.14219) as in HF `Phi3ForCausalLM`: Llama, fused projections."""
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import activation, attention, linear, linear_parts, rms_norm, rope, rotary_tables, split_heads
@@ -12,29 +8,23 @@ from castiron.emitter.ops import add, multiply
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
     windows: list[int | None]
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.require("attention_bias", False)
-        c.require("mlp_bias", False)
-        c.require("lm_head_bias", False)
-        c.unused("full_attn_mod", "interpolate_factor")
-        read = cls(
-            **c.decoder(
-                max_positions=4096,
-                partial=1.0,
-                kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
-                eps=c.number("rms_norm_eps", 1e-5),
-            ),
-            windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.require("attention_bias", False)
+    c.require("mlp_bias", False)
+    c.require("lm_head_bias", False)
+    c.unused("full_attn_mod", "interpolate_factor")
+    return c.read(
+        Config,
+        positions=4096,
+        partial=1.0,
+        kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
+        eps=c.number("rms_norm_eps", 1e-5),
+        windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -61,5 +51,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

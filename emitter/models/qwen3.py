@@ -1,43 +1,33 @@
-"""Qwen3 (arXiv:2505.09388) as in HF `Qwen3ForCausalLM`: Llama with an RMS norm on every head of q and k."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Qwen3 (arXiv:2505.09388) as in HF `Qwen3ForCausalLM`: Llama with norms on heads of q and k."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    attention_bias: bool
+    attention_bias: bool = False
     windows: list[int | None]
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        layers = c.take("num_hidden_layers")
-        window = c.nullable("sliding_window", 4096)
-        first = c.take("max_window_layers", 28, least=0)
-        slides = c.flag("use_sliding_window", False) and window is not None
-        read = cls(
-            **c.decoder(max_positions=32768, head_dim=c.take("head_dim", 128)),
-            attention_bias=c.flag("attention_bias", False),
-            windows=c.windows(layers, window if slides else None, lambda layer: slides and layer >= first),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    layers = c.take("num_hidden_layers")
+    window = c.nullable("sliding_window", 4096)
+    first = c.take("max_window_layers", 28, minimum=0)
+    slides = c.flag("use_sliding_window", False) and window is not None
+    return c.read(
+        Config,
+        positions=32768,
+        head_dim=c.take("head_dim", 128),
+        windows=c.windows(layers, window if slides else None, lambda layer: slides and layer >= first),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rms_norm(step, q, "q_norm", c.eps), rms_norm(step, k, "k_norm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
@@ -54,5 +44,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

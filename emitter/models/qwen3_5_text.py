@@ -1,28 +1,17 @@
-"""Qwen 3.5 as in HF `Qwen3_5ForCausalLM`: most layers are gated delta nets (arXiv:2412.06464), the others gated attention."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Qwen 3.5 as in HF `Qwen3_5ForCausalLM`: gated delta nets, and some layers of gated attention."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import gated_mlp, linear, rotary_tables
+from castiron.emitter.layers import gated_mlp, linear, rms_norm_plus_one, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder
-from castiron.emitter.models.delta_net import FULL, DeltaConfig, delta_fields, delta_net, norm, self_attention
+from castiron.emitter.models.delta_net import FULL, DeltaConfig, delta_fields, delta_net, self_attention
 from castiron.emitter.models.delta_net import states as states
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
-class Config(DeltaConfig):
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        read = cls(**delta_fields(c))
-        c.finish()
-        return read
+def read(c: ConfigReader) -> DeltaConfig:
+    return c.read(DeltaConfig, **delta_fields(c))
 
 
 def linear_attn(step: Step, c: DeltaConfig, layer: int, x: Value) -> Value:
@@ -31,19 +20,18 @@ def linear_attn(step: Step, c: DeltaConfig, layer: int, x: Value) -> Value:
     return delta_net(step, c, layer, qkv, z, a, b)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = norm(step, x, "input_layernorm", c.eps)
+def block(step: Step, c: DeltaConfig, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    h = rms_norm_plus_one(step, x, "input_layernorm", c.eps)
     if c.layer_types[layer] == FULL:
         with scope("self_attn"):
             x = add(x, self_attention(step, c, layer, h, tables))
     else:
         with scope("linear_attn"):
             x = add(x, linear_attn(step, c, layer, h))
-    h = norm(step, x, "post_attention_layernorm", c.eps)
+    h = rms_norm_plus_one(step, x, "post_attention_layernorm", c.eps)
     with scope("mlp"):
         return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act))
 
 
-def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
-    return decoder(step, c, block, rotary_tables(step, c.rotary), norm)
+def forward(step: Step, c: DeltaConfig) -> Value:
+    return decoder(step, c, block, rotary_tables(step, c.rotary), rms_norm_plus_one)

@@ -1,11 +1,7 @@
-"""Qwen3-Next as in HF `Qwen3NextForCausalLM`: gated delta nets (arXiv:2412.06464) and gated attention, with experts."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""Qwen3-Next as in HF `Qwen3NextForCausalLM`: gated delta nets, gated attention, experts."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import gated_mlp, linear_parts, rotary_tables
+from castiron.emitter.layers import gated_mlp, linear_parts, rms_norm_plus_one, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder
 from castiron.emitter.models.delta_net import (
@@ -14,7 +10,6 @@ from castiron.emitter.models.delta_net import (
     Experts,
     delta_fields,
     delta_net,
-    norm,
     self_attention,
     sparse_mlp,
 )
@@ -24,26 +19,23 @@ from castiron.emitter.ops import add, concatenate
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DeltaConfig):
     sparse: list[bool]
     experts: Experts
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        experts = Experts.read(c, 512, 10, c.flag("norm_topk_prob", True))
-        sparse = sparse_layers(c, c.take("num_hidden_layers"))
-        # What no layer of experts alone has.
-        intermediate = c.take("intermediate_size", 5632)
-        read = cls(**delta_fields(c, intermediate), sparse=sparse, experts=experts)
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    experts = Experts.read(c, 512, 10, c.flag("norm_topk_prob", True))
+    sparse = sparse_layers(c, c.take("num_hidden_layers"))
+    intermediate = c.take("intermediate_size", 5632)
+    return c.read(Config, intermediate=intermediate, sparse=sparse, experts=experts, **delta_fields(c))
 
 
 def linear_attn(step: Step, c: Config, layer: int, x: Value) -> Value:
-    """Its projections hold q, k, v and z, and b and a, of one head of keys after another."""
+    """Apply a gated delta net whose projections are fused: q, k, v, z in one, b, a in the other.
+
+    The rows of both fused weights are grouped by key head.
+    """
     parts = {"q": c.keys, "k": c.keys, "v": c.values, "z": c.values}
     q, k, v, z = linear_parts(step, x, "in_proj_qkvz", parts, groups=c.key_heads)
     b, a = linear_parts(step, x, "in_proj_ba", {"b": c.value_heads, "a": c.value_heads}, groups=c.key_heads)
@@ -51,14 +43,14 @@ def linear_attn(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = norm(step, x, "input_layernorm", c.eps)
+    h = rms_norm_plus_one(step, x, "input_layernorm", c.eps)
     if c.layer_types[layer] == FULL:
         with scope("self_attn"):
             x = add(x, self_attention(step, c, layer, h, tables))
     else:
         with scope("linear_attn"):
             x = add(x, linear_attn(step, c, layer, h))
-    h = norm(step, x, "post_attention_layernorm", c.eps)
+    h = rms_norm_plus_one(step, x, "post_attention_layernorm", c.eps)
     with scope("mlp"):
         if c.sparse[layer]:
             return add(x, sparse_mlp(step, c, c.experts, h))
@@ -66,5 +58,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
-    return decoder(step, c, block, rotary_tables(step, c.rotary), norm)
+    return decoder(step, c, block, rotary_tables(step, c.rotary), rms_norm_plus_one)

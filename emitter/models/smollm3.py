@@ -1,11 +1,7 @@
-"""SmolLM3 as in HF `SmolLM3ForCausalLM`: Llama with layers that have no rotary embedding (NoPE, arXiv:2501.18795)."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""SmolLM3 as in HF `SmolLM3ForCausalLM`: Llama with some layers without rope (arXiv:2501.18795)."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
@@ -13,46 +9,43 @@ from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
     turns: list[bool]
     windows: list[int | None]
-    attention_bias: bool
-    mlp_bias: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.unused("pretraining_tp", "max_window_layers")
-        layers = c.take("num_hidden_layers")
-        turns = rotary_layers(c, layers)
-        window = c.nullable("sliding_window", None)
-        slides = c.flag("use_sliding_window", False) and window is not None
-        read = cls(
-            **c.decoder(max_positions=32768, theta=2000000.0, tied=c.flag("tie_word_embeddings", True)),
-            turns=turns,
-            windows=c.windows(layers, window, lambda layer: slides and not turns[layer]),
-            attention_bias=c.flag("attention_bias", False),
-            mlp_bias=c.flag("mlp_bias", False),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.unused("pretraining_tp", "max_window_layers")
+    layers = c.take("num_hidden_layers")
+    turns = rotary_layers(c, layers)
+    window = c.nullable("sliding_window", None)
+    slides = c.flag("use_sliding_window", False) and window is not None
+    return c.read(
+        Config,
+        positions=32768,
+        theta=2000000.0,
+        tied=c.flag("tie_word_embeddings", True),
+        turns=turns,
+        windows=c.windows(layers, window, lambda layer: slides and not turns[layer]),
+    )
 
 
 def rotary_layers(c: ConfigReader, layers: int) -> list[bool]:
-    """Whether each layer turns q and k: `no_rope_layers`, whose 1 says that it does, else all but every interval-th."""
+    """Return for each layer whether it has a rotary embedding.
+
+    The key `no_rope_layers` has a 1 for layers with one, despite its name.
+    """
     interval = c.take("no_rope_layer_interval", 4)
     flags = c.take("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(layers)], list)
     if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
-        raise EmitError(f"'no_rope_layers' in the smollm3 config must hold 0 or 1 for each of its {layers} layers")
+        raise EmitError(f"'no_rope_layers' in the smollm3 config must have 0 or 1 for each of {layers} layers")
     return [bool(flag) for flag in flags[:layers]]
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.attention_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     if c.turns[layer]:
         q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
@@ -69,5 +62,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary))

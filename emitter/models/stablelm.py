@@ -1,47 +1,41 @@
-"""StableLM 2 (arXiv:2402.17834) as in HF `StableLmForCausalLM`: LayerNorm, and rotary embedding on part of a head."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""StableLM 2 (arXiv:2402.17834) as in HF `StableLmForCausalLM`: LayerNorm, partial rotary heads."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, head_norms, layer_norm, linear, rope, rotary_tables, split_heads
+from castiron.emitter.layers import (
+    attention,
+    gated_mlp,
+    head_norms,
+    layer_norm,
+    linear,
+    qkv_heads,
+    rope,
+    rotary_tables,
+)
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
-    use_qkv_bias: bool
-    qk_layernorm: bool
-    use_parallel_residual: bool
+    use_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    use_parallel_residual: bool = False
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.unused("num_heads")
-        read = cls(
-            **c.decoder(
-                max_positions=4096,
-                partial=0.25,
-                head_dim=c.take("hidden_size") // c.take("num_attention_heads"),
-                eps=c.number("layer_norm_eps", 1e-5),
-            ),
-            use_qkv_bias=c.flag("use_qkv_bias", False),
-            qk_layernorm=c.flag("qk_layernorm", False),
-            use_parallel_residual=c.flag("use_parallel_residual", False),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.unused("num_heads")
+    return c.read(
+        Config,
+        positions=4096,
+        partial=0.25,
+        head_dim=c.take("hidden_size") // c.take("num_attention_heads"),
+        eps=c.number("layer_norm_eps", 1e-5),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.use_qkv_bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.use_qkv_bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.use_qkv_bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.use_qkv_bias)
     if c.qk_layernorm:
         q, k = head_norms(step, q, "q_layernorm", c.eps), head_norms(step, k, "k_layernorm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
@@ -60,5 +54,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary), norm=layer_norm)

@@ -1,56 +1,43 @@
-"""StarCoder2 (arXiv:2402.19173) as in HF `Starcoder2ForCausalLM`: LayerNorm, biases, a GELU MLP without a gate."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""StarCoder2 (arXiv:2402.19173) as in HF `Starcoder2ForCausalLM`: LayerNorm, biases, no gate."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import activation, attention, layer_norm, linear, rope, rotary_tables, split_heads
+from castiron.emitter.layers import activation, attention, layer_norm, linear, qkv_heads, rope, rotary_tables
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-@dataclass(frozen=True, eq=False)
 class Config(DecoderConfig):
     windows: list[int | None]
-    bias: bool
+    use_bias: bool = True
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        """From a `config.json`; raises EmitError for anything that is not understood."""
-        c = ConfigReader(config)
-        c.unused("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-        c.require("norm_type", "layer_norm")
-        c.require("mlp_type", "default")
-        c.require("scale_attn_weights", True)
-        read = cls(
-            **c.decoder(
-                max_positions=4096,
-                eps=c.number("norm_epsilon", 1e-5),
-                hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
-                tied=c.flag("tie_word_embeddings", True),
-            ),
-            windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
-            bias=c.flag("use_bias", True),
-        )
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    c.unused("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    c.require("norm_type", "layer_norm")
+    c.require("mlp_type", "default")
+    c.require("scale_attn_weights", True)
+    return c.read(
+        Config,
+        positions=4096,
+        eps=c.number("norm_epsilon", 1e-5),
+        hidden_act=c.choice("hidden_act", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
+        tied=c.flag("tie_word_embeddings", True),
+        windows=[c.nullable("sliding_window", None)] * c.take("num_hidden_layers"),
+    )
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q = split_heads(linear(step, x, "q_proj", c.heads * c.head_dim, c.bias), c.heads)
-    k = split_heads(linear(step, x, "k_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
-    v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.bias), c.kv_heads)
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.use_bias)
     q, k = rope(step, q, tables), rope(step, k, tables)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
-    return linear(step, out, "o_proj", c.hidden, c.bias)
+    return linear(step, out, "o_proj", c.hidden, c.use_bias)
 
 
 def mlp(step: Step, c: Config, x: Value) -> Value:
-    h = activation(linear(step, x, "c_fc", c.intermediate, c.bias), c.hidden_act)
-    return linear(step, h, "c_proj", c.hidden, c.bias)
+    h = activation(linear(step, x, "c_fc", c.intermediate, c.use_bias), c.hidden_act)
+    return linear(step, h, "c_proj", c.hidden, c.use_bias)
 
 
 def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -63,5 +50,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    """Logits [rows, vocab] of the rows that the step wants."""
     return decoder(step, c, block, rotary_tables(step, c.rotary), norm=layer_norm)

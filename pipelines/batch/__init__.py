@@ -1,1 +1,1 @@
-"""Jobs of many rows: rows -> requests -> the scheduler -> results, which a journal keeps until all are there."""
+"""Batch jobs: rows of a file become requests for the engine, then a journal and an output file."""

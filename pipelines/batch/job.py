@@ -1,46 +1,52 @@
-"""A job: the rows that are not done yet are answered, and what came of them is kept, until the output can be written."""
+"""A batch job: run the rows that are not finished, journal them, then write the output."""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import os
+import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from castiron.pipelines.batch.journal import Journal
-from castiron.pipelines.batch.requests import Outcome, Requests
-from castiron.pipelines.batch.results import Pipe, line_of, write_output
-from castiron.pipelines.batch.row import Row
-from castiron.pipelines.batch.rows import Rows
-from castiron.pipelines.batch.running import run
-from castiron.pipelines.batch.window import ROWS, in_windows
-from castiron.pipelines.generation.scheduler import Scheduler
+from castiron.pipelines.batch.journal import Entry, Journal, dumps
+from castiron.pipelines.batch.rows import TABLE, ZIPPED, JsonLines, Outcome, Requests, Row, Rows, Work, kind_of
+from castiron.pipelines.engine.context import common_prefix
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.request import Failed, Finished, Request
+from castiron.vmfb.staging import replace_file
 
-# A row with its key, and with what came of it.
+# Limits of a window (rows that are ordered together): requests, and tokens of their prompts.
+MAX_REQUESTS, MAX_TOKENS = 512, 1 << 20
+# Seconds that a window waits for more rows after its first row; seconds between polls for rows.
+WAIT, POLL = 0.25, 0.02
+# Rows run in sequence if they share at least this many more tokens than the rows around them.
+MIN_PREFIX = 32
+# Prompt tokens that take the time of one decode step.
+PREFILL_RATE = 16
+# A row with its key; and with its outcome too.
 Keyed = tuple[Row, str]
 Answered = tuple[Row, str, Outcome]
-# What answers rows, in any order: `answering` in this process. None among them says that the next one is not there yet.
+# A function that answers rows, in any order. None in its input means that no row has arrived yet.
 Answer = Callable[[Iterator[Keyed | None]], Iterable[Answered]]
-
-
-def answering(scheduler: Scheduler | None, requests: Requests, window: int = ROWS) -> Answer:
-    """Answers rows in this process; `scheduler` None is for a model that encodes."""
-
-    def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
-        works = in_windows((keyed and requests.work(*keyed) for keyed in rows), window)
-        return ((work.row, work.key, outcome) for work, outcome in run(scheduler, works))
-
-    return answer
 
 
 @dataclass
 class Summary:
-    """What a job has done: rows in all, of them those `before` it in an earlier run; the tokens and seconds are its own.
-    `alike`: rows whose custom_id another row had before them."""
+    """The counts of a job.
+
+    Attributes:
+        rows: all rows, including those that an earlier run finished.
+        before: rows that an earlier run finished.
+        duplicates: rows whose custom_id an earlier row has.
+        seconds: time of this run, like the counts of tokens.
+    """
 
     rows: int = 0
     before: int = 0
@@ -49,18 +55,20 @@ class Summary:
     generated_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0
-    alike: int = 0
+    duplicates: int = 0
 
     @property
     def done(self) -> int:
+        """Rows that this run finished."""
         return self.rows - self.before
 
     @property
     def tokens_per_second(self) -> float:
-        """Of prompts and answers together."""
+        """Prompt and generated tokens per second."""
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:
+        """Add a finished row."""
         self.rows += 1
         self.failed += outcome.failed
         self.prompt_tokens += outcome.prompt
@@ -68,60 +76,35 @@ class Summary:
         self.cached_tokens += outcome.cached
 
 
-class Names:
-    """Which names rows of OpenAI's format have: 8 bytes of each."""
-
-    def __init__(self) -> None:
-        self.seen = array("q")
-
-    def of(self, rows: Iterable[Row | None]) -> Iterator[Row | None]:
-        """The rows, as they come."""
-        for row in rows:
-            if row and row.is_request and isinstance(name := row.fields.get("custom_id"), str):
-                self.seen.append(hash(name))
-            yield row
-
-    @property
-    def alike(self) -> int:
-        seen = np.sort(np.array(self.seen, np.int64))
-        return int((seen[1:] == seen[:-1]).sum())
-
-
 def run_job(
     rows: Rows, key: Callable[[Row], str], answer: Answer, output: Path | None, *, ordered: bool = False,
-    told: Callable[[Summary, float | None], None] = lambda summary, share: None,
+    report: Callable[[Summary, float | None], None] = lambda summary, share: None,
 ) -> Summary:  # fmt: skip
-    """Answers all rows that no earlier run of the same job has answered, and writes `output`; None is stdout, where nothing
-    is kept. `ordered`: in the order of the input, else in that of arrival. `told` gets the counts so far and which share of
-    the input is done, None where that cannot be known. PipelineError while another process writes that output, and
-    once the rows of an input are done that is not whole."""
-    if output is None:
-        return _piped(rows, key, answer, ordered, told)
-    journal = Journal(output)
-    try:
-        summary, places = _journalled(rows, key, answer, journal, told)
-        if rows.fault:
-            raise rows.fault
-        at = places if ordered else np.sort(places)
-        write_output(output, lambda: journal.entries(at), getattr(rows, "schema", None))
-        journal.keep(places)
-    finally:
-        journal.close()
-    return summary
+    """Answer all rows that no earlier run of this job has finished, and write `output`.
 
+    Args:
+        key: returns the key of a row in the journal.
+        answer: see `Answer`.
+        output: a path, or None for stdout, which has no journal.
+        ordered: write rows in the order of the input, not in the order in which they finish.
+        report: called with the counts so far and the share of the input that is done (None: unknown).
+    Raises:
+        PipelineError: another process writes the output, or, after all readable rows, the input is
+            damaged.
+    """
+    start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
+    journal, pipe, schema = Journal(output) if output else None, Pipe(ordered), getattr(rows, "schema", None)
 
-def _journalled(rows: Rows, key: Any, answer: Answer, journal: Journal, told: Any) -> tuple[Summary, np.ndarray]:
-    """All rows in the journal; and where, i64 [rows]."""
-    start, places, summary, names = time.monotonic(), array("q"), Summary(), Names()
-
-    def undone() -> Iterator[Keyed | None]:
-        for row in names.of(rows):
+    def unfinished() -> Iterator[Keyed | None]:
+        for row in rows:
             if row is None:
                 yield None
                 continue
+            if row.is_request and isinstance(custom_id := row.fields.get("custom_id"), str):
+                custom_ids.append(hash(custom_id))
             name = key(row)
-            found = journal.find(name)
-            places.append(found[0] if found else -1)
+            found = journal.find(name) if journal else None
+            offsets.append(found[0] if found else -1)
             if found:
                 summary.rows += 1
                 summary.before += 1
@@ -129,33 +112,182 @@ def _journalled(rows: Rows, key: Any, answer: Answer, journal: Journal, told: An
             else:
                 yield row, name
 
-    for row, name, outcome in answer(undone()):
-        places[row.index] = journal.add(name, row.kept if outcome.keeps else {}, outcome)
-        _count(summary, outcome, start, told, rows, len(places))
-    summary.alike = names.alike
-    return summary, np.array(places, np.int64)
-
-
-def _piped(rows: Rows, key: Any, answer: Answer, ordered: bool, told: Any) -> Summary:
-    start, read, summary, pipe, names = time.monotonic(), 0, Summary(), Pipe(ordered), Names()
-
-    def keyed() -> Iterator[Keyed | None]:
-        nonlocal read
-        for row in names.of(rows):
-            read += row is not None
-            yield row and (row, key(row))
-
-    for row, _, outcome in answer(keyed()):
-        pipe.add(row.index, line_of(row.kept if outcome.keeps else {}, outcome.added, getattr(rows, "schema", None)))
-        _count(summary, outcome, start, told, rows, read)
-    if rows.fault:
-        raise rows.fault
-    summary.alike = names.alike
+    with contextlib.closing(journal) if journal else contextlib.nullcontext():
+        for row, name, outcome in answer(unfinished()):
+            own = row.own if outcome.keeps else {}
+            if journal:
+                offsets[row.index] = journal.add(name, own, outcome)
+            else:
+                pipe.add(row.index, line_of(Entry(own, outcome.added), schema))
+            summary.count(outcome)
+            summary.seconds = time.monotonic() - start
+            share = rows.share
+            report(summary, None if share is None else share * summary.rows / len(offsets))
+        if rows.fault:
+            raise rows.fault
+        summary.duplicates = len(custom_ids) - len(np.unique(np.array(custom_ids, np.int64)))
+        if journal and output:
+            lines = np.array(offsets, np.int64)
+            write_output(output, lambda: journal.entries(lines if ordered else np.sort(lines)), schema)
+            journal.keep_only(lines)
     return summary
 
 
-def _count(summary: Summary, outcome: Outcome, start: float, told: Any, rows: Rows, read: int) -> None:
-    summary.count(outcome)
-    summary.seconds = time.monotonic() - start
-    share = rows.share
-    told(summary, None if share is None else share * summary.rows / read)
+def answering(engine: Engine | None, requests: Requests, window: int = MAX_REQUESTS) -> Answer:
+    """Return an `Answer` that runs rows in this process.
+
+    `engine`: None for an embedding model. `window`: max requests that are ordered together.
+    """
+
+    def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
+        works = in_windows((keyed and requests.work(*keyed) for keyed in rows), window)
+        return ((work.row, work.key, outcome) for work, outcome in run(engine, works))
+
+    return answer
+
+
+def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[tuple[Work, Outcome]]:
+    """Run works and yield each with its outcome, in the order in which they finish.
+
+    A work is taken when a slot is free. None in `works` means that the next one has not arrived
+    yet. Closing the iterator cancels unfinished works. `engine` may be None if no work has
+    requests.
+    """
+    stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
+    try:
+        while not ended or owners:
+            while not ended and (engine is None or len(owners) < engine.slots):
+                try:
+                    work = next(works)
+                except StopIteration:
+                    ended = True
+                    break
+                if work is None:
+                    if not owners:
+                        time.sleep(POLL)
+                    break
+                if not work.requests:
+                    yield work, work.outcome()
+                for request in work.requests:
+                    owners[request] = work
+                    stream.submit(request)  # type: ignore[union-attr]
+            for request, event in stream.read() if stream and owners else ():
+                work = owners[request]
+                work.listen(request, event)
+                if isinstance(event, Finished | Failed):
+                    del owners[request]
+                    if not any(other is work for other in owners.values()):
+                        yield work, work.outcome()
+    finally:
+        if stream:
+            stream.close()
+
+
+def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
+    """Yield works in windows, each in the order of `arranged`; None if none has arrived yet."""
+    window, size, tokens, began = list[Work](), 0, 0, 0.0
+    for work in works:
+        if work is not None:
+            began = began if window else time.monotonic()
+            window.append(work)
+            size += max(1, len(work.requests))
+            tokens += sum(len(request.prompt) for request in work.requests)
+            if size < max_requests and tokens < MAX_TOKENS:
+                continue
+        elif not window or time.monotonic() - began < WAIT:
+            yield None
+            continue
+        yield from arranged(window)
+        window, size, tokens = [], 0, 0
+    yield from arranged(window)
+
+
+def arranged(works: Sequence[Work]) -> list[Work]:
+    """Order works: those without requests first, then by shared prefix, long ones first.
+
+    Short works at the end keep all slots busy until the end.
+    """
+    done = [work for work in works if not work.requests]
+    rest = [work for work in works if work.requests]
+    prompt = lambda work: work.requests[0].prompt
+    # Big-endian bytes sort like the tokens.
+    rest.sort(key=lambda work: (prompt(work).astype(">u4").tobytes(), work.row.index))
+    common = [0, *(common_prefix(prompt(a), prompt(b)) for a, b in zip(rest, rest[1:]))]
+    # The maximum time that a work occupies a slot, in decode steps.
+    costs = [sum(request.limit + len(request.prompt) / PREFILL_RATE for request in work.requests) for work in rest]
+    return done + [rest[i] for i in _longest_first(costs, common)]
+
+
+def _longest_first(costs: Sequence[float], common: Sequence[int]) -> list[int]:
+    """Walk the prefix tree of works, at each fork the branch with the longest work first.
+
+    The works are sorted by prompt; each shares `common` tokens with the one before it.
+    """
+    found, stack = list[int](), [(0, len(costs))]
+    while stack:
+        first, last = stack.pop()
+        if last - first == 1:
+            found.append(first)
+        if last - first <= 1:
+            continue
+        threshold = min(common[first + 1 : last]) + MIN_PREFIX
+        cuts = [first, *(i for i in range(first + 1, last) if common[i] < threshold), last]
+        branches = list(zip(cuts, cuts[1:]))
+        # The longest branch is on top of the stack; of equal ones the first.
+        stack += sorted(reversed(branches), key=lambda branch: max(costs[slice(*branch)]))
+    return found
+
+
+def open_rows(path: str) -> Rows:
+    """Open a file of rows, or stdin for `-`; raise PipelineError for an unknown kind."""
+    kind = kind_of(path)
+    if kind is TABLE:
+        from castiron.pipelines.batch.parquet import Table
+
+        return Table(Path(path))
+    return JsonLines(sys.stdin.buffer if path == "-" else open(path, "rb"), kind is ZIPPED)
+
+
+def write_output(output: Path, entries: Callable[[], Iterable[Entry]], schema: Any = None) -> None:
+    """Write the output file completely or not at all; the ending of its name selects the format.
+
+    schema: the schema of the input table, if the rows came from a table. `entries` may be called
+    twice.
+    """
+    kind = kind_of(output.name)
+    with replace_file(output) as file:
+        if kind is TABLE:
+            from castiron.pipelines.batch.parquet import write
+
+            write(file, entries, schema)
+        else:
+            # Without time and name in the header, equal results give equal bytes.
+            with gzip.GzipFile("", "wb", 6, file, 0) if kind is ZIPPED else contextlib.nullcontext(file) as lines:
+                for entry in entries():
+                    lines.write(line_of(entry, schema))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def line_of(entry: Entry, schema: Any = None) -> bytes:
+    """Return a finished row as a line of JSON."""
+    own = entry.own
+    if isinstance(own, str):
+        from castiron.pipelines.batch.parquet import plain, unpack
+
+        own = plain(unpack(own, schema))
+    return dumps({**own, **entry.added}) + b"\n"
+
+
+class Pipe:
+    """A writer of rows to stdout, as they finish or in the order of the input."""
+
+    def __init__(self, ordered: bool):
+        self.ordered, self.waiting, self.next = ordered, dict[int, bytes](), 0
+
+    def add(self, index: int, line: bytes) -> None:
+        self.waiting[index if self.ordered else self.next] = line
+        while (ready := self.waiting.pop(self.next, None)) is not None:
+            sys.stdout.buffer.write(ready)
+            sys.stdout.buffer.flush()
+            self.next += 1

@@ -1,17 +1,18 @@
-"""What a job has done so far: a file beside its output, a line for each row, which outlives the process at any moment.
+"""The journal of a job: a file beside the output with a line for each finished row.
 
-A line is whole or it counts for nothing: the next run cuts off what a killed one left of its last. Lines stay until the
-output has been written, and after it, so that a row that was changed is all that another run does again.
+A line is its CRC-32 in hex and a JSON object. Incomplete and damaged lines are ignored, so that
+their rows run again. The journal stays after the output is written: if the input changes, only the
+rows that changed run again.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import time
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,67 +21,78 @@ from typing import Any
 
 import numpy as np
 
-from castiron.pipelines.batch.requests import Outcome
+from castiron.pipelines.batch.rows import Outcome
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.aside import replacing
 from castiron.vmfb.disk import naming
+from castiron.vmfb.staging import replace_file
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 ENDING = ".journal"
-# The first line.
-TITLE = b'{"castiron batch": 1}\n'
-# Seconds of work that a machine that loses its power may do again.
+# The first line of a journal.
+TITLE = b'{"castiron batch": 2}\n'
+# Seconds of work that may be lost with the machine's power.
 SYNC = 1.0
-# How a line begins: with its row's key in hex, and whether that failed.
-HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", "failed": (true|false), ')
+# The beginning of a line: its checksum, its row's key, and whether the row failed.
+HEAD = re.compile(rb'([0-9a-f]{8}) \{"key": "([0-9a-f]{32})", "failed": (true|false), ')
+CHECKSUM_BYTES = 9
+MAX_LINE = 1 << 28
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line: what the row keeps, and what was added to it."""
+    """A finished row: the columns of the input (`own`, as in `Row.own`) and the `added` columns."""
 
-    kept: Mapping[str, Any] | str
+    own: Mapping[str, Any] | str
     added: Mapping[str, Any]
 
 
 class Journal:
-    """The journal of an output, held by one process."""
+    """The journal of an output, locked by this process."""
 
     def __init__(self, output: Path):
-        """Makes it, or goes on with one that is there. PipelineError while another process holds it, and for a file of its name
-        that is no journal."""
+        """Open or create the journal of `output`.
+
+        Raise PipelineError if another process has it open or the file is not a journal.
+        """
         self.path = output.with_name(output.name + ENDING)
         self.output = output
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self._open()
         self.synced = time.monotonic()
-        keys, places, failed, self.end = bytearray(), array("q"), bytearray(), self._title()
-        for place, length, key, ended in self._scan():
+        keys, offsets, failed, self.end = bytearray(), array("q"), bytearray(), self._write_title()
+        for offset, length, key, failure in self._scan():
             keys += bytes.fromhex(key.decode())
-            failed.append(ended == b"true")
-            places.append(place)
-            self.end = place + length
+            failed.append(failure == b"true")
+            offsets.append(offset)
+            self.end = offset + length
         os.truncate(self.file.fileno(), self.end)
         found = np.frombuffer(bytes(keys), ">u8").astype(np.uint64).reshape(-1, 2)
-        # Of lines with one key the last counts.
+        # Sorted by key; of several lines with the same key the last one counts.
         order = np.lexsort((np.arange(len(found)), found[:, 1], found[:, 0]))
         self._high, self._low = found[order, 0], found[order, 1]
-        self._places, self._failed = np.array(places, np.int64)[order], np.array(failed, bool)[order]
+        self._offsets, self._failed = np.array(offsets, np.int64)[order], np.array(failed, bool)[order]
         self.lines = len(found)
 
-    def _title(self) -> int:
-        """Where the first row's line begins; writes what comes before it, if that is not there."""
+    def _write_title(self) -> int:
+        """Write the missing rest of the first line; return the offset of the second."""
         with open(self.path, "rb") as file:
-            begun = file.read(len(TITLE))
-        if not TITLE.startswith(begun):
-            raise PipelineError(f"{self.path} is no journal of castiron batch: name another output, or move it away")
-        self._write(TITLE[len(begun) :])
+            begin = file.read(len(TITLE))
+        if not TITLE.startswith(begin):
+            raise PipelineError(f"{self.path} is not a journal of this version; move it away, or choose another output")
+        self._write(TITLE[len(begin) :])
         return len(TITLE)
 
     def _open(self) -> Any:
-        """The file, locked; once it is, it must still be the one of that name."""
+        """Open and lock the file; repeat if another process replaced it meanwhile."""
         while True:
             file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
+            if fcntl is None:
+                return file
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
@@ -88,69 +100,73 @@ class Journal:
             except BlockingIOError:
                 file.close()
                 raise PipelineError(
-                    f"another castiron batch is writing {self.output}; wait for it, or name another output"
+                    f"another castiron batch is writing {self.output}; wait for it, or choose another output"
                 ) from None
             except FileNotFoundError:
                 pass
             except OSError:
-                # A file system without locks, where nobody can be kept from naming one output twice.
+                # The file system has no locks, so that a second writer cannot be detected.
                 return file
             file.close()
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bytes]]:
-        """Of each whole line where it begins, how many bytes it has, its key, and whether it failed."""
-        place = 0
+        """Yield offset, length, key and failure of each intact line."""
+        offset = 0
         with open(self.path, "rb") as file:
-            for line in file:
-                # Where a machine lost its power there may be zeros in the place of what was not written.
-                if (head := HEAD.match(line)) and line.endswith(b"}\n") and b"\0" not in line:
-                    yield place, len(line), head[1], head[2]
-                place += len(line)
+            while line := file.readline(MAX_LINE):
+                head = HEAD.match(line)
+                if head and line.endswith(b"\n") and zlib.crc32(line[CHECKSUM_BYTES:]) == int(head[1], 16):
+                    yield offset, len(line), head[2], head[3]
+                offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Where the line of a row is that an earlier run has done, and whether it failed; None if there is none."""
+        """Return the offset of a row's line and whether the row failed; None if not finished."""
         high, low = np.frombuffer(bytes.fromhex(key), ">u8").astype(np.uint64)
         first, last = np.searchsorted(self._high, high), np.searchsorted(self._high, high, "right")
         if not (equal := first + np.flatnonzero(self._low[first:last] == low)).size:
             return None
-        return int(self._places[equal[-1]]), bool(self._failed[equal[-1]])
+        return int(self._offsets[equal[-1]]), bool(self._failed[equal[-1]])
 
-    def add(self, key: str, kept: Mapping[str, Any] | str, outcome: Outcome) -> int:
-        """Writes the line of a row that is done; returns where. It outlives this process at once, and the machine soon."""
-        line = dumps({"key": key, "failed": outcome.failed, "kept": kept, "added": outcome.added}) + b"\n"
-        place = self.end
+    def add(self, key: str, own: Mapping[str, Any] | str, outcome: Outcome) -> int:
+        """Append the line of a finished row and return the line's offset in the file.
+
+        The line is written to disk at most `SYNC` seconds later.
+        """
+        line = dumps({"key": key, "failed": outcome.failed, "own": own, "added": outcome.added}) + b"\n"
+        line = b"%08x " % zlib.crc32(line) + line
+        offset = self.end
         self._write(line)
         self.end += len(line)
         self.lines += 1
         if time.monotonic() - self.synced > SYNC:
             os.fsync(self.file.fileno())
             self.synced = time.monotonic()
-        return place
+        return offset
 
     def _write(self, data: bytes) -> None:
         with naming(self.path):
-            # A full disk takes part of it; the next run cuts that off.
+            # A full disk may store a part of the line, which the next run ignores.
             if self.file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def entries(self, places: Sequence[int] | np.ndarray) -> Iterator[Entry]:
-        """The lines at these places."""
+    def entries(self, offsets: Sequence[int] | np.ndarray) -> Iterator[Entry]:
+        """Yield the rows whose lines are at these offsets."""
         with open(self.path, "rb") as file:
-            for place in places:
-                if file.tell() != place:
-                    file.seek(place)
-                value = json.loads(file.readline())
-                yield Entry(value["kept"], value["added"])
+            for offset in offsets:
+                if file.tell() != offset:
+                    file.seek(offset)
+                value = json.loads(file.readline()[CHECKSUM_BYTES:])
+                yield Entry(value["own"], value["added"])
 
-    def keep(self, places: np.ndarray) -> None:
-        """Forgets all lines but those at these places; the last that is done with a journal."""
-        wanted = np.unique(places)
+    def keep_only(self, offsets: np.ndarray) -> None:
+        """Remove all lines but those at these offsets; nothing may be written afterwards."""
+        wanted = np.unique(offsets)
         if len(wanted) == self.lines:
             return
-        with open(self.path, "rb") as old, replacing(self.path) as new:
+        with open(self.path, "rb") as old, replace_file(self.path) as new:
             new.write(TITLE)
-            for place in wanted:
-                old.seek(place)
+            for offset in wanted:
+                old.seek(offset)
                 new.write(old.readline())
             new.flush()
             os.fsync(new.fileno())
@@ -161,9 +177,9 @@ class Journal:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON of one line."""
+    """Return a value as JSON on one line."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        # Half of a surrogate pair, which JSON can spell and UTF-8 cannot.
+        # A lone surrogate, which JSON can escape and UTF-8 cannot encode.
         return json.dumps(value).encode()

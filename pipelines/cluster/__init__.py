@@ -1,1 +1,1 @@
-"""castiron on a cluster of Ray: many rows, many requests, and how a bundle comes to every node."""
+"""castiron on a Ray cluster: rows, requests, and how a bundle gets to every node."""

@@ -1,4 +1,4 @@
-"""Generated calls of the attention kernels: caches whose unused rows are NaN, positions at every border, error bounds."""
+"""Generated calls of attention kernels: caches with NaN in unused rows, and error bounds."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from castiron.emitter.caches import CACHES, LEAST_GROUP, SCALE_BYTES, Cache
-from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.writing.isa import ISAS, Isa
+from castiron.emitter.kernels.mlir.isa import ISAS, Isa
+from castiron.emitter.kv_cache import CACHES, MIN_GROUP, SCALE_BYTES, Cache
 from castiron.emitter.types import I8, TensorType
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
+from tests.emitter.linear_cases import UNIT
 
-UNIT = 2.0**-24  # half a last place of f32 at 1
 LAYERS, CONTEXT, LAYER = 3, 200, 1
 BATCH = 5  # sequences decoded at once
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's attention: heads and options, a chunk of `tokens`, long contexts split into `splits` parts, and caches
-    that are called `cache`, rings of `ring` rows if that is not None."""
+    """The attention of one layer.
+
+    tokens: of a prefill chunk. splits: parts of a long context. cache: the storage of the KV cache.
+    ring: rows of a ring, or None for a row of every position.
+    """
 
     heads: int
     kv_heads: int
@@ -63,7 +66,8 @@ class Case:
 
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
         options = {"splits": self.splits, "split_from": 24, "cache": self.rows, "ring": self.ring}
-        return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, self.how, isa=isa, batch=batch, **options)
+        tokens = DecodeTokens() if batch is None else DecodeTokens("batch", batch)
+        return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, self.how, tokens, isa=isa, **options)
 
     def append(self, isa: Isa) -> Kernel:
         return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, cache=self.rows, ring=self.ring)
@@ -73,27 +77,22 @@ class Case:
         return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa, **options)
 
 
-def cases() -> st.SearchStrategy[Case]:
-    """Groups of 1 to 8 heads, head_dims that vectors divide and that they do not, every option."""
-
-    @st.composite
-    def one(draw) -> Case:
-        head_dim = draw(st.sampled_from([8, 20, 32, 48, 64, 80, 96, 128]))
-        kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
-        rope = draw(st.sampled_from([None, head_dim, head_dim, head_dim // 4 * 2]))
-        flag = st.just(True)
-        options = draw(st.fixed_dictionaries({}, optional={"qk_norm": st.just(1e-2), "qk_norm_row": flag}))
-        scores = draw(
-            st.fixed_dictionaries({}, optional={"window": st.sampled_from([1, 40]), "softcap": st.just(30.0), "sinks": flag})
-        )
-        tokens, splits = draw(st.sampled_from([5, 16, 48])), draw(st.sampled_from([2, 4, 8]))
-        return Case(kv_heads * group, kv_heads, head_dim, rope, options, scores, tokens, splits, draw(st.integers(0, 99)))
-
-    return one()
+@st.composite
+def cases(draw) -> Case:
+    """Groups of 1 to 8 heads, every option, and head_dims that are and are not multiples of vectors."""
+    head_dim = draw(st.sampled_from([8, 20, 32, 48, 64, 80, 96, 128]))
+    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
+    rope = draw(st.sampled_from([None, head_dim, head_dim, head_dim // 4 * 2]))
+    flag = st.just(True)
+    options = draw(st.fixed_dictionaries({}, optional={"qk_norm": st.just(1e-2), "qk_norm_row": flag}))
+    optional = {"window": st.sampled_from([1, 40]), "softcap": st.just(30.0), "sinks": flag}
+    scores = draw(st.fixed_dictionaries({}, optional=optional))
+    tokens, splits = draw(st.sampled_from([5, 16, 48])), draw(st.sampled_from([2, 4, 8]))
+    return Case(kv_heads * group, kv_heads, head_dim, rope, options, scores, tokens, splits, draw(st.integers(0, 99)))
 
 
 def drawn(count: int) -> list[Case]:
-    """`count` cases, the same ones every time, so that one compilation serves all of them."""
+    """Return `count` cases, the same ones in every run, so that one module can have all of them."""
     found: list[Case] = []
 
     @settings(max_examples=count, phases=[Phase.generate])
@@ -105,8 +104,7 @@ def drawn(count: int) -> list[Case]:
     return found
 
 
-# SmolLM2, Qwen 2.5 0.5B, Gemma 3 270M, a kv head for each head, more heads than registers, long heads, and whole-row
-# norms.
+# SmolLM2, Qwen 2.5 0.5B, Gemma 3 270M, a kv head for each head, more heads than registers, long heads, norms of rows.
 REAL = [
     Case(9, 3, 64, 64, splits=4),
     Case(14, 2, 64, 64),
@@ -116,16 +114,17 @@ REAL = [
     Case(4, 1, 512, 128, splits=2),
     Case(16, 8, 128, 128, {"qk_norm": 1e-5, "qk_norm_row": True}, {"softcap": 50.0}, splits=4),
 ]
+CASES = drawn(8) + REAL
 
 
 def stored_as(cache: str, found: Sequence[Case]) -> list[Case]:
-    """The cases with such caches, of heads that these take."""
-    bytes_ = CACHES[cache].grouped
-    return [replace(case, cache=cache) for case in found if not bytes_ or case.head_dim % LEAST_GROUP == 0]
+    """Return the cases whose heads a storage supports, with that storage."""
+    is_grouped = CACHES[cache].grouped
+    return [replace(case, cache=cache) for case in found if not is_grouped or case.head_dim % MIN_GROUP == 0]
 
 
 def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarray | int) -> dict[str, np.ndarray | int]:
-    """Every operand: `given`, else random numbers, of the caches NaN from row `real` on in every layer (of q8_0 in d)."""
+    """Return all operands: `given` or random; caches are NaN from row `real` on (q8_0: in d)."""
     operands: dict[str, np.ndarray | int] = {"layer": LAYER}
     for name, type_ in kernel.tensors.items():
         if name in given:
@@ -140,14 +139,16 @@ def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarra
 
 
 def turned(rows: np.ndarray, end: int, ring: int) -> np.ndarray:
-    """The ring [layers, ring, ...] that has taken the positions below `end` of a cache [layers, context, ...]: the last that
-    fall on each row, and what the cache has at the end of the context where none does."""
+    """Return the ring [layers, ring, ...] of the positions below `end` of a cache [layers, context, ...].
+
+    Rows without a position hold the cache's last row.
+    """
     last = end - 1 - (end - 1 - np.arange(ring)) % ring
     return rows[:, np.where(last < 0, CONTEXT - 1, last)]
 
 
 def random(rng: np.random.Generator, type_: TensorType) -> np.ndarray:
-    """Of a standard normal distribution, as a tensor of floats or a cache of q8_0 stores it."""
+    """Return standard normal numbers as floats or as a q8_0 cache."""
     if type_.dtype is not I8:
         return rng.standard_normal(type_.shape).astype(type_.dtype.numpy)
     *rows, groups, size = type_.shape
@@ -155,31 +156,30 @@ def random(rng: np.random.Generator, type_: TensorType) -> np.ndarray:
 
 
 def keys_stored(case: Case, exact: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the largest that a cache may hold of keys that are within `limit` of exact ones: rounding keeps order.
+    """Return the smallest and largest stored keys for keys within `limit` of the exact ones.
 
-    Of q8_0 a byte is largest where x is and the largest of its group is not.
+    Rounding is monotonic. A byte of q8_0 grows with x and shrinks with the maximum of its group.
     """
     if not case.rows.grouped:
         low, high = (case.rows.stored(bound) for bound in (exact - limit, exact + limit))
         return low.astype(np.float64), high.astype(np.float64)
     groups = exact.reshape(*exact.shape[:-1], -1, case.rows.group(case.head_dim))
-    most, ulps = np.abs(groups).max(axis=-1, keepdims=True), 4 * UNIT
-    least, largest = most * (1 - ulps) - limit, most * (1 + ulps) + limit
-    d = [bound / 127 for bound in (least, largest)]
-    steps = [np.rint(127 * x / bound) for x in (groups - limit, groups + limit) for bound in (least, largest)]
+    peak, ulps = np.abs(groups).max(axis=-1, keepdims=True), 4 * UNIT
+    low, high = peak * (1 - ulps) - limit, peak * (1 + ulps) + limit
+    d = [bound / 127 for bound in (low, high)]
+    steps = [np.rint(127 * x / bound) for x in (groups - limit, groups + limit) for bound in (low, high)]
     found = np.array([scale * n for scale in d for n in steps]).reshape(-1, *exact.shape)
     return found.min(axis=0), found.max(axis=0)
 
 
 def rounding_of(case: Case, exact: np.ndarray, limit: float) -> np.ndarray:
-    """How much further apart than they are two such keys can be by being rounded to either side; almost everywhere 0."""
+    """Return how much rounding adds to the distance of two keys; mostly 0."""
     low, high = keys_stored(case, exact, limit)
     return np.maximum(high - low - 2 * limit, 0.0)
 
 
 def score_error(case: Case, q: np.ndarray, k: np.ndarray, rounding: np.ndarray | None = None) -> float:
-    """How far a score may be from the exact one: rounding of the products and their sum, and of the soft cap, over keys k,
-    and what the `rounding` of appended ones makes."""
+    """Return a bound of a score's error: dot product and soft cap over keys k, and stored keys' `rounding`."""
     group = case.heads // case.kv_heads
 
     def largest(keys: np.ndarray) -> float:
@@ -191,53 +191,53 @@ def score_error(case: Case, q: np.ndarray, k: np.ndarray, rounding: np.ndarray |
 
 
 def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: np.ndarray | None = None) -> float:
-    """Bound of a weighted mean's error: weights are off by twice a score's error, relatively."""
+    """Return a bound of a weighted mean's error: relative errors of weights are twice a score's."""
     return float(np.abs(v).max()) * (2 * score_error(case, q, k, rounding) + 8 * UNIT)
 
 
 def close_keys(name: str, case: Case, got: np.ndarray, exact: np.ndarray, limit: float) -> None:
-    """Every key is what the cache holds of one within the limit of the exact one."""
+    """Check that each stored key rounds a key within the limit of the exact one."""
     low, high = keys_stored(case, exact, limit)
     got = case.rows.values(got)
-    assert (low <= got).all() and (got <= high).all(), f"{name}: a key is not that of {limit:.2e} around the exact one"
+    assert (low <= got).all() and (got <= high).all(), f"{name}: a key is more than {limit:.2e} from the exact one"
 
 
 def check_append(runner: Runner, case: Case, kernel: Kernel, start: int, length: int) -> None:
-    """The rows are the definition's, and no other row is written."""
+    """Check the appended rows against the definition, and that no other row is written."""
     operands = fill(np.random.default_rng(case.seed + start), kernel, CONTEXT, start=start, length=length)
     got, want = runner(kernel, **operands), kernel.reference(**operands)
     name = f"{kernel.name} from {start}, {length} tokens"
     q, k, _ = prepared_heads(case.layout, operands["qkv"], start + np.arange(case.tokens), operands)
-    # Two products and a sum, after a norm of up to four roundings.
+    # Two multiplications and a sum, after a norm of up to four roundings.
     close(f"{name}, q", got["q"], want["q"], 16 * UNIT * float(np.abs(q).max()))
     rows = slice(start, start + length)
     close_keys(name, case, got["k_cache"][LAYER, rows], k[:length], 16 * UNIT * float(np.abs(k).max()))
     close(f"{name}, values", got["v_cache"], want["v_cache"], 0.0)
-    for held in ("k_cache", "v_cache"):
-        untouched = np.ones(got[held].shape[:2], bool)
+    for store in ("k_cache", "v_cache"):
+        untouched = np.ones(got[store].shape[:2], bool)
         untouched[LAYER, rows] = False
-        assert np.array_equal(got[held][untouched], operands[held][untouched]), f"{name}: another row was written"
+        assert np.array_equal(got[store][untouched], operands[store][untouched]), f"{name}: another row was written"
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, limit: float) -> None:
-    """Everywhere within the limit; garbage stays where it was and nowhere else."""
-    assert np.array_equal(np.isnan(got), np.isnan(want)), f"{name}: NaN where there should be none, or the reverse"
+    """Check that values are within the limit, and NaN in the same elements."""
+    assert np.array_equal(np.isnan(got), np.isnan(want)), f"{name}: NaN in other elements"
     error = np.nanmax(np.abs(got.astype(np.float64) - want), initial=0.0)
-    assert error <= limit, f"{name}: off by {error:.2e}, allowed are {limit:.2e}"
+    assert error <= limit, f"{name}: the error is {error:.2e}; the limit is {limit:.2e}"
 
 
 @cache
 def kernels_of(found: tuple[Case, ...], target: str, directory) -> tuple[dict[Case, tuple[Kernel, Kernel, Kernel]], Path]:
-    """Decode, append and prefill of every case, and one module with them."""
+    """Return decode, append and prefill of each case, and one module with all of them."""
     isa = ISAS[resolve(target).isa]
     kernels = {case: (case.decode(isa), case.append(isa), case.prefill(isa)) for case in found}
     unique = {kernel.name: kernel for case, three in kernels.items() for kernel in (*three, case.decode(isa, BATCH))}
-    place = directory / found[0].cache
-    place.mkdir(exist_ok=True)
-    return kernels, runnable(list(unique.values()), target, place)
+    folder = directory / found[0].cache
+    folder.mkdir(exist_ok=True)
+    return kernels, runnable(list(unique.values()), target, folder)
 
 
 def running(found: Sequence[Case], target: str, threads: int, directory) -> tuple[Runner, Iterator[tuple[Case, tuple]]]:
-    """A runner and (case, kernels) for each case; see `runnable` for other CPUs."""
+    """Return a runner and (case, kernels) for each case; see `runnable` for other CPUs."""
     kernels, module = kernels_of(tuple(found), target, directory)
     return Runner(module, threads), kernels.items()

@@ -1,6 +1,8 @@
-"""Generated uses of every operation: types, shapes, attributes and input values, drawn by hypothesis once and for all.
+"""Generated uses of every operation: types, shapes, attributes and input values, drawn by
+hypothesis once and for all.
 
-Cases are drawn with a fixed seed and kept, not run one by one, so that one compilation serves all of them.
+Cases are drawn with a fixed seed and kept, not run one by one, so that one compilation serves all
+of them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, Value, current_function, scope
+from castiron.emitter.operations import COMPARISONS
 from castiron.emitter.types import BF16, DTYPES, F16, F32, I1, I8, I32, I64, UI8, UI32, DType, TensorType, from_f32
 
 FLOATS, INTS = (F32, F16, BF16), (I8, UI8, I32, UI32, I64)
@@ -26,8 +29,9 @@ ALL = tuple(DTYPES.values())
 class Case:
     """One use of an operation.
 
-    `build` makes the outputs from the input values. Floats may differ by `ulps` last places of the result's type, taken
-    at the result's magnitude or at `floor`, whichever is larger; 0 means the same bits (any NaN equals any other).
+    `build` makes the outputs from the input values. Floats may differ by `ulps` last places of the
+    result's type, taken at the result's magnitude or at `floor`, whichever is larger; 0 means the
+    same bits (any NaN equals any other).
     """
 
     kind: str
@@ -92,7 +96,9 @@ generators = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 def filled(rng: np.random.Generator, type_: TensorType, low: float, high: float, special: Sequence[float] = ()) -> np.ndarray:
-    """A stored array of values in [low, high] (for integers of that range too), some of them replaced by `special`."""
+    """A stored array of values in [low, high] (for integers of that range too), some of them
+    replaced by `special`.
+    """
     if type_.dtype is I1:
         return rng.integers(0, 2, type_.shape).astype(bool)
     values = np.asarray(rng.uniform(low, high, type_.shape))
@@ -105,7 +111,9 @@ def filled(rng: np.random.Generator, type_: TensorType, low: float, high: float,
 
 
 def any_bits(rng: np.random.Generator, type_: TensorType) -> np.ndarray:
-    """Integers over their whole range; floats of ordinary size with zeros of both signs, infinities and NaN among them."""
+    """Integers over their whole range; floats of ordinary size with zeros of both signs, infinities
+    and NaN among them.
+    """
     if type_.dtype.kind == "float":
         return filled(rng, type_, -4, 4, (0.0, -0.0, np.inf, -np.inf, np.nan, 1.0))
     if type_.dtype is I1:
@@ -119,7 +127,9 @@ def any_bits(rng: np.random.Generator, type_: TensorType) -> np.ndarray:
 
 @st.composite
 def elementwise(draw, kind: str, function, dtype: DType, arity: int, ulps=0.0, floor=0.0, low=None, high=None, special=()):
-    """`function` of `arity` operands of one type: over all values of the type, or over [low, high] and `special`."""
+    """`function` of `arity` operands of one type: over all values of the type, or over [low, high]
+    and `special`.
+    """
     type_, rng = TensorType(draw(shapes), dtype), draw(generators)
     fill = any_bits if low is None else lambda rng, t: filled(rng, t, low, high, special)
     return Case(kind, tuple((type_, fill(rng, type_)) for _ in range(arity)), function, ulps, floor)
@@ -151,7 +161,7 @@ def compare(draw, dtype: DType):
     type_, rng = TensorType(draw(shapes), dtype), draw(generators)
     a, b = any_bits(rng, type_), any_bits(rng, type_)
     b = np.where(rng.random(type_.shape) < 0.4, a, b)
-    directions = draw(st.permutations(ops.COMPARISONS))[:3]
+    directions = draw(st.permutations(COMPARISONS))[:3]
     return Case("compare", ((type_, a), (type_, b)), lambda x, y: [ops.compare(d, x, y) for d in directions])
 
 
@@ -165,7 +175,9 @@ def select(draw, dtype: DType):
 
 @st.composite
 def convert(draw, source: DType):
-    """To several types at once; floats stay where every integer type holds them, with fractions to cut off."""
+    """To several types at once; floats stay where every integer type holds them, with fractions to
+    cut off.
+    """
     type_, rng = TensorType(draw(shapes), source), draw(generators)
     values = filled(rng, type_, 0, 127, (0.5, 1.5, 0.0)) if source.kind == "float" else any_bits(rng, type_)
     targets = [t for t in ALL if t is not source and (t is not BF16 or source.kind == "float")]

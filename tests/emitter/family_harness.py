@@ -1,4 +1,6 @@
-"""A small random HF model next to our graph of it, through the interpreter: logits at every position, and greedy tokens."""
+"""A small random HF model next to our graph of it, through the interpreter: logits at every
+position, and greedy tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from castiron.emitter.ir import Module
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
 from castiron.emitter.step import ModelModule
-from castiron.pipelines.casting.compile import packed_parameter
-from castiron.pipelines.checkpoints import Checkpoint, missing_and_left_over, open_checkpoint
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, missing_and_left_over
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.compile.weights import pack_parameter
 from castiron.reference import hf, interpreter
 from castiron.reference.tiny import tiny_model
 
@@ -28,12 +31,15 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint, module: Module) -> None:
         self.module = module
-        self.params = {p.name: packed_parameter(checkpoint, p) for p in module.params.values()}
+        self.params = {p.name: pack_parameter(checkpoint, p) for p in module.params.values()}
         self.states = next(iter(module.functions.values())).states
         self.reset()
 
     def reset(self) -> None:
-        """Forget every position. What lies in the caches past a position must never matter, so they start as noise."""
+        """Forget every position.
+
+        What lies in the caches past a position must never matter, so they start as noise.
+        """
         noise = [np.random.default_rng(i).normal(size=s.shape).astype(np.float32) for i, s in enumerate(self.states)]
         self.caches = [n * (s.kind != "recurrent") for n, s in zip(noise, self.states)]
         self.position = 0
@@ -43,7 +49,9 @@ class Model:
         return self._run("decode_step", np.int32(token), np.int32(self.position), advance=1)
 
     def prefill(self, tokens: Sequence[int], width: int) -> tuple[int, np.ndarray]:
-        """Argmax and logits [vocab] after `tokens`, in chunks of `width` of which the last is padded."""
+        """Argmax and logits [vocab] after `tokens`, in chunks of `width` of which the last is
+        padded.
+        """
         for start in range(0, len(tokens), width):
             chunk = np.zeros(width, np.int32)
             real = np.asarray(tokens[start : start + width], np.int32)
@@ -87,8 +95,9 @@ class Pair:
 
 
 def pair(model_type: str, directory: Path, seed: int = 0, **config) -> Pair:
-    """A tiny random model of this type, as `castiron.reference.tiny` makes it, in `directory`; one that was made before is
-    given again, as it is where it was, and nobody changes it."""
+    """A tiny random model of this type, as `castiron.reference.tiny` makes it, in `directory`; one
+    that was made before is given again, as it is where it was, and nobody changes it.
+    """
     key = repr((model_type, seed, sorted(config.items())))
     if key not in _MADE:
         tiny_model(model_type, directory, seed=seed, **config)
@@ -107,14 +116,18 @@ def prompt(vocab: int, length: int = LENGTH, seed: int = 7) -> list[int]:
 
 @dataclass
 class Agreement:
-    """error: largest difference of a logit, as a share of the largest logit. margin: smallest lead of the top logit over
-    the second, as the same share."""
+    """error: largest difference of a logit, as a share of the largest logit.
+
+    margin: smallest lead of the top logit over the second, as the same share.
+    """
 
     error: float = 0.0
     margin: float = float("inf")
 
     def add(self, logits: np.ndarray, expected: np.ndarray, margin: float | None = None) -> None:
-        """Take in the logits of one position and HF's; both must have their maximum at the same token."""
+        """Take in the logits of one position and HF's; both must have their maximum at the same
+        token.
+        """
         scale = float(np.abs(expected).max())
         top = np.sort(expected)[-2:]
         self.error = max(self.error, float(np.abs(logits - expected).max()) / scale)

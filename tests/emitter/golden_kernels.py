@@ -1,7 +1,8 @@
-"""Golden texts: of one small instance of each kernel the text, or where that is long its busiest inner loop.
+"""Golden texts of one small instance of each kernel.
 
-`python -m tests.emitter.golden_kernels` writes them anew. Each file says the command that prints all of its kernel, and the
-hash of that; what a file leaves out of a long loop is still compared by it.
+`python -m tests.emitter.golden_kernels` writes them. A file has the command that prints its kernel,
+the hash of the complete text, and the text. Of a long text it has the inner loop with the most
+multiplications, and the hash covers the rest.
 """
 
 from __future__ import annotations
@@ -11,26 +12,25 @@ import shlex
 from pathlib import Path
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.pipelines.casting.named_kernel import named_kernel
+from castiron.pipelines.compile.parts import named_kernel
 
 FOLDER = Path(__file__).parent / "golden"
-WHOLE, HEAD, TAIL = 110, 70, 30  # lines
-# By kind, with x in bytes, over caches that round and with pairs of an expert together too: the words of
-# `castiron emit --kernel` that make it.
+MAX_LINES, HEAD, TAIL = 60, 40, 15  # lines
+# The options of `castiron emit --kernel` for each instance.
 INSTANCES = {
     "gemv": "--shape 32x64 --codec q4_1",
     "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
     "gemm": "--shape 16x64 --codec bf16 --tokens 9",
     "gemm_canonical": "--shape 16x64 --codec q4_1 --tokens 9 --numerics canonical",
-    "gemm_few_bytes": "--shape 16x64 --codec q5_0 --tokens 2 --numerics fast",
-    "gemm_bytes": "--shape 16x64 --codec q4_1 --tokens 9 --numerics fast",
+    "gemm_few_int8": "--shape 16x64 --codec q5_0 --tokens 2 --numerics fast",
+    "gemm_int8": "--shape 16x64 --codec q4_1 --tokens 9 --numerics fast",
     "round_x": "--shape 64 --codec q4_1 --tokens 2",
-    "gemm_pairs": "--shape 16x64 --codec bf16 --tokens 9 --numerics fast --isa avx512bf16",
+    "gemm_bf16": "--shape 16x64 --codec bf16 --tokens 9 --numerics fast --isa avx512bf16",
     "gemm_matrix": "--shape 16x64 --codec q4_1 --tokens 9 --isa amx",
     "split_x": "--shape 64 --codec q4_1 --tokens 2 --isa amx",
     "experts": "--shape 2x16x64 --codec bf16 --tokens 2",
     "experts_grouped": "--shape 2x16x64 --codec bf16 --tokens 9",
-    "experts_grouped_bytes": "--shape 2x16x64 --codec q4_1 --tokens 9 --numerics fast",
+    "experts_grouped_int8": "--shape 2x16x64 --codec q4_1 --tokens 9 --numerics fast",
     "attention_decode": "--shape 4x2x16 --context 64",
     "attention_prefill": "--shape 4x2x16 --context 64 --tokens 8",
     "rope_append": "--shape 4x2x16 --context 64 --tokens 8",
@@ -58,16 +58,16 @@ def kernel(name: str) -> Kernel:
 
 
 def kind(name: str) -> str:
-    for suffix in ("_f16", "_q8_0", "_bytes", "_pairs", "_matrix", "_canonical", "_grouped"):
+    for suffix in ("_f16", "_q8_0", "_int8", "_bf16", "_matrix", "_canonical", "_grouped"):
         name = name.removesuffix(suffix)
     return name
 
 
 def golden(name: str) -> str:
-    """What the file of a kind holds."""
+    """Return the text of an instance's file."""
     text = kernel(name).text
     lines, isa = text.splitlines(), "" if "--isa" in INSTANCES[name] else " --isa avx2"
-    shown = lines if len(lines) <= WHOLE else _cut(_busiest(lines))
+    shown = lines if len(lines) <= MAX_LINES else _cut(_busiest(lines))
     return "\n".join(
         [
             f"// castiron emit --kernel {kind(name)} {INSTANCES[name]}{isa} --threads 2",
@@ -79,20 +79,14 @@ def golden(name: str) -> str:
 
 
 def _busiest(lines: list[str]) -> list[str]:
-    """Of the loops with no loop in them the one that multiplies most."""
-    loops, starts = [], []
-    for i, line in enumerate(lines):
+    """Return the innermost loop with the most multiplications."""
+    loops = []
+    for start, line in enumerate(lines):
         if "scf.for" in line:
-            starts.append(i)
-        elif line.strip() == "}" and starts and _depth(line) == _depth(lines[starts[-1]]):
-            loop = lines[starts.pop() : i + 1]
-            if sum("scf.for" in line for line in loop) == 1:
-                loops.append(loop)
-    return max(loops, key=lambda loop: (sum("math.fma" in line or "call_intrinsic" in line for line in loop), len(loop)))
-
-
-def _depth(line: str) -> int:
-    return len(line) - len(line.lstrip())
+            end = lines.index(line[: len(line) - len(line.lstrip())] + "}", start)
+            loops.append(lines[start : end + 1])
+    innermost = [loop for loop in loops if sum("scf.for" in line for line in loop) == 1]
+    return max(innermost, key=lambda loop: (sum("math.fma" in line or "call_intrinsic" in line for line in loop), len(loop)))
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Kernels called with the runtime alone, as on a CPU that has no compiler.
 
-`python -m tests.emitter.kernel_calls VMFB CALLS OUT`: CALLS is an .npz file whose entries are operands, those of one call after
-another, `N/FUNCTION/operand`; OUT gets the first result of each call, as `N`.
+`python -m tests.emitter.kernel_calls VMFB CALLS OUT`: CALLS is an .npz file whose entries are
+operands, those of one call after another, `N/FUNCTION/operand`; OUT gets the first result of each
+call, as `N`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Runs kernels under IREE: many in one module, on one thread or two, against what their NumPy definitions say."""
+"""Compile kernels as one module and run them under IREE, on one or two threads."""
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import iree.runtime as rt
 import numpy as np
+from iree.runtime._binding import create_hal_driver
 
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.vmfb.compiler import compile_mlir
@@ -17,7 +19,7 @@ THREADS = {1: "local-sync", 2: "local-task"}
 
 
 def module_text(kernels: Sequence[Kernel]) -> str:
-    """A module with one function a kernel, `call_{name}`; index operands become i32 arguments, those in place caches."""
+    """Return a module with a function `call_{name}` for each kernel; index operands are i32 arguments."""
     functions = []
     for kernel in kernels:
         arguments, casts = [], []
@@ -50,10 +52,10 @@ def compile_kernels(kernels: Sequence[Kernel], out: Path, target: str | Target =
 
 
 def runnable(kernels: Sequence[Kernel], target: str, directory: Path, plain: Sequence[Kernel] | None = None) -> Path:
-    """The kernels compiled for `target`, or, where this CPU cannot run that, the same kernels compiled for this CPU.
+    """Compile kernels for `target`, and return a module that this CPU can run.
 
-    The compiler cuts vectors wider than the CPU's and spills what needs more registers: another instruction set's lanes,
-    tiles and edges are computed as there, by other instructions. plain: the kernels without instructions asked for by name.
+    If this CPU cannot run `target`, the kernels, or `plain` (their form without special
+    instructions), are compiled for this CPU too: lanes, tiles and edges stay the same.
     """
     path = compile_kernels(kernels, directory / f"{target}.vmfb", target)
     if missing_features(resolve(target)):
@@ -64,11 +66,15 @@ def runnable(kernels: Sequence[Kernel], target: str, directory: Path, plain: Seq
 @cache
 def _device(driver: str) -> rt.HalDevice:
     rt.flags.parse_flags("--task_topology_group_count=2")
-    return rt.get_driver(driver).create_default_device()
+    return create_hal_driver(driver).create_default_device()
+
+
+# The runtime reports devices that outlive the interpreter as leaks.
+atexit.register(_device.cache_clear)
 
 
 class Runner:
-    """Kernels of one vmfb on one device; `threads` is 1 or 2."""
+    """The kernels of a .vmfb file on a device with 1 or 2 threads."""
 
     def __init__(self, path: Path, threads: int = 1):
         self.device = _device(THREADS[threads])
@@ -76,7 +82,7 @@ class Runner:
         self.modules = rt.load_vm_module(rt.VmModule.mmap(config.vm_instance, str(path)), config)
 
     def __call__(self, kernel: Kernel, /, **operands: np.ndarray | int) -> dict[str, np.ndarray]:
-        """The results of one call by name; caches are copied in, so that the caller's stay as they were."""
+        """Call a kernel and return its results by name; the caller's arrays do not change."""
         given = [operands[name] for name in kernel.operands]
         assert len(given) == len(operands), f"{kernel.name} takes {', '.join(kernel.operands)}"
         given = [a if isinstance(a, int) else rt.asdevicearray(self.device, np.asarray(a, order="C")) for a in given]

@@ -1,4 +1,6 @@
-"""A small module with everything that a printed module can have: parameters, a cache in place, a kernel, scopes."""
+"""A small module with everything that a printed module can have: parameters, a cache in place, a
+kernel, scopes.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,11 @@ def append_kernel() -> Kernel:
 
 
 def small_module(with_kernel: bool) -> Module:
-    """`step(token, pos, cache)`: writes the token's row of a bf16 table to layer 1, sums the cache, multiplies by the table.
+    """`step(token, pos, cache)`: writes the token's row of a bf16 table to layer 1, sums the cache,
+    multiplies by the table.
 
-    With the kernel it is for IREE alone; without, the cache is scaled by 0.1 first and any StableHLO compiler takes it.
+    With the kernel it is for IREE alone; without, the cache is scaled by 0.1 first and any
+    StableHLO compiler takes it.
     """
     module = Module("small")
     table = Param("embed.weight", TensorType((VOCAB, WIDTH), BF16), Source((("embed.weight", "bf16"),), lambda raw: raw))

@@ -1,4 +1,7 @@
-"""Attention kernels against their NumPy definitions: positions at every border, garbage in unused rows, threads, targets."""
+"""Attention kernels against their NumPy definitions.
+
+Cases: positions at every border, garbage in unused rows, threads, targets.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from castiron.emitter.caches import CACHES
-from castiron.emitter.kernels.attention.decode import attention_decode
-from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
+from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_decode
+from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads, rotated
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.scores import Scores
-from castiron.emitter.kernels.writing.isa import AVX2, AVX512, ISAS, NEON
+from castiron.emitter.kernels.mlir.isa import AVX2, AVX512, ISAS, NEON
+from castiron.emitter.kv_cache import CACHES
 from castiron.vmfb.targets import resolve
 from tests.emitter.attention_cases import (
     BATCH,
+    CASES,
     CONTEXT,
     LAYER,
     LAYERS,
@@ -26,7 +32,6 @@ from tests.emitter.attention_cases import (
     check_append,
     close,
     close_keys,
-    drawn,
     fill,
     output_error,
     rounding_of,
@@ -36,28 +41,25 @@ from tests.emitter.attention_cases import (
 )
 from tests.emitter.kernel_runner import Runner, runnable
 
-CASES = drawn(8) + REAL
-# All of a text, and windows of one tile and of several.
-WHOLE = [
+# Complete texts, and windows of one tile and of several.
+BIDIRECTIONAL = [
     Case(4, 2, 20, None),
     Case(3, 1, 64, None, scores={"window": 5}),
     Case(8, 1, 32, None, scores={"window": 60, "softcap": 30.0}),
     Case(2, 2, 48, None, scores={"window": 1}),
 ]
-# Around blocks of rows, the tiles of 48, parts of 32, where splitting begins, inside and past windows, and the last.
+# Around borders of blocks of rows, tiles of 48 and parts of 32, the first split position, windows, and the last position.
 POSITIONS = [0, 1, 7, 8, 16, 23, 24, 25, 33, 41, 47, 48, 49, 64, 97, 144, CONTEXT - 1]
 STARTS = [0, 1, 47, 130]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("attention")
+# The quick suite runs half of f16. q8_0 compiles longest; half of the cases cover what its groups change.
+PARTS = {"f16": CASES[::2], "f16 rest": CASES[1::2], "f32": CASES, "q8_0": CASES[1::2]}
 
 
-@pytest.fixture(scope="module", params=CACHES)
+@pytest.fixture(scope="module", params=PARTS)
 def cases(request):
-    # Bytes compile longest; what their groups make different shows in half of the cases.
-    return stored_as(request.param, CASES[1::2] if request.param == "q8_0" else CASES)
+    return stored_as(request.param.removesuffix(" rest"), PARTS[request.param])
 
 
 def check_decode(runner, case: Case, kernel, position: int) -> None:
@@ -95,33 +97,46 @@ def test_decode_matches_the_definition(directory, threads, cases):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_prefill_matches_the_definition(directory, threads, cases):
+def test_prefill_and_append_match_the_definition(directory, threads, cases):
     runner, kernels = running(cases, "host", threads, directory)
-    for case, (_, _, prefill) in kernels:
-        for start in STARTS:
-            for length in {1, case.tokens // 2, case.tokens}:
+    for case, (_, append, prefill) in kernels:
+        for length in {1, case.tokens // 2, case.tokens}:
+            for start in STARTS:
                 check_prefill(runner, case, prefill, start, length)
+            for start in (0, 47, CONTEXT - case.tokens):
+                check_append(runner, case, append, start, length)
+
+
+def test_the_definition_of_rotary_embedding_is_hfs():
+    rng, T, heads, hd = np.random.default_rng(0), 6, 3, 16
+    x = rng.standard_normal((T, heads, hd))
+    angles = rng.standard_normal((T, hd // 2))
+    cos, sin = np.cos(angles), np.sin(angles)
+    q = torch.from_numpy(x).transpose(0, 1)[None]
+    both = [torch.from_numpy(np.concatenate([t, t], -1))[None] for t in (cos, sin)]
+    want = apply_rotary_pos_emb(q, q, *both)[0][0].transpose(0, 1).numpy()
+    np.testing.assert_allclose(rotated(x, cos, sin, hd), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_whole_text_is_seen_both_ways(directory, threads):
-    """To its end or as far as the window, from the first block of keys on."""
-    found = [replace(case, tokens=112, scores=case.scores | {"bidirectional": True}) for case in WHOLE]
+def test_bidirectional_attention_matches_the_definition(directory, threads):
+    """It reads keys up to the end of the text or of the window, from the first block of keys on."""
+    found = [replace(case, tokens=112, scores=case.scores | {"bidirectional": True}) for case in BIDIRECTIONAL]
     kernels = {case: case.prefill(ISAS[resolve("host").isa]) for case in found}
-    place = directory / "whole"
-    place.mkdir(exist_ok=True)
-    runner = Runner(runnable(list(kernels.values()), "host", place), threads)
+    folder = directory / "bidirectional"
+    folder.mkdir(exist_ok=True)
+    runner = Runner(runnable(list(kernels.values()), "host", folder), threads)
     for case, kernel in kernels.items():
         for length in (1, 16, 49, 111, 112):
             check_prefill(runner, case, kernel, 0, length)
 
 
-def test_split_parts_are_joined_whichever_thread_comes_last(directory, cases):
-    """Many calls on two threads with the counters handed on: every one gives the same as one thread."""
+def test_split_parts_are_joined_by_any_thread(directory, cases):
+    """Many calls on two threads, which pass the counters on, give the result of one thread."""
     one, kernels = running(cases, "host", 1, directory)
     two, _ = running(cases, "host", 2, directory)
     for case, (decode, _, _) in kernels:
-        # Short sequences after long ones: their parts are done before those are.
+        # Short sequences come after long ones, and their parts finish first.
         for kernel, position in (decode, CONTEXT - 1), (case.decode(ISAS[resolve("host").isa], BATCH), [199, 33, 199, 33, 100]):
             operands = fill(np.random.default_rng(case.seed), kernel, CONTEXT, position=position)
             want = one(kernel, **operands)["out"]
@@ -132,8 +147,8 @@ def test_split_parts_are_joined_whichever_thread_comes_last(directory, cases):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_batch_gives_every_sequence_the_bits_it_gets_alone(directory, threads, cases):
-    """Sequences at positions of their own, split and not; idle ones leave their caches alone and are zero."""
+def test_a_batch_gives_every_sequence_the_bits_of_its_own_call(directory, threads, cases):
+    """Sequences have different positions, split and not; idle ones get zeros and unchanged caches."""
     runner, kernels = running(cases, "host", threads, directory)
     positions = [CONTEXT - 1, 33, -1, 0, 144]
     for case, (decode, _, _) in kernels:
@@ -150,20 +165,20 @@ def test_a_batch_gives_every_sequence_the_bits_it_gets_alone(directory, threads,
                 own = {"qkv": operands["qkv"][i : i + 1], "position": np.int32(position), "counters": counters, **before}
                 want = runner(decode, **{**operands, **own})
                 if min(position, case.scores.get("window") or CONTEXT) > 24:
-                    # Scratch of its own, of which the first part is always written.
+                    # Every sequence has its own scratch, whose first part is always written.
                     shape, share = (-1, case.heads, case.splits, case.head_dim), case.head_dim + 2
                     parts = [x["parts"][: x["parts"].size // share * case.head_dim] for x in (together, want)]
                     values, first = (part.reshape(shape) for part in parts)
                     assert np.array_equal(values[i, :, 0], first[0, :, 0]), batch.name
-                alone = decode.reference(**{**operands, **own})
-                close(batch.name, defined["out"][mine["out"]], alone["out"], 0.0)
+                single = decode.reference(**{**operands, **own})
+                close(batch.name, defined["out"][mine["out"]], single["out"], 0.0)
             for name, part in mine.items():
                 assert np.array_equal(together[name][part], want[name]), f"{batch.name}, sequence {i} at {position}: {name}"
         assert not together["counters"].any(), f"{batch.name}: the counters are not zero again"
 
 
 def test_every_sequence_of_a_batch_counts_its_own_parts(directory, cases):
-    """Parts that are never complete leave counts behind, in the counters of their sequence alone."""
+    """Parts that never complete change only the counters of their sequence."""
     runner, kernels = running(cases, "host", 1, directory)
     for case, _ in kernels:
         if (case.scores.get("window") or CONTEXT) <= 24:
@@ -180,28 +195,28 @@ def test_every_sequence_of_a_batch_counts_its_own_parts(directory, cases):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_ring_gives_the_bits_of_rows_of_every_position(directory, cache):
-    """However often it has turned: decode, a batch, append and prefill, whose rows of garbage are NaN."""
+def test_a_ring_gives_the_bits_of_a_cache_of_every_position(directory, cache):
+    """Decode, a batch, append and prefill, for any number of turns, with NaN in unused rows."""
     slides = [replace(REAL[2], cache=cache), Case(6, 2, 32, 16, {}, {"window": 40, "sinks": True}, 5, splits=2, cache=cache)]
     rings = [replace(case, ring=case.scores["window"] + case.tokens) for case in slides]
-    (place := directory / "rings").mkdir(exist_ok=True)
-    runner, found = running(slides + rings, "host", 2, place)
+    (folder := directory / "rings").mkdir(exist_ok=True)
+    runner, found = running(slides + rings, "host", 2, folder)
     kernels, isa = dict(found), ISAS[resolve("host").isa]
 
     def same(plain, ringed, operands: dict, ends: list[tuple[int, int]], ring: int) -> None:
-        """ends: of each sequence where it ends before the call and after it."""
-        held = [name for name in ("k_cache", "v_cache") if name in operands]
+        """ends: of each sequence, its length before and after the call."""
+        cached = [name for name in ("k_cache", "v_cache") if name in operands]
 
         def taken(caches: np.ndarray, after: bool) -> np.ndarray:
             return np.concatenate([turned(x, end[after], ring) for x, end in zip(np.split(caches, len(ends)), ends)])
 
-        before = {name: taken(operands[name], False) for name in held}
+        before = {name: taken(operands[name], False) for name in cached}
         want, got = runner(plain, **operands), runner(ringed, **{**operands, **before})
-        for name in set(held) & set(want):
+        for name in set(cached) & set(want):
             own = np.arange(len(before[name])) % LAYERS == LAYER
             want[name] = np.where(own.reshape(-1, *[1] * (before[name].ndim - 1)), taken(want[name], True), before[name])
         for name in set(want) - {"parts"}:
-            assert np.array_equal(want[name], got[name], equal_nan=name in held), f"{ringed.name} to {ends}: {name}"
+            assert np.array_equal(want[name], got[name], equal_nan=name in cached), f"{ringed.name} to {ends}: {name}"
 
     for case, ring in zip(slides, rings, strict=True):
         for position in POSITIONS:
@@ -217,42 +232,13 @@ def test_a_ring_gives_the_bits_of_rows_of_every_position(directory, cache):
                 same(kernels[case][i], kernels[ring][i], operands, [(before, start + length)], ring.ring)
 
 
-def test_token_by_token_equals_a_chunk(directory, cases):
-    """Decode's chain and append with prefill write the same caches and give the same outputs."""
-    runner, kernels = running(cases, "host", 2, directory)
-    for case, (decode, append, prefill) in kernels:
-        start = 30
-        chunk = fill(np.random.default_rng(case.seed), append, start, start=start, length=case.tokens)
-        appended = runner(append, **chunk)
-        chunk |= {name: fill(np.random.default_rng(case.seed), prefill, 0)[name] for name in case.how.operands(case.heads)}
-        shared = {name: chunk[name] for name in ("start", "length", "layer", *case.how.operands(case.heads))}
-        out = runner(prefill, **shared, **appended)["out"]
-        step = {name: value for name, value in chunk.items() if name in decode.operands}
-        step["counters"] = np.zeros(decode.tensors["counters"].shape, np.int32)
-        q, own, _ = prepared_heads(case.layout, chunk["qkv"], start + np.arange(case.tokens), chunk)
-        rounding = rounding_of(case, own, 16 * UNIT * float(np.abs(own).max()))
-        for t in range(case.tokens):
-            step |= {"qkv": chunk["qkv"][t : t + 1], "position": np.int32(start + t)}
-            got = runner(decode, **step)
-            step |= {name: got[name] for name in ("k_cache", "v_cache")}
-            k, v = (case.rows.values(appended[cache][LAYER, : start + t + 1]) for cache in ("k_cache", "v_cache"))
-            limit = 2 * output_error(case, q[t : t + 1], k, v, rounding)
-            close(f"{decode.name}, token {t}", got["out"], out[t : t + 1], limit)
-        rows = slice(start, start + case.tokens)
-        for way in (step, appended):
-            close_keys(decode.name, case, way["k_cache"][LAYER, rows], own, 16 * UNIT * float(np.abs(own).max()))
-        step["k_cache"][LAYER, rows] = appended["k_cache"][LAYER, rows]
-        close(f"{decode.name}, other keys", step["k_cache"], appended["k_cache"], 0.0)
-        assert np.array_equal(step["v_cache"], appended["v_cache"], equal_nan=True)
-
-
-def test_scores_far_apart_and_far_from_the_first(directory, cases):
-    """References rise: scores that grow past e^88 of the first one, and weights that vanish, are neither inf nor NaN."""
+def test_scores_that_grow_and_weights_that_vanish_stay_finite(directory, cases):
+    """Scores rise by more than 88, where e^x of their difference overflows f32."""
     runner, kernels = running(cases, "host", 2, directory)
     for case, (decode, _, prefill) in kernels:
         if case.scores or case.rope or case.options.get("qk_norm"):
             continue
-        # In one part, which has the token itself before the scores that rise, and in several.
+        # In one part, in which the token itself comes before the rising scores, and in several parts.
         for position in (20, 100):
             operands = fill(np.random.default_rng(1), decode, position, position=position)
             operands["qkv"][:] = 1.0
@@ -266,7 +252,7 @@ def test_scores_far_apart_and_far_from_the_first(directory, cases):
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
-def test_other_targets_compile_and_their_kernels_match_the_definition(directory, target, cache):
+def test_kernels_match_the_definition(directory, target, cache):
     runner, kernels = running(stored_as(cache, [REAL[0], REAL[2], REAL[-1]]), target, 2, directory)
     for case, (decode, append, prefill) in kernels:
         check_decode(runner, case, decode, 100)
@@ -276,8 +262,8 @@ def test_other_targets_compile_and_their_kernels_match_the_definition(directory,
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_threads_take_workgroups_of_a_chunk_one_by_one(threads):
-    """From 8 a thread on IREE hands out 8 at a time, and the longest tiles would all fall to one thread."""
+def test_a_chunk_has_fewer_than_8_workgroups_for_each_thread(threads):
+    """With more, IREE gives 8 at a time to a thread, and one thread would get all of the longest tiles."""
     for tokens in (8, 32, 128, 512):
         kernel = attention_prefill(1, 512, tokens, HeadLayout(9, 3, 64, 64), Scores(0.125), isa=AVX512, threads=threads)
         (workgroups,) = re.findall(r"workgroups\(\).*?constant (\d+) : index", kernel.text, re.DOTALL)
@@ -292,7 +278,7 @@ def test_work_follows_the_position():
     assert windowed.work(4000) == windowed.work(99)
 
 
-def test_half_the_bytes_of_a_position_are_half_the_reading():
+def test_bytes_of_a_call_follow_the_storage_of_the_cache():
     per_position = []
     for cache in CACHES:
         for kernel in (case.decode(AVX2) for case in stored_as(cache, REAL[:1])):
@@ -310,16 +296,16 @@ def test_text_differs_where_names_differ():
     assert len(set(texts.values())) == len(texts)
 
 
-def test_wrong_shapes_are_refused_in_a_sentence():
+def test_rejects_wrong_shapes():
     with pytest.raises(ValueError, match="10 heads cannot share 3 kv heads evenly"):
         HeadLayout(10, 3, 64, 64)
     with pytest.raises(ValueError, match="rotary_dim must be even and within 2..64, got 65"):
         HeadLayout(9, 3, 64, 65)
     layout = HeadLayout(9, 3, 64, 64)
     for splits in (3, 1):
-        with pytest.raises(ValueError, match=f"power of two above 1 as splits, got {splits}"):
+        with pytest.raises(ValueError, match=f"power of two above 1 as splits: {splits};"):
             attention_decode(1, 64, layout, Scores(1.0), isa=AVX2, splits=splits)
-    with pytest.raises(ValueError, match="layers .7. that 2 sequences share evenly"):
-        attention_decode(7, 64, layout, Scores(1.0), isa=AVX2, batch=2)
-    with pytest.raises(ValueError, match="71 heads of 64 in .* bytes of a workgroup's stack"):
+    with pytest.raises(ValueError, match="7 layers are not a multiple of 2 sequences"):
+        attention_decode(7, 64, layout, Scores(1.0), DecodeTokens("batch", 2), isa=AVX2)
+    with pytest.raises(ValueError, match="needs .* bytes for 71 heads of 64; the limit is"):
         attention_decode(1, 64, HeadLayout(71, 1, 64, 64), Scores(1.0), isa=AVX2)

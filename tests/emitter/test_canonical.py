@@ -1,4 +1,4 @@
-"""Canonical kernels: what a token gets has the same bits in every kernel, on every vector unit, alone or with others."""
+"""Canonical numerics: a token's row has the same bits in every kernel, on every vector unit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.kernels.attention.decode import attention_decode
+from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_decode
 from castiron.emitter.kernels.attention.rope_append import rope_append
-from castiron.emitter.kernels.group_sums import group_sums
+from castiron.emitter.kernels.matmul.prepared_x import group_sums
+from castiron.emitter.kernels.matmul.selection import kernel_of, numerics_of
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import Body
+from castiron.emitter.kernels.mlir.isa import AVX2, AVX512, NEON, Isa
+from castiron.emitter.kernels.mlir.vector_math import lane_sums
 from castiron.emitter.kernels.norm import norm
-from castiron.emitter.kernels.products.choosing import kernel_of, numerics_of
-from castiron.emitter.kernels.products.product import Product
-from castiron.emitter.kernels.writing.body import Body
-from castiron.emitter.kernels.writing.isa import AVX2, AVX512, NEON, Isa
-from castiron.emitter.kernels.writing.vectors import lane_sums
-from castiron.vmfb.targets import missing_features, resolve
 from tests.emitter.attention_cases import CONTEXT, LAYER, LAYERS, fill
 from tests.emitter.attention_cases import Case as AttentionCase
 from tests.emitter.kernel_runner import Runner, compile_kernels
@@ -25,9 +24,9 @@ from tests.emitter.linear_cases import Case, allowed_error
 
 UNITS = {isa.name: isa.in_canonical_form for isa in (AVX512, AVX2, NEON)}
 TOKENS, IN, OUT = 21, 512, 40
-# A codec of each kind of sums: floats, minima, offsets, neither, groups with scales of their own, a table.
+# Codecs of each kind of sums: floats, minima, offsets, neither, groups with scales, a table.
 CODECS = {"avx512": ("bf16", "q4_1", "q8_0", "q6_k", "q4_k", "iq4_xs"), "avx2": ("q4_1", "q6_k"), "neon": ("bf16", "q4_k")}
-# Heads that share keys; a window, and norms of heads; norms of rows, a soft cap, and rows of bytes.
+# Heads that share keys; a window and norms of heads; norms of rows, a soft cap and a q8_0 cache.
 ATTENTION = [
     AttentionCase(9, 3, 64, 64, splits=4, tokens=6),
     AttentionCase(4, 1, 64, 64, {"qk_norm": 1e-3}, {"window": 64}, splits=2, tokens=6),
@@ -36,7 +35,7 @@ ATTENTION = [
 
 
 class Sums:
-    """A stand-in for `Body` whose vectors are lists of expressions, written so that equal ones are the same sum."""
+    """A stand-in for `Body` whose vectors are lists of expressions; equal expressions are equal sums."""
 
     def addf(self, a, b):
         return Lanes(f"({'+'.join(sorted(pair))})" for pair in zip(a, b, strict=True))
@@ -47,21 +46,21 @@ class Sums:
 
 class Lanes(list):
     @property
-    def type(self) -> str:
-        return f"vector<{len(self)}xf32>"
+    def width(self) -> int:
+        return len(self)
 
 
 @pytest.mark.parametrize("width", [4, 8, 16])
-def test_lanes_are_added_in_one_order_however_many_vectors_there_are(width):
+def test_the_order_of_lane_sums_does_not_depend_on_the_number_of_vectors(width):
     vector = lambda n: Lanes(f"{lane:02d}of{n}" for lane in range(width))
-    (alone,) = lane_sums(Sums(), [vector(0)])
+    (single,) = lane_sums(Sums(), [vector(0)])
     for count in (2, 4, 8, 16)[: width.bit_length() - 1]:
         found = lane_sums(Sums(), [vector(n) for n in range(count)])
-        assert found == [alone.replace("of0", f"of{n}") for n in range(count)]
+        assert found == [single.replace("of0", f"of{n}") for n in range(count)]
 
 
-def test_a_product_is_kept_from_the_sum_behind_it():
-    """Only there: other kernels leave the compiler its way."""
+def test_no_multiplication_is_fused_with_a_sum():
+    """In canonical kernels; the compiler may fuse them in others."""
     for isa, fenced in ((AVX2, False), (AVX2.in_canonical_form, True)):
         text = norm("rms_norm", 3, 64, 1e-5, isa=isa).text
         assert text.count("llvm.arithmetic.fence") == (text.count("arith.mulf") if fenced else 0)
@@ -69,42 +68,37 @@ def test_a_product_is_kept_from_the_sum_behind_it():
     assert "fence" not in Body().text()
 
 
-def products(codec: str, tokens: int, isa: Isa, **options) -> Product:
-    product = Product(codec, tokens, OUT, IN, **options)
-    return replace(product, numerics=numerics_of(product, isa, False))
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("canonical")
+def matmul_of(codec: str, tokens: int, isa: Isa, **options) -> Matmul:
+    matmul = Matmul(codec, tokens, OUT, IN, **options)
+    return replace(matmul, numerics=numerics_of(matmul, isa, False))
 
 
 def rows_of(runner: Runner, codec: str, isa: Isa, **options) -> dict[int, np.ndarray]:
-    """The same rows of x through the same weight, one at a time, three at a time, and all in one call."""
-    case = Case(products(codec, TOKENS, isa, **options))
-    given = Case(Product(codec, TOKENS, OUT, IN, **options)).arguments()
+    """Return the rows of x times a weight, computed one, three and all at a time."""
+    case = Case(matmul_of(codec, TOKENS, isa, **options))
+    given = Case(Matmul(codec, TOKENS, OUT, IN, **options)).arguments()
     found = {}
     for tokens in (1, 3, TOKENS):
-        product = products(codec, tokens, isa, **options)
-        kernel, parts = kernel_of(product, isa), []
+        matmul = matmul_of(codec, tokens, isa, **options)
+        kernel, parts = kernel_of(matmul, isa), []
         for first in range(0, TOKENS, tokens):
             own = {**given, "x": given["x"][first : first + tokens]}
-            if product.summed_groups:
+            if matmul.summed_groups:
                 own["x_sums"] = runner(group_sums(tokens, IN, codec_of(codec), isa=isa), x=own["x"])["sums"]
             parts.append(runner(kernel, **own)["y"])
         found[tokens] = np.concatenate(parts)
-    want = case.product.define(**given)["y"]
+    want = case.matmul.define(**given)["y"]
     assert (np.abs(found[TOKENS] - want) <= allowed_error(case, given, want)).all(), case
     return found
 
 
 def kernels_of(codec: str, isa: Isa, **options) -> list:
-    made = [kernel_of(products(codec, tokens, isa, **options), isa) for tokens in (1, 3, TOKENS)]
+    made = [kernel_of(matmul_of(codec, tokens, isa, **options), isa) for tokens in (1, 3, TOKENS)]
     return made + ([group_sums(TOKENS, IN, codec_of(codec), isa=isa)] if codec_of(codec).summed else [])
 
 
-def test_a_row_of_a_product_has_the_same_bits_in_every_kernel(directory):
-    """Alone, with few and with many, for codecs of every kind; and on every vector unit."""
+def test_a_row_of_a_matmul_has_the_same_bits_in_every_kernel(directory):
+    """One token, few and many, for codecs of every kind, on every vector unit."""
     seen: dict[str, np.ndarray] = {}
     for unit, codecs in CODECS.items():
         isa = UNITS[unit]
@@ -117,27 +111,15 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_kernel(directory):
             assert found[1].tobytes() == seen.setdefault(codec, found[1]).tobytes(), f"{codec} on {unit}"
 
 
-def test_two_compilers_targets_give_the_same_bits(directory):
-    """The form for AVX2 compiled for AVX2, and the one for AVX-512 compiled for this CPU, whatever it has."""
-    found = {}
-    for unit, target in (("avx2", "x86-64-v3"), ("avx512", "host")):
-        if missing_features(resolve(target)):
-            target = "host"
-        isa, path = UNITS[unit], directory / f"{unit}-{target}.vmfb"
-        runner = Runner(compile_kernels(kernels_of("q4_1", isa, glu="silu"), path, target), 2)
-        found[unit] = rows_of(runner, "q4_1", isa, glu="silu")
-    for tokens, rows in found["avx2"].items():
-        assert rows.tobytes() == found["avx512"][tokens].tobytes()
-
-
 def attention(case: AttentionCase, isa: Isa, chunk: int | None) -> object:
     options = {"splits": 4, "split_from": 24, "cache": case.rows}
-    return attention_decode(LAYERS, CONTEXT, case.layout, case.how, isa=isa, chunk=chunk, **options)
+    tokens = DecodeTokens() if chunk is None else DecodeTokens("chunk", chunk)
+    return attention_decode(LAYERS, CONTEXT, case.layout, case.how, tokens, isa=isa, **options)
 
 
 @pytest.fixture(scope="module")
 def attending(directory):
-    """The kernels of each vector unit and case, and a module that has them all."""
+    """Return the kernels of each vector unit and case, and a module with all of them."""
     kernels = {}
     for unit in ("avx512", "avx2"):
         for case in ATTENTION:
@@ -149,8 +131,8 @@ def attending(directory):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(attending, threads):
-    """Before and past where contexts are split, on two vector units; rows of padding are zero."""
+def test_attention_of_a_chunk_has_the_bits_of_single_tokens(attending, threads):
+    """Before and after the first split position, on two vector units; rows of padding are zero."""
     kernels, path = attending
     runner = Runner(path, threads)
     seen: dict[tuple, bytes] = {}
@@ -171,7 +153,7 @@ def test_attention_of_a_chunk_has_the_bits_of_its_tokens_alone(attending, thread
                 at = {**given, "qkv": given["qkv"][t : t + 1], "position": np.int32(start + t), "layer": LAYER}
                 at |= {n: appended[n] for n in ("k_cache", "v_cache")}
                 at |= {"counters": np.zeros(one.tensors["counters"].shape, np.int32)}
-                alone = runner(one, **{n: at[n] for n in one.operands})["out"]
-                assert got[t].tobytes() == alone.tobytes(), f"{chunk.name}: token {t} from {start}"
+                single = runner(one, **{n: at[n] for n in one.operands})["out"]
+                assert got[t].tobytes() == single.tobytes(), f"{chunk.name}: token {t} from {start}"
             key = (case, start)
             assert got.tobytes() == seen.setdefault(key, got.tobytes()), f"{unit} at {start}"

@@ -1,4 +1,4 @@
-"""The codecs against the `gguf` package, which is the judge of what a stored row means."""
+"""Dequantisation against the `gguf` package."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ BLOCKED = [name for name, codec in CODECS.items() if codec.quantised]
 
 
 def rows_of(codec: str, rows: int, blocks: int, seed: int) -> np.ndarray:
-    """Any bytes are a row: scales may be huge, negative, infinite or not a number."""
+    """Return rows of random bytes: scales may be huge, negative, infinite or NaN."""
     shape = (rows, blocks * CODECS[codec].block_bytes)
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
@@ -31,14 +31,14 @@ def test_dequantise_is_bit_equal_to_gguf(codec, rows, blocks, seed):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_table_agrees_with_ggml_sizes(codec):
+def test_block_sizes_are_those_of_ggml(codec):
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[codec.upper()]]
     assert (CODECS[codec].block, CODECS[codec].block_bytes) == (block, size)
     assert row_bytes(codec, 3 * block) == 3 * size
 
 
 @pytest.mark.parametrize("codec", BLOCKED)
-def test_partial_blocks_are_refused(codec):
+def test_rejects_partial_blocks(codec):
     with pytest.raises(ValueError, match=f"{codec} row has .*multiple of"):
         row_bytes(codec, CODECS[codec].block + 1)
     with pytest.raises(ValueError, match=f"{codec} row has .*multiple of"):
@@ -46,21 +46,21 @@ def test_partial_blocks_are_refused(codec):
 
 
 def test_unknown_codec_names_the_known_ones():
-    with pytest.raises(ValueError, match="'q1_k' is unknown: use one of f32, f16, .*q6_k"):
+    with pytest.raises(ValueError, match="'q1_k' is unknown; use one of f32, f16, .*q6_k"):
         row_bytes("q1_k", 256)
 
 
 def test_dequantise_takes_strided_rows_and_leading_axes():
     raw = rows_of("q4_0", 8, 6, 0)
     with np.errstate(all="ignore"):
-        whole = dequantise("q4_0", raw)
-        np.testing.assert_array_equal(dequantise("q4_0", raw[::2]), whole[::2])
-        np.testing.assert_array_equal(dequantise("q4_0", raw.reshape(2, 4, -1)), whole.reshape(2, 4, -1))
+        all_rows = dequantise("q4_0", raw)
+        np.testing.assert_array_equal(dequantise("q4_0", raw[::2]), all_rows[::2])
+        np.testing.assert_array_equal(dequantise("q4_0", raw.reshape(2, 4, -1)), all_rows.reshape(2, 4, -1))
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_finite_is_what_stands_for_finite_numbers(name):
-    """By each two bytes of a block in turn: the few that are looked at are those that can make an infinity, or what is no number."""
+def test_finds_blocks_with_infinities_or_nan(name):
+    """Every two bytes of a block in turn: `are_finite` reads only those that can make one."""
     for at in range(max(CODECS[name].block_bytes - 1, 1)):
         for pair in (0x7F, 0xFF), (0xFF, 0x7F), (0xFF, 0x7B), (0, 0xFC):
             raw = np.full((2, CODECS[name].block_bytes), 0x77, np.uint8)

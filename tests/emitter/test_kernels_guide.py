@@ -1,4 +1,4 @@
-"""The guide to the kernels: what it shows is what the code does, and the change of layout that it makes is right."""
+"""The guide to the kernels: its examples, its MLIR, its commands, and its change of the layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from castiron.pipelines import cli
+from castiron.pipelines.cli import main as cli
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.cache import cache_folder
 
@@ -28,14 +28,14 @@ def blocks(language: str) -> list[str]:
     return [textwrap.dedent(text) for _, text in found]
 
 
-def test_the_facts_are_those_of_the_code():
+def test_the_python_examples_are_correct():
     test = doctest.DocTestParser().get_doctest("\n".join(blocks("python")), {}, "docs/kernels.md", None, 0)
     assert len(test.examples) > 10
     assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def test_the_mlir_is_what_is_printed(capsys):
-    """In this order, and without a gap but where the guide says `...`."""
+def test_the_mlir_is_that_of_the_command(capsys):
+    """Lines have the same order, and lines are left out only at `...`."""
     (shown,) = blocks("mlir")
     (command,) = re.findall(r"`castiron (emit .*--isa avx2.*?)` prints", GUIDE)
     assert cli.main(shlex.split(command)) == 0
@@ -47,14 +47,14 @@ def test_the_mlir_is_what_is_printed(capsys):
         at = printed.index(f"{piece}\n", at)
 
 
-def test_what_the_guide_names_is_there():
+def test_files_and_names_in_the_guide_exist():
     named = re.findall(r"`((?:emitter|pipelines|tests)/[\w./]+)`", GUIDE)
     assert len(named) > 20
     for path in named:
         assert (ROOT / path).exists(), path
-    for room, cell in re.findall(r"^\| `(emitter/[\w/]+)` \| (.*) \|$", GUIDE, re.MULTILINE):
+    for folder, cell in re.findall(r"^\| `(emitter/[\w/]+)` \| (.*) \|$", GUIDE, re.MULTILINE):
         for file in re.findall(r"`(\w+\.py)`", cell):
-            assert (ROOT / room / file).is_file(), f"{room}/{file}"
+            assert (ROOT / folder / file).is_file(), f"{folder}/{file}"
     sources = "".join(path.read_text() for path in (ROOT / "emitter").rglob("*.py"))
     for name in re.findall(r"`(?:[A-Z]\w+\.)?(_?[A-Za-z]\w+)`", GUIDE):
         assert re.search(rf"\b{name}\b", sources), name
@@ -63,11 +63,11 @@ def test_what_the_guide_names_is_there():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_guide_work(tmp_path):
-    """All in one folder, one after another, with a small model by the name of the one that the guide has."""
+    """They run in one folder, in order, with a small model in place of the guide's."""
     model = tiny_model("llama", tmp_path / "models" / MODEL, num_hidden_layers=4)
     lines = [line for block in blocks("sh") for line in block.replace("\\\n", " ").splitlines()]
     assert sum(line.startswith("castiron ") for line in lines) >= 6
-    # What tune finds is this test's own; what iree-compile makes is for all.
+    # Share iree-compile's results with other tests, but not the tiles that `tune` finds.
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "compile").symlink_to(cache_folder("compile"))
     environment = {
@@ -86,8 +86,8 @@ def test_the_commands_of_the_guide_work(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_change_of_the_guide_is_right_and_the_golden_text_tells(tmp_path):
-    """Made in a copy: the tests that the guide names pass, and those of the text see it."""
+def test_the_change_in_the_guide_is_correct_and_changes_the_golden_text(tmp_path):
+    """In a copy of castiron with the change, the tests that the guide names pass."""
     for folder in ("castiron", "emitter", "pipelines", "vmfb", "reference", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -106,5 +106,5 @@ def test_the_change_of_the_guide_is_right_and_the_golden_text_tells(tmp_path):
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
 
     assert status("tests/emitter/test_packing.py") == 0
-    assert status("tests/emitter/test_gemv.py", "-k", "host_matches") == 0
+    assert status("tests/emitter/test_matmul_kernels.py", "-k", "host_matches and gemv") == 0
     assert status("tests/emitter/test_golden.py", "-k", "golden_one and gemv") == 1

@@ -1,4 +1,4 @@
-"""The two lowerings of one graph: equal numbers, and the fusions that the kernels lowering promises."""
+"""The two lowerings of one graph give equal numbers, and `kernels` fuses what its docs promise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from castiron.emitter.caches import CACHES
 from castiron.emitter.codecs import CODECS, row_bytes
 from castiron.emitter.ir import current_function
+from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.layers import route
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import build
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def raw_weight(name: str, codec: str, rows: int, inner: int) -> np.ndarray:
-    """Random stored bytes of a codec; the scales are sane half floats."""
+    """Return random rows of a codec whose values are large enough that every layer matters."""
     random = np.random.default_rng(sum(map(ord, name)))
     if not CODECS[codec].quantised:
         values = random.standard_normal((rows, inner)).astype(np.float32) * 0.2
@@ -64,25 +64,28 @@ def mixed(name: str) -> str:
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "q4_0", "q4_1", "q5_0", "q8_0"])
-@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, MIXTRAL],
+    ids=["plain", "biases", "tied", "experts"],
+)
 def test_both_lowerings_compute_the_same(codec, overrides):
     compare_lowerings({**CONFIG, **overrides}, lambda name: codec)
 
 
+def test_both_lowerings_compute_the_same_with_mixed_codecs():
+    compare_lowerings({**CONFIG, **MIXTRAL}, mixed)
+
+
 @pytest.mark.parametrize("cache, limit", [("f16", 2.0**-10), ("q8_0", 2.0**-7)])
-@pytest.mark.parametrize("overrides", [{}, {"num_attention_heads": 2}])
-def test_both_lowerings_round_what_a_cache_holds(overrides, cache, limit):
-    """A key beside the middle of two numbers that it holds may be rounded to either."""
-    compare_lowerings({**CONFIG, **overrides}, lambda name: "f32", cache, limit)
-
-
-@pytest.mark.parametrize("codec", [lambda name: "f16", lambda name: "q4_1", mixed], ids=["f16", "q4_1", "mixed"])
-def test_both_lowerings_compute_the_same_experts(codec):
-    compare_lowerings({**CONFIG, **MIXTRAL}, codec)
+@pytest.mark.parametrize("heads", [4, 2])
+def test_both_lowerings_round_cached_rows_alike(heads, cache, limit):
+    """A key next to the middle of two stored numbers may be rounded to either."""
+    compare_lowerings({**CONFIG, "num_attention_heads": heads}, lambda name: "f32", cache, limit)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_of_experts_as_likely_the_lower_numbers_are_chosen(lowering):
+def test_a_tie_of_experts_goes_to_the_lower_index(lowering):
     logits = np.array([[1, 3, 3, 0, 3], [2, 2, 2, 2, 2], [0, 1, 0, 1, 0]], np.float32)
     module = ModelModule("alone", lambda name: "f32")
     with module.function("route", logits=TensorType(logits.shape, F32)) as (given,):
@@ -94,18 +97,19 @@ def test_of_experts_as_likely_the_lower_numbers_are_chosen(lowering):
 
 
 def compare_lowerings(config, codec, cache="f32", limit=2e-5):
+    """Check logits, argmax and caches of a prefill and a decode step through both lowerings."""
     model = build(config, codec, CONTEXT, [WIDTH], cache=cache)
     results = {}
     for lowering in ("portable", "kernels"):
         module = lower(model, lowering)
         params = params_of(module, model)
         state = model.functions["decode_step"].states[0]
-        k = v = np.zeros(state.shape, state.dtype.numpy)
+        k = v = np.zeros(state.shape, CACHES[cache].dtype.numpy)
         tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
         _, first, k, v = interpreter.run(module, "prefill_8", [tokens, np.int32(0), np.int32(6), k, v], params)
         best, second, k, v = interpreter.run(module, "decode_step", [np.int32(7), np.int32(6), k, v], params)
-        held = (CACHES[cache].values(rows[:, :7]) for rows in (k, v))
-        results[lowering] = first, second, *held, best
+        cached = (CACHES[cache].values(rows[:, :7]) for rows in (k, v))
+        results[lowering] = first, second, *cached, best
     for portable, kernels in zip(results["portable"], results["kernels"]):
         assert kernels.dtype == portable.dtype
         np.testing.assert_allclose(kernels, portable, atol=limit * max(1.0, np.abs(portable).max()))
@@ -117,7 +121,7 @@ def kernels_of(model: ModelModule, function: str) -> Counter:
 
 
 def test_a_decoded_layer_is_five_dispatches():
-    """Norm and q, k, v; attention with rotary embedding and append; output and residual; GLU; down and residual."""
+    """Norm with qkv, attention with rope and append, output with residual, GLU, down with residual."""
     counts = kernels_of(build(CONFIG, lambda name: "q4_1", CONTEXT, []), "decode_step")
     assert counts.pop("parameter") and counts == {
         **{"gemv": 4 * 2 + 1, "attention": 2, "embed": 1, "argmax": 1},
@@ -125,16 +129,15 @@ def test_a_decoded_layer_is_five_dispatches():
     }
 
 
-def test_mixed_codecs_split_what_cannot_be_stacked():
+def test_projections_with_different_codecs_are_not_stacked():
     codec = lambda name: "q8_0" if "v_proj" in name else "q4_1"
     counts = kernels_of(build(CONFIG, codec, CONTEXT, []), "decode_step")
     assert counts["gemv"] == 5 * 2 + 1 and counts["concatenate"] == 2
 
 
-def test_experts_are_two_dispatches_however_many_there_are():
-    """Gate and up of all chosen experts, and down; three where gate and up differ in codec."""
-    counts = kernels_of(build({**CONFIG, **MIXTRAL}, lambda name: "q4_1", CONTEXT, []), "decode_step")
-    # q, k, v; output; router; experts
+def test_all_experts_are_two_dispatches():
+    """Gate with up, and down; gate and up are two dispatches if their codecs differ."""
+    # qkv, output, router, experts
     for codec, experts in (lambda name: "q4_1", 2), (mixed, 3):
         counts = kernels_of(build({**CONFIG, **MIXTRAL}, codec, CONTEXT, []), "decode_step")
         assert counts["gemv"] == (3 + (codec is mixed) + experts) * 2 + 1 and "dot_general" not in counts
@@ -147,33 +150,25 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("function", ["decode_step", "prefill_8", "verify_4", "decode_batch_3"])
-def test_a_delta_net_is_a_product_a_convolution_the_rule_and_a_product_however_many_tokens(function):
-    """What stands in one row is stacked, and read where it stands: nothing is cut out or put together."""
+def test_a_delta_net_is_four_kernels_in_every_function(function):
+    """Kernels read their columns of stacked projections, without slices or concatenations."""
     counts = kernels_of(build({**CONFIG, **RECURRENT}, lambda name: "q4_1", CONTEXT, [WIDTH], [4], [3]), function)
     assert counts["causal"] == counts["gated"] == 2 and counts["gemv"] + counts["few"] == 2 * 4 + 1
     assert not counts.keys() & {"slice", "concatenate", "multiply", "logistic", "dynamic_update_slice"}
 
 
-def test_unknown_lowerings_and_instruction_sets_are_refused():
+def test_rejects_unknown_lowerings_and_instruction_sets():
     model = build(CONFIG, lambda name: "f32", CONTEXT, [])
     with pytest.raises(EmitError, match="'fast'.*kernels, portable"):
         lower(model, "fast")
     with pytest.raises(EmitError, match="'sse2'.*avx2"):
         lower(model, "kernels", "sse2")
-    with pytest.raises(EmitError, match="numerics 'rough' is not one of exact"):
+    with pytest.raises(EmitError, match="unknown numerics: 'rough'; use one of exact"):
         lower(model, numerics="rough")
 
 
-def test_numerics_reach_every_product():
-    """What is asked of a lowering is what its kernels say of themselves."""
-    asked = lower(build({**CONFIG, **MIXTRAL}, lambda name: "q4_1", CONTEXT, [8], (4,), (3,)), numerics="exact")
-    kernels = [op.attrs["kernel"] for f in asked.functions.values() for op in f.ops if op.kind == "kernel"]
-    products = [kernel.product for kernel in kernels if kernel.product]
-    assert len(products) > 20 and {product.numerics for product in products} == {"exact"}
-
-
-def test_fast_numerics_round_x_once_for_all_products_that_take_it():
-    """Where several tokens meet codes: not for one token, not for floats."""
+def test_fast_numerics_quantise_x_a_single_time_for_all_matmuls():
+    """Only for several tokens and quantised weights."""
     model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8], (4,), (3,))
     exact, fast = lower(model), lower(model, numerics="fast")
     assert ops_of(fast, "decode_step") == ops_of(exact, "decode_step")
@@ -182,41 +177,41 @@ def test_fast_numerics_round_x_once_for_all_products_that_take_it():
         assert Counter(name.split("_")[0] for name in ops if name.startswith("round_x")) == {
             "round": 3 * 2 + (function != "prefill_8")
         }
-        assert {p.numerics for p in products_of(fast, function) if p.codec == "q4_1" and p.tokens > 1} == {"bytes"}
-        assert {p.numerics for p in products_of(fast, function) if p.codec == "f16" or p.tokens == 1} == {"exact"}
+        assert {p.numerics for p in matmuls_of(fast, function) if p.codec == "q4_1" and p.tokens > 1} == {"int8"}
+        assert {p.numerics for p in matmuls_of(fast, function) if p.codec == "f16" or p.tokens == 1} == {"exact"}
     eight_bits = build(CONFIG, lambda name: "q8_0", CONTEXT, [8])
-    for isa, numerics in (("avx2", "exact"), ("avxvnni", "bytes"), ("avx512", "bytes"), ("neoni8mm", "bytes")):
-        products = products_of(lower(eight_bits, isa=isa, numerics="fast"), "prefill_8")
-        assert {p.numerics for p in products if p.tokens > 1} == {numerics}
+    for isa, numerics in (("avx2", "exact"), ("avxvnni", "int8"), ("avx512", "int8"), ("neoni8mm", "int8")):
+        matmuls = matmuls_of(lower(eight_bits, isa=isa, numerics="fast"), "prefill_8")
+        assert {p.numerics for p in matmuls if p.tokens > 1} == {numerics}
     with pytest.raises(EmitError, match="fast need the lowering kernels, not portable"):
         lower(model, "portable", numerics="fast")
 
 
-def test_a_matrix_unit_takes_x_in_pieces_once_for_all_products():
-    """Exact numerics on AMX: pieces where four tokens meet, f32 for fewer, and the logits of other CPUs."""
+def test_a_matrix_unit_splits_x_a_single_time_for_all_matmuls():
+    """Exact numerics on AMX split x for four tokens and more, and give the logits of other CPUs."""
     model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8], (2,), (4,))
-    plain, pieces, fast = lower(model), lower(model, isa="amx"), lower(model, isa="amx", numerics="fast")
+    plain, split, fast = lower(model), lower(model, isa="amx"), lower(model, isa="amx", numerics="fast")
     for function in ("prefill_8", "decode_batch_4"):
-        several = [p for p in products_of(pieces, function) if p.tokens > 1]
-        assert {p.numerics for p in several} == {"pieces"}
-        assert {p.numerics for p in products_of(fast, function) if p.tokens > 1} == {"matrix"}
-        inputs = [name for name in ops_of(pieces, function) if name.startswith("split_x")]
+        batched = [p for p in matmuls_of(split, function) if p.tokens > 1]
+        assert {p.numerics for p in batched} == {"bf16_split"}
+        assert {p.numerics for p in matmuls_of(fast, function) if p.tokens > 1} == {"bf16_matrix"}
+        inputs = [name for name in ops_of(split, function) if name.startswith("split_x")]
         assert len(inputs) == 4 * 2 + (function != "prefill_8")
     for function in ("decode_step", "verify_2"):
-        assert {p.numerics for p in products_of(pieces, function)} == {"exact"}
+        assert {p.numerics for p in matmuls_of(split, function)} == {"exact"}
     k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
     operands = [np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32), np.int32(0), np.int32(6), k, v]
-    logits = [interpreter.run(module, "prefill_8", operands, params_of(module, model))[1] for module in (plain, pieces, fast)]
+    logits = [interpreter.run(module, "prefill_8", operands, params_of(module, model))[1] for module in (plain, split, fast)]
     assert np.abs(logits[1] - logits[0]).max() < 1e-5 < np.abs(logits[2] - logits[0]).max() < 0.1
 
 
-def test_fast_numerics_round_the_xs_of_experts_where_pairs_come_together():
-    """That of gate and up, and that of down, a pair a row; not of few pairs, which a GEMV each multiplies."""
+def test_fast_numerics_quantise_x_of_experts_if_pairs_are_grouped():
+    """x of gate and up, and x of down, which has a row for each pair; GEMVs of few pairs stay exact."""
     model = build({**CONFIG, **MIXTRAL}, lambda name: "q4_1", CONTEXT, [8], (2,))
     fast = lower(model, numerics="fast")
-    for function, numerics in ("prefill_8", "bytes"), ("verify_2", "exact"), ("decode_step", "exact"):
-        assert {p.numerics for p in products_of(fast, function) if p.experts} == {numerics}
-    # q, k, v; output; router, gate and up; down
+    for function, numerics in ("prefill_8", "int8"), ("verify_2", "exact"), ("decode_step", "exact"):
+        assert {p.numerics for p in matmuls_of(fast, function) if p.experts} == {numerics}
+    # x of qkv, of the output projection, of router, gate and up, and of down
     rounded = [name for name in ops_of(fast, "prefill_8") if name.startswith("round_x")]
     assert len(rounded) == 4 * 2 and sum(name.startswith("round_x_24x") for name in rounded) == 2
 
@@ -225,15 +220,17 @@ def ops_of(module, function: str) -> list[str]:
     return [op.attrs["kernel"].name if op.kind == "kernel" else op.kind for op in module.functions[function].ops]
 
 
-def products_of(module, function: str) -> list:
+def matmuls_of(module, function: str) -> list:
     kernels = [op.attrs["kernel"] for op in module.functions[function].ops if op.kind == "kernel"]
-    return [kernel.product for kernel in kernels if kernel.product]
+    return [kernel.matmul for kernel in kernels if kernel.matmul]
 
 
 @pytest.mark.parametrize("codec", ["q4_0", "q4_1", "q5_0", "q8_0"])
-def test_fast_logits_are_near_the_exact_ones_and_caches_too(codec):
-    """A product's rounding is 0.005 of its deviation: a step is 2.1 / 127 of x's, its error evenly spread. A model has some in a
-    row; a wrong one would be as far off as 1."""
+def test_fast_logits_and_caches_are_near_the_exact_ones(codec):
+    """Rounding x costs a matmul 0.005 of the result's deviation: x's step is 2.1 / 127 of its own.
+
+    A model adds several such errors; a wrong result would have a distance of 1.
+    """
     model = build(CONFIG, lambda name: codec, CONTEXT, [WIDTH])
     found = {}
     for numerics in ("exact", "fast"):

@@ -1,7 +1,7 @@
-"""Every family against HF transformers on small random models: the same logits, the same greedy tokens.
+"""Every family against HF transformers on small random models: logits and greedy tokens.
 
-Logits are compared after every prefix of a random prompt that is longer than every window, so that each stands for a
-prompt of its length; then greedy tokens are generated past the window, with HF's cache and with ours.
+Logits are compared after every prefix of a random prompt that is longer than every window. Greedy
+tokens are generated past the window, with HF's cache and with ours.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from castiron.emitter.lowering import lower
 from castiron.emitter.models import FAMILIES, build
 from castiron.emitter.types import EmitError
 from castiron.reference import hf, tiny
-from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, pair, prompt
+from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, Pair, pair, prompt
 
 # Sizes that divide nothing, one KV head, the other choice of a tied head.
 ODD = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 70, "vocab_size": 131}
@@ -75,19 +76,15 @@ SHAPES: dict[str, list[dict]] = {
     "phi3": [
         {"sliding_window": 24},
         {**ODD_TIED, "partial_rotary_factor": 0.25},
-        {
-            "partial_rotary_factor": 1.0,
-            "original_max_position_embeddings": CONTEXT,
-            "rope_parameters": LONGROPE,
-        },
+        {"partial_rotary_factor": 1.0, "original_max_position_embeddings": CONTEXT, "rope_parameters": LONGROPE},
     ],
-    "olmo2": [{}, {**ODD_TIED, "attention_bias": True}, {"num_key_value_heads": 4, "rope_parameters": YARN}],
+    "olmo2": [{}, {**ODD_TIED, "attention_bias": True}],
     "smollm3": [
         BIASED,
         {**ODD_UNTIED, **WINDOWED},
         {"no_rope_layers": None, "no_rope_layer_interval": 2, "num_hidden_layers": 4, "sliding_window": 24},
     ],
-    "granite": [{}, {**ODD_TIED, **BIASED, "embedding_multiplier": 12.0}, {"logits_scaling": 0.25}],
+    "granite": [{}, {**ODD_TIED, **BIASED, "embedding_multiplier": 12.0}],
     "falcon_h1": [
         {"mamba_proj_bias": True, "projectors_bias": True, **BIASED},
         {**ODD_TIED, "mamba_rms_norm": False, "mamba_d_conv": 2, "mamba_conv_bias": False},
@@ -140,8 +137,8 @@ SHAPES: dict[str, list[dict]] = {
         {**ODD_TIED, "partial_rotary_factor": 0.5, "use_parallel_residual": True},
         {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 1.0},
     ],
-    "starcoder2": [{}, {**ODD_UNTIED, "use_bias": False, "sliding_window": None}, {"num_key_value_heads": 4}],
-    "mixtral": [{}, {**ODD_TIED, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 24}, WIDE_HEADS],
+    "starcoder2": [{}, {**ODD_UNTIED, "use_bias": False, "sliding_window": None}],
+    "mixtral": [{}, {**ODD_TIED, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 24}],
     "qwen3_5_text": [
         {"attention_bias": True},
         {
@@ -176,11 +173,7 @@ SHAPES: dict[str, list[dict]] = {
         {**ODD_TIED, "head_dim": 10, "num_experts": 9, "num_experts_per_tok": 4, "attention_bias": True},
         {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 4, **WINDOWED, "num_experts_per_tok": 1},
     ],
-    "gemma": [
-        {},
-        {**ODD_UNTIED, "head_dim": 16},
-        {"num_key_value_heads": 4, "attention_bias": True, "hidden_act": "gelu"},
-    ],
+    "gemma": [{}, {**ODD_UNTIED, "head_dim": 16}, {"num_key_value_heads": 4, "attention_bias": True, "hidden_act": "gelu"}],
     "olmo3": [
         {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}},
         {**ODD_TIED, "attention_bias": True, "layer_types": None, "num_hidden_layers": 4},
@@ -194,7 +187,7 @@ SHAPES: dict[str, list[dict]] = {
     "arcee": [BIASED, {**ODD_TIED, "head_dim": 16, "rope_parameters": YARN}, {**WIDE_HEADS, "hidden_act": "silu"}],
     "ministral3": [{}, {**ODD_TIED, "sliding_window": None}, {**WIDE_HEADS, "rope_parameters": {**GROWING, **YARN}}],
     "cohere2": [{}, {**ODD_UNTIED, "attention_bias": True}, {**WIDE_HEADS, "layer_types": None, "num_hidden_layers": 4}],
-    "ernie4_5": [{"use_bias": True}, {**ODD_UNTIED, "head_dim": 16}, {**WIDE_HEADS, "rope_parameters": YARN}],
+    "ernie4_5": [{"use_bias": True}, {**ODD_UNTIED, "head_dim": 16}],
     "hunyuan_v1_dense": [
         {"attention_bias": True},
         {
@@ -202,13 +195,8 @@ SHAPES: dict[str, list[dict]] = {
             "head_dim": 16,
             "rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "rope_theta": 1e4, "factor": 1.0},
         },
-        {**WIDE_HEADS, "rope_parameters": YARN},
     ],
-    "granitemoe": [
-        {},
-        {**ODD_TIED, "attention_bias": True, "num_local_experts": 5, "num_experts_per_tok": 3},
-        {"logits_scaling": 0.25, "num_key_value_heads": 4},
-    ],
+    "granitemoe": [{}, {**ODD_TIED, "attention_bias": True, "num_local_experts": 5, "num_experts_per_tok": 3}],
     "gpt_oss": [
         {},
         {
@@ -267,20 +255,36 @@ SHAPES: dict[str, list[dict]] = {
         {"activation_function": "relu", "scale_attn_weights": False},
     ],
 }
+# An epsilon that matters, and its key in families that do not call it `rms_norm_eps`.
+EPSILON = 1.0
+EPSILON_KEYS = {
+    "cohere2": "layer_norm_eps",
+    "gpt2": "layer_norm_epsilon",
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "norm_eps"),
+    "nemotron_h": "layer_norm_epsilon",
+    "stablelm": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}
 CASES = [(family, i) for family, shapes in SHAPES.items() for i in range(len(shapes))]
 # Prompts of these lengths also go in chunks: around the borders of both widths, and past the window.
 CHUNKED = (1, 3, 4, 5, 15, 16, 17, 23, 24, 25, 33, LENGTH)
 
 
-def test_every_family_is_held_to_hf():
+def shape(family: str, index: int = 0) -> dict:
+    """Return the config keys of a family's model; the first of each family has a large epsilon."""
+    epsilon = {} if index else {EPSILON_KEYS.get(family, "rms_norm_eps"): EPSILON}
+    return {**SHAPES[family][index], **epsilon}
+
+
+def test_every_family_is_compared_with_hf():
     assert set(SHAPES) == set(FAMILIES) == set(tiny.FAMILIES)
 
 
 @dataclass
 class Case:
-    """A model of HF, ours, a prompt, and HF's logits [LENGTH, vocab] and ours after each of its tokens."""
+    """A tiny model, ours of it, a prompt, and HF's logits [LENGTH, vocab] and ours after each token."""
 
-    oracle: object
+    models: Pair
     ours: Model
     tokens: list[int]
     expected: np.ndarray
@@ -290,10 +294,10 @@ class Case:
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def case(request, tmp_path_factory):
     family, index = request.param
-    models = pair(family, tmp_path_factory.mktemp(family), seed=index, **SHAPES[family][index])
+    models = pair(family, tmp_path_factory.mktemp(family), seed=index, **shape(family, index))
     tokens = prompt(models.checkpoint.config["vocab_size"])
     ours = models.ours()
-    return Case(models.oracle, ours, tokens, hf.logits(models.oracle, tokens), [ours.step(token)[1] for token in tokens])
+    return Case(models, ours, tokens, hf.logits(models.oracle, tokens), [ours.step(token)[1] for token in tokens])
 
 
 def test_logits_are_those_of_hf_after_every_token(case, record_property):
@@ -322,7 +326,7 @@ def test_a_prompt_may_be_cut_anywhere(case):
 @pytest.mark.parametrize("length", [1, 18])
 def test_greedy_tokens_are_those_of_hf(case, length):
     """Past the window, each with its own cache."""
-    greedy = hf.greedy(case.oracle, case.tokens[:length], 12)
+    greedy = hf.greedy(case.models.oracle, case.tokens[:length], 12)
     case.ours.reset()
     found = [case.ours.prefill(case.tokens[:length], WIDTHS[1])[0]]
     while len(found) < len(greedy.tokens):
@@ -335,7 +339,32 @@ def test_the_last_position_of_a_context_is_usable(case):
     case.ours.reset()
     _, logits = case.ours.prefill(tokens, WIDTHS[1])
     agreement = Agreement()
-    agreement.add(logits, hf.logits(case.oracle, tokens)[-1])
+    agreement.add(logits, hf.logits(case.models.oracle, tokens)[-1])
+    agreement.check()
+
+
+def test_the_kernels_lowering_gives_the_logits_of_hf(case):
+    check_kernels(case.models, case.tokens[:30], case.expected)
+
+
+def test_heads_that_fit_no_workgroup_together_are_taken_in_parts(tmp_path):
+    """Eight query heads of 512 elements per kv head, as in Gemma 4, with the sinks of gpt-oss."""
+    models = pair("gpt_oss", tmp_path, num_hidden_layers=2, num_attention_heads=16, head_dim=512)
+    decode = lower(models.layers(), "kernels").functions["decode_step"]
+    names = [op.attrs["kernel"].name for op in decode.ops if op.kind == "kernel"]
+    assert sum(name.startswith("attention_decode") for name in names) == 2 * 2
+    tokens = prompt(models.checkpoint.config["vocab_size"], 30)
+    check_kernels(models, tokens, hf.logits(models.oracle, tokens))
+
+
+def check_kernels(models: Pair, tokens: list[int], expected: np.ndarray) -> None:
+    """Compare a prefill of 28 tokens and two steps, by the kernels' NumPy definitions, with HF."""
+    ours, agreement = models.ours("kernels"), Agreement()
+    agreement.add(ours.prefill(tokens[:28], WIDTHS[1])[1], expected[27])
+    for position in (28, 29):
+        argmax, logits = ours.step(tokens[position])
+        assert argmax == int(expected[position].argmax())
+        agreement.add(logits, expected[position])
     agreement.check()
 
 

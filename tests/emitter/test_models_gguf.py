@@ -1,4 +1,6 @@
-"""Every family out of a GGUF file with quantised matrices, in both lowerings: HF's logits on what they stand for."""
+"""Every family out of a GGUF file with quantised matrices, in both lowerings: HF's logits on what
+they stand for.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import pytest
 import torch
 
 from castiron.emitter.models import FAMILIES
-from castiron.pipelines.checkpoints import open_checkpoint
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
-from tests.pipelines.hf_to_gguf import GGUF_NAMES, metadata_of, rope_tensors, tensors_of
-from tests.pipelines.tiny_gguf import write_gguf
+from tests.support.hf_to_gguf import GGUF_NAMES, metadata_of, rope_tensors, tensors_of
+from tests.support.tiny_gguf import write_gguf
 
 Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1"))
 
@@ -75,7 +77,9 @@ def test_every_family_that_llama_cpp_defines_is_tried():
 
 
 def kind_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None:
-    """How a tensor is stored: v unlike q and k, down_proj unlike the rest, f32 where rows are no blocks."""
+    """How a tensor is stored: v unlike q and k, down_proj unlike the rest, f32 where rows are no
+    blocks.
+    """
     if len(shape) < 2 or shape[-1] % 32 or name.endswith("bias") or "norm" in name:
         return None
     if ".v_proj." in name or ".attn_v." in name:

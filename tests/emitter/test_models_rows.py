@@ -1,18 +1,18 @@
-"""Several rows at once, in every family: logits at each position of a chunk and of one token of several sequences, and hidden
-states."""
+"""Several rows at once, in every family: logits at each position of a chunk and of one token of
+several sequences, and hidden states.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from transformers import AutoConfig
 
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import FAMILIES, build
-from castiron.pipelines.casting.compile import packed_parameter
-from castiron.reference import hf, interpreter, tiny
+from castiron.pipelines.compile.weights import pack_parameter
+from castiron.reference import hf, interpreter
 from tests.emitter.family_harness import CONTEXT, TOLERANCE, WIDTHS, Agreement, pair, prompt
-from tests.emitter.test_models import SHAPES
+from tests.emitter.test_models import shape
 
 WIDTH, SEQUENCES = 5, 2
 
@@ -21,17 +21,19 @@ WIDTH, SEQUENCES = 5, 2
 def rows(request, tmp_path_factory):
     """HF's model, a prompt, and `run(function, *inputs)` of ours."""
     family, lowering = request.param
-    models = pair(family, tmp_path_factory.mktemp(family), **SHAPES[family][0])
+    models = pair(family, tmp_path_factory.mktemp(family), **shape(family))
     checkpoint = models.checkpoint
     codec = lambda name: checkpoint.tensors[name].codec if name in checkpoint.tensors else "f32"
     module = lower(build(checkpoint.config, codec, CONTEXT, WIDTHS, (WIDTH,), (SEQUENCES,), embeds=(16,)), lowering)
-    params = {p.name: packed_parameter(checkpoint, p) for p in module.params.values()}
+    params = {p.name: pack_parameter(checkpoint, p) for p in module.params.values()}
 
     def run(function: str, *inputs: np.ndarray) -> list[np.ndarray]:
         return interpreter.run(module, function, inputs, params)
 
+    vocab = checkpoint.config["vocab_size"]
+    assert all(op.results[0].shape[-1:] != (vocab,) for op in module.functions["embed_16"].ops), "embed computes the head"
     fresh = [np.zeros(state.shape, np.float32) for state in module.functions["decode_step"].states]
-    return models.oracle, prompt(checkpoint.config["vocab_size"], 32), run, fresh
+    return models.oracle, prompt(vocab, 32), run, fresh
 
 
 def prefilled(run, caches: list[np.ndarray], tokens: list[int]) -> list[np.ndarray]:
@@ -60,8 +62,8 @@ def test_sequences_of_a_batch_do_not_meet(rows):
     oracle, tokens, run, fresh = rows
     sequences = [tokens[:27], tokens[9:13]]
     expected = [hf.logits(oracle, sequence)[-1] for sequence in sequences]
-    alone = [prefilled(run, fresh, sequence[:-1]) for sequence in sequences]
-    together = [np.concatenate(caches) for caches in zip(*alone)]
+    single = [prefilled(run, fresh, sequence[:-1]) for sequence in sequences]
+    together = [np.concatenate(caches) for caches in zip(*single)]
     last = np.array([sequence[-1] for sequence in sequences], np.int32)
     positions = np.array([len(sequence) - 1 for sequence in sequences], np.int32)
     argmax, logits, *_ = run(f"decode_batch_{SEQUENCES}", last, positions, *together)
@@ -70,16 +72,6 @@ def test_sequences_of_a_batch_do_not_meet(rows):
         agreement.add(row, wanted)
     agreement.check()
     np.testing.assert_array_equal(argmax, [wanted.argmax() for wanted in expected])
-
-
-def test_the_head_is_no_part_of_what_gives_hidden_states():
-    """Nothing that it computes is as wide as the vocabulary."""
-    for family in FAMILIES:
-        config = AutoConfig.for_model(family, **{**tiny.COMMON, **tiny.FAMILIES[family]}).to_dict()
-        module = build(config, lambda name: "f32", CONTEXT, (), embeds=(16,))
-        of_role = {f.role: {op.results[0].shape[-1:] for op in f.ops} for f in module.functions.values()}
-        vocab = (config["vocab_size"],)
-        assert vocab in of_role["decode"] and vocab not in of_role["embed"], family
 
 
 def test_hidden_states_are_those_of_hf_in_chunks_that_need_not_be_full(rows):

@@ -1,4 +1,6 @@
-"""The tiny models notice: each detail of a family, left out or changed in its graph, moves the logits far from HF's."""
+"""The tiny models notice: each detail of a family, left out or changed in its graph, moves the
+logits far from HF's.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,10 @@ from castiron.emitter.models import FAMILIES
 from castiron.emitter.step import ModelModule
 from castiron.reference import hf
 from tests.emitter.family_harness import LENGTH, TOLERANCE, Model, Pair, pair, prompt
-from tests.emitter.test_models import SHAPES
+from tests.emitter.test_models import EPSILON, shape
 
 # A detail that is lost must stand out from rounding by this much, or the tiny models would not hold a family to it.
 FAR = 20 * TOLERANCE
-# An epsilon that matters, under the name that the family has for it.
-EPSILON = 1.0
-EPSILON_KEYS = {
-    "cohere2": "layer_norm_eps",
-    "gpt2": "layer_norm_epsilon",
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "norm_eps"),
-    "nemotron_h": "layer_norm_epsilon",
-    "stablelm": "layer_norm_eps",
-    "starcoder2": "norm_epsilon",
-}
 
 # Without a rotary embedding a bias of k adds the same to every score of a query.
 WITHOUT_EFFECT = {
@@ -168,17 +160,15 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
 
 def ways(module: ModelModule) -> dict[str, list[Callable[[ModelModule], None]]]:
     """What can be wrong, by name, and the places where it can be: the middle layer first."""
-    places: dict[str, list[tuple[str, int]]] = {}
+    found: dict[str, list[tuple[str, int]]] = {}
     for i, op in enumerate(_ops(module)):
         for name, _ in spoilt_ways(op, _constants(module)):
-            places.setdefault(f"{name} ({_role(op)})", []).append((name, i))
+            found.setdefault(f"{name} ({_role(op)})", []).append((name, i))
 
-    def spoil(name: str, place: int) -> Callable[[ModelModule], None]:
-        return lambda module: dict(spoilt_ways(_ops(module)[place], _constants(module)))[name](_ops(module)[place])
+    def spoil(name: str, index: int) -> Callable[[ModelModule], None]:
+        return lambda module: dict(spoilt_ways(_ops(module)[index], _constants(module)))[name](_ops(module)[index])
 
-    return {
-        name: [spoil(*found[i]) for i in dict.fromkeys((len(found) // 2, 0, len(found) - 1))] for name, found in places.items()
-    }
+    return {name: [spoil(*ops_[i]) for i in dict.fromkeys((len(ops_) // 2, 0, len(ops_) - 1))] for name, ops_ in found.items()}
 
 
 def _ops(module: ModelModule) -> list[Op]:
@@ -206,8 +196,7 @@ def last_logits(models: Pair, module: ModelModule) -> np.ndarray:
 @pytest.fixture(scope="module", params=FAMILIES)
 def spoilable(request, tmp_path_factory):
     family = request.param
-    config = {**SHAPES[family][0], EPSILON_KEYS.get(family, "rms_norm_eps"): EPSILON}
-    models = pair(family, tmp_path_factory.mktemp(family), **config)
+    models = pair(family, tmp_path_factory.mktemp(family), **shape(family))
     expected = hf.logits(models.oracle, prompt(models.checkpoint.config["vocab_size"]))[-1]
     return models, expected
 
@@ -244,6 +233,6 @@ def test_a_mask_shifted_by_one_is_noticed(spoilable, monkeypatch):
 
 
 def distance(logits: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference as a share of the largest logit; infinite where a logit is not a number."""
+    """Largest difference as a share of the largest logit; infinite for NaN."""
     difference = float(np.abs(logits - expected).max()) / float(np.abs(expected).max())
     return difference if np.isfinite(difference) else float("inf")

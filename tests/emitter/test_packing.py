@@ -1,4 +1,4 @@
-"""Packed weights lose nothing: what comes back is what the rows stood for, bit for bit."""
+"""Packing is lossless: unpacked weights have the bits of the dequantised rows."""
 
 import numpy as np
 import pytest
@@ -6,20 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS, dequantise
-from castiron.emitter.kernels.weights.packing import (
-    LANES,
-    TOP_CODES,
-    interleave_rows,
-    layout,
-    pack,
-    packed_shape,
-    unpack,
-)
-
-
-def rows_of(codec: str, rows: int, blocks: int, seed: int) -> np.ndarray:
-    shape = (rows, blocks * CODECS[codec].block_bytes)
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, interleave_rows, layout, pack, packed_shape, unpack
+from tests.emitter.test_codecs import rows_of
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -37,7 +25,7 @@ def test_unpack_of_pack_is_dequantise(codec, rows, blocks, seed):
 
 
 def plain_record(codec: str, rows: np.ndarray) -> bytes:
-    """The record of 16 rows [16, block_bytes] of one codec block each, code by code, as the layout is described."""
+    """Return the record of 16 rows [16, block_bytes] of one codec block, written code by code."""
     kind, record = CODECS[codec], layout(CODECS[codec])
     parts = kind.split(rows)
     given = (parts.d[:, None], parts.m, parts.scales, parts.minima)
@@ -69,7 +57,7 @@ def test_records_are_laid_out_as_described(codec):
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("inner", [6, 7])
-def test_floats_stand_k_by_k(codec, inner):
+def test_floats_are_stored_k_by_k(codec, inner):
     element, at_once = CODECS[codec].block_bytes, layout(CODECS[codec]).elements
     raw = np.random.default_rng(1).integers(0, 256, (32, inner * element), dtype=np.uint8)
     padded = np.zeros((32, -(-inner // at_once) * at_once * element), np.uint8)
@@ -79,23 +67,14 @@ def test_floats_stand_k_by_k(codec, inner):
     assert pack(codec, raw).tobytes() == b"".join(part.tobytes() for part in want)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_packing_adds_nothing_to_whole_blocks(codec):
-    rows, in_features = 32, 512
-    raw = rows_of(codec, rows, in_features // CODECS[codec].block, 0)
-    # Of a block: scales and minima become bytes, codes of 3 bits 4, ternary ones 2.
-    more = {"q2_k": 16, "q3_k": 4 + 32, "q4_k": 4, "q5_k": 4, "iq4_xs": 2, "tq1_0": 12}.get(codec, 0)
-    assert pack(codec, raw).nbytes == raw.nbytes + more * raw.size // CODECS[codec].block_bytes
-
-
-def test_filling_rows_are_zero():
+def test_padding_rows_are_zero():
     raw = rows_of("q5_1", 17, 2, 3)
     with np.errstate(all="ignore"):
         filled = unpack("q5_1", pack("q5_1", raw), 32, 64)
     assert not filled[17:].any()
 
 
-def test_a_large_weight_is_packed_in_pieces_like_a_small_one():
+def test_a_large_weight_packed_in_parts_equals_small_ones():
     raw = rows_of("q4_1", 40_000, 18, 5)
     packed = pack("q4_1", raw)
     np.testing.assert_array_equal(packed[1000:1010], pack("q4_1", raw[16_000:16_160]))
@@ -105,13 +84,12 @@ def test_a_large_weight_is_packed_in_pieces_like_a_small_one():
 def test_interleave_alternates_blocks_of_16():
     gate, up = np.full((20, 18), 1, np.uint8), np.full((20, 18), 2, np.uint8)
     rows = interleave_rows(gate, up)[:, 0].reshape(4, 16)
-    assert (rows[0] == 1).all() and (rows[1] == 2).all()
-    assert (rows[2] == [1] * 4 + [0] * 12).all() and (rows[3] == [2] * 4 + [0] * 12).all()
-    with pytest.raises(ValueError, match="gate has the shape"):
+    assert rows.tolist() == [[1] * 16, [2] * 16, [1] * 4 + [0] * 12, [2] * 4 + [0] * 12]
+    with pytest.raises(ValueError, match="shapes of gate and up differ"):
         interleave_rows(gate, up[:5])
 
 
-def test_partial_blocks_are_refused():
+def test_rejects_partial_blocks():
     with pytest.raises(ValueError, match="q8_0 row has 33 elements"):
         packed_shape("q8_0", 16, 33)
     with pytest.raises(ValueError, match="q8_0 row has 35 bytes"):

@@ -98,15 +98,17 @@ def test_the_table_is_the_angle_of_each_position():
 
 
 def test_far_away_the_angle_is_rounded_as_hf_rounds_it():
-    """Of 100,000 radians f32 holds two digits behind the point: the exact angle would be another one."""
+    """Of 100,000 radians f32 holds two digits behind the point: the exact angle would be another
+    one.
+    """
     positions = 100_001
     config = LlamaConfig(hidden_size=32, num_attention_heads=2, max_position_embeddings=positions)
     theirs = LlamaRotaryEmbedding(config)
     ours = Rotary(theirs.inv_freq.numpy(), positions)
-    places = np.arange(0, positions, 7919)
-    found = theirs(torch.zeros(1), torch.from_numpy(places)[None])
+    sample = np.arange(0, positions, 7919)
+    found = theirs(torch.zeros(1), torch.from_numpy(sample)[None])
     for function, table in zip((np.cos, np.sin), found, strict=True):
-        np.testing.assert_allclose(ours.table(positions, function)[places], table[0, :, :8], atol=1e-6)
+        np.testing.assert_allclose(ours.table(positions, function)[sample], table[0, :, :8], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,10 @@ def test_far_away_the_angle_is_rounded_as_hf_rounds_it():
         ({"rope_type": "unheard"}, "'unheard' is not supported; supported are default"),
         ({"rope_type": "linear"}, "lacks factor"),
         ({"type": "linear", "factor": 2.0, "beta_fast": 1}, "unknown key beta_fast"),
-        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}, "1 short and 8 long factors for 8"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8},
+            "1 short and 8 long factors; it needs 8 of each",
+        ),
     ],
 )
 def test_an_entry_that_is_not_understood_is_refused(entry, words):

@@ -1,4 +1,6 @@
-"""The verifier against graphs that the builder would never make: each kind of damage is caught and named."""
+"""The verifier against graphs that the builder would never make: each kind of damage is caught and
+named.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ import numpy as np
 import pytest
 
 from castiron.emitter import ops
-from castiron.emitter.ir import Function, Module, Op, Param, Source, Value
+from castiron.emitter.ir import Graph, Module, Op, Param, Source, Value
+from castiron.emitter.operations import LOWERED
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import BF16, DTYPES, F32, I1, I32, DType, EmitError, TensorType
-from castiron.emitter.verifier import LOWERED, check
+from castiron.emitter.verifier import check
 from castiron.reference.xla import run_stablehlo
 from tests.emitter.cases import Case, all_cases, module_of
 from tests.emitter.small import CACHE, small_module
@@ -19,13 +22,13 @@ from tests.emitter.small import CACHE, small_module
 KINDS = sorted({case.kind for case in all_cases()})
 
 
-def damaged(damage: Callable[[Module, Function], None], with_kernel: bool = True) -> Module:
+def damaged(damage: Callable[[Module, Graph], None], with_kernel: bool = True) -> Module:
     module = small_module(with_kernel)
     damage(module, module.functions["step"])
     return module
 
 
-def op_of(function: Function, kind: str) -> Op:
+def op_of(function: Graph, kind: str) -> Op:
     return next(op for op in function.ops if op.kind == kind)
 
 
@@ -40,18 +43,14 @@ def retype(op: Op, type_: TensorType, index: int = 0) -> None:
     op.results[index].type = type_
 
 
-def test_whole_graphs_pass():
+def test_accepts_complete_graphs():
     check(module_of(all_cases()), LOWERED)
     check(small_module(True), LOWERED)
     check(small_module(False), LOWERED)
 
 
-def test_every_operation_has_a_rule():
-    assert set(LOWERED) == {*KINDS, "parameter", "kernel"}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result_of_another_shape_is_caught(kind):
+def test_rejects_a_result_with_a_wrong_shape(kind):
     module, op = first_case(kind)
     dtype, shape = op.results[0].dtype, op.results[0].shape
     wrong = [(*shape, 2), (3, *shape), (*shape[:-1], shape[-1] + 1) if shape else (7,)]
@@ -67,7 +66,7 @@ def test_a_result_of_another_shape_is_caught(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result_of_another_element_type_is_caught(kind):
+def test_rejects_a_result_with_a_wrong_element_type(kind):
     """By the rule of the operation itself: nothing reads the result but the function's return."""
     module, op = first_case(kind)
     known = op.results[0].dtype
@@ -86,7 +85,7 @@ def test_a_result_of_another_element_type_is_caught(kind):
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("constant", "iota")])
-def test_an_operand_of_another_type_is_caught(kind):
+def test_rejects_an_operand_with_a_wrong_type(kind):
     """One whose element type, or whose shape, is not what the operation was made for."""
     module, op = first_case(kind)
     function = module.functions["case_0"]
@@ -102,7 +101,7 @@ def test_an_operand_of_another_type_is_caught(kind):
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("concatenate", "kernel")])
-def test_too_few_and_too_many_operands_are_caught(kind):
+def test_rejects_too_few_and_too_many_operands(kind):
     module, op = first_case(kind)
     known = op.operands
     extra = Value(TensorType((), F32), "extra")
@@ -114,14 +113,6 @@ def test_too_few_and_too_many_operands_are_caught(kind):
         with pytest.raises(EmitError, match=kind):
             check(module, LOWERED)
         module.functions["case_0"].inputs.pop()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_result_is_caught(kind):
-    module, op = first_case(kind)
-    op.results = (*op.results, Value(TensorType((), F32)))
-    with pytest.raises(EmitError, match=rf"{kind} in {kind}: has \d results?"):
-        check(module, LOWERED)
 
 
 BAD_ATTRS = [
@@ -145,7 +136,7 @@ BAD_ATTRS = [
 
 
 @pytest.mark.parametrize("kind, name, value", BAD_ATTRS, ids=[f"{k}-{n}-{i}" for i, (k, n, _) in enumerate(BAD_ATTRS)])
-def test_bad_attributes_are_caught(kind, name, value):
+def test_rejects_wrong_attributes(kind, name, value):
     module, op = first_case(kind)
     op.attrs[name] = value
     with pytest.raises(EmitError, match=rf"{kind} in {kind}: "):
@@ -153,7 +144,7 @@ def test_bad_attributes_are_caught(kind, name, value):
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if first_case(k)[1].attrs])
-def test_a_missing_attribute_is_caught(kind):
+def test_rejects_a_missing_attribute(kind):
     for name in first_case(kind)[1].attrs:
         module, op = first_case(kind)
         del op.attrs[name]
@@ -161,140 +152,69 @@ def test_a_missing_attribute_is_caught(kind):
             check(module, LOWERED)
 
 
-def double_definition(_module, function):
-    function.ops.append(op_of(function, "convert"))
-
-
-def double_definition_of_an_input(_module, function):
-    op_of(function, "iota").results = (function.inputs[0],)
-
-
-def use_before_definition(_module, function):
-    function.ops.reverse()
-
-
-def foreign_value(_module, function):
-    op = op_of(function, "convert")
-    op.operands = (Value(op.operands[0].type),)
-
-
-def foreign_output(_module, function):
-    function.outputs = (*function.outputs[:2], Value(CACHE))
-
-
-def unused_input(_module, function):
-    function.inputs.append(Value(TensorType((), I32), "spare"))
-
-
-def unused_parameter(module, _function):
-    module.add_param(Param("spare", CACHE, Source((("spare", "f32"),), lambda raw: raw)))
-
-
-def undeclared_parameter(module, _function):
-    module.params.clear()
-
-
-def parameter_of_another_type(module, _function):
-    module.params["embed.weight"] = Param("embed.weight", CACHE, module.params["embed.weight"].source)
-
-
-def double_precision(_module, function):
-    f64 = DType("f64", 64, "float", np.dtype(np.float64))
-    retype(op_of(function, "reduce"), TensorType((8,), f64))
-
-
-def impostor_type(_module, function):
-    function.inputs[0].type = TensorType((), DType("i32", 64, "int", np.dtype(np.int64)))
-
-
-def storage_of_another_type(_module, function):
-    function.storage = {1: function.inputs[2]}
-
-
-def storage_outside(_module, function):
-    function.storage = {7: function.inputs[2]}
-
-
-def storage_in_no_input(_module, function):
-    function.storage = {2: function.outputs[2]}
-
-
-def storage_twice(_module, function):
+def storage_twice(_module: Module, function: Graph) -> None:
     function.outputs = (*function.outputs, function.outputs[2])
     function.output_names = (*function.output_names, "copy")
     function.storage = {2: function.inputs[2], 3: function.inputs[2]}
 
 
-def outputs_without_names(_module, function):
-    function.output_names = function.output_names[:1]
+def undefined_operand(_module: Module, function: Graph) -> None:
+    op = op_of(function, "convert")
+    op.operands = (Value(op.operands[0].type),)
 
 
-def outputs_of_one_name(_module, function):
-    function.output_names = ("a", "b", "a")
-
-
-def no_outputs(_module, function):
-    function.outputs = function.output_names = ()
-
-
-def inputs_of_one_name(_module, function):
-    function.inputs[1].name = function.inputs[0].name
-
-
-def layer_operation(_module, function):
-    op_of(function, "convert").kind = "rms_norm"
-
-
-def no_functions(module, _function):
-    module.functions.clear()
-
-
-def kernel_of_other_operands(_module, function):
+def swapped_operands(_module: Module, function: Graph) -> None:
     op = op_of(function, "kernel")
     op.operands = (op.operands[1], op.operands[0], op.operands[2])
 
 
-def kernel_of_another_result(_module, function):
-    retype(op_of(function, "kernel"), TensorType((1, 2), F32))
+F64, FALSE_I32 = DType("f64", 64, "float", np.dtype(np.float64)), DType("i32", 64, "int", np.dtype(np.int64))
+EMBED = "embed.weight"
+SPARE = Param("spare", CACHE, Source((("spare", "f32"),), lambda raw: raw))
+# What is done to a module and its function, and what the verifier reports.
+DAMAGE: list[tuple[Callable[[Module, Graph], object], str]] = [
+    (lambda m, f: f.ops.append(op_of(f, "convert")), "convert in model.embed_tokens: a value is defined twice"),
+    (lambda m, f: setattr(op_of(f, "iota"), "results", (f.inputs[0],)), "iota in no scope: a value is defined twice"),
+    (lambda m, f: f.ops.reverse(), "an operand is used before it is defined"),
+    (lambda m, f: setattr(op_of(f, "convert"), "results", (Value(CACHE), Value(CACHE))), "has 2 results, needs 1"),
+    (undefined_operand, "convert in model.embed_tokens: an operand is used before it is defined"),
+    (
+        lambda m, f: setattr(f, "outputs", (*f.outputs[:2], Value(CACHE))),
+        "function step, its signature: an output is not defined",
+    ),
+    (lambda m, f: f.inputs.append(Value(TensorType((), I32), "spare")), "input 'spare' is never used"),
+    (lambda m, f: m.add_param(SPARE), "module small: no function reads parameter spare"),
+    (lambda m, f: m.params.clear(), "parameter 'embed.weight' is not declared with this type"),
+    (
+        lambda m, f: m.params.update({EMBED: Param(EMBED, CACHE, m.params[EMBED].source)}),
+        "parameter 'embed.weight' is not declared with this type",
+    ),
+    (
+        lambda m, f: retype(op_of(f, "reduce"), TensorType((8,), F64)),
+        "reduce in model.layers.1: tensor<8xf64> has an unknown element type",
+    ),
+    (lambda m, f: setattr(f.inputs[0], "type", TensorType((), FALSE_I32)), "tensor<i32> has an unknown element type"),
+    (lambda m, f: setattr(f, "storage", {1: f.inputs[2]}), "output 1 cannot reuse the buffer of 'cache'"),
+    (lambda m, f: setattr(f, "storage", {7: f.inputs[2]}), "output 7 cannot reuse the buffer of 'cache'"),
+    (lambda m, f: setattr(f, "storage", {2: f.outputs[2]}), "output 2 cannot reuse the buffer of ''"),
+    (storage_twice, "two outputs reuse the buffer of one input"),
+    (lambda m, f: setattr(f, "output_names", f.output_names[:1]), "outputs must exist and have distinct names"),
+    (lambda m, f: setattr(f, "output_names", ("a", "b", "a")), "outputs must exist and have distinct names"),
+    (lambda m, f: f.returns(), "outputs must exist and have distinct names"),
+    (lambda m, f: setattr(f.inputs[1], "name", f.inputs[0].name), "names of inputs must be distinct"),
+    (lambda m, f: setattr(op_of(f, "convert"), "kind", "rms_norm"), "rms_norm in model.embed_tokens: unknown operation"),
+    (lambda m, f: m.functions.clear(), "module small has no function"),
+    (swapped_operands, "the types of operands or results are not the kernel's"),
+    (lambda m, f: retype(op_of(f, "kernel"), TensorType((1, 2), F32)), "the types of operands or results are not the kernel's"),
+    (lambda m, f: op_of(f, "kernel").attrs.update(indices={}), "kernel in model.layers.1: an index operand is missing"),
+]
 
 
-def kernel_without_its_index(_module, function):
-    op_of(function, "kernel").attrs["indices"] = {}
-
-
-DAMAGE = {
-    double_definition: "convert in model.embed_tokens: a value is defined twice",
-    double_definition_of_an_input: "iota in no scope: a value is defined twice",
-    use_before_definition: "an operand is used before it is defined",
-    foreign_value: "convert in model.embed_tokens: an operand is used before it is defined",
-    foreign_output: "function step, its signature: an output is not defined",
-    unused_input: "input 'spare' is never used",
-    unused_parameter: "module small: no function reads parameter spare",
-    undeclared_parameter: "parameter 'embed.weight' is not declared with this type",
-    parameter_of_another_type: "parameter 'embed.weight' is not declared with this type",
-    double_precision: "reduce in model.layers.1: tensor<8xf64> is of no known element type",
-    impostor_type: "tensor<i32> is of no known element type",
-    storage_of_another_type: "output 1 cannot live in the storage of 'cache'",
-    storage_outside: "output 7 cannot live in the storage of 'cache'",
-    storage_in_no_input: "output 2 cannot live in the storage of ''",
-    storage_twice: "two outputs cannot live in the storage of one input",
-    outputs_without_names: "outputs are needed, each with its own name",
-    outputs_of_one_name: "outputs are needed, each with its own name",
-    no_outputs: "outputs are needed, each with its own name",
-    inputs_of_one_name: "inputs need distinct names",
-    layer_operation: "rms_norm in model.embed_tokens: no such operation",
-    no_functions: "module small has no function",
-    kernel_of_other_operands: "operands or results are not the kernel's",
-    kernel_of_another_result: "operands or results are not the kernel's",
-    kernel_without_its_index: "kernel in model.layers.1: an index operand is missing",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
-def test_damage_is_caught_and_named(damage):
+@pytest.mark.parametrize(("damage", "words"), DAMAGE)
+def test_reports_damage_to_a_graph(damage, words):
     with pytest.raises(EmitError) as error:
         check(damaged(damage), LOWERED)
-    assert DAMAGE[damage] in str(error.value) and "\n" not in str(error.value)
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["", "0", "a b", "_x", "arg_3", "index_0", "x-y", "é "])

@@ -1,1 +1,1 @@
-"""Two small families whose states are no KV cache: what they remember is replaced (decaying_sum) or turns (ring)."""
+"""Two small families whose states are not a KV cache: recurrent (decaying_sum) and a ring."""

@@ -1,5 +1,4 @@
-"""Random checkpoints of models whose states are no KV cache alone, as HF directories, and bundles of them: of the small
-families here, and of HF's hybrids."""
+"""Random checkpoints and bundles of the small families here, and of HF's hybrids."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from castiron.emitter import models
-from castiron.pipelines.casting import compile
-from castiron.pipelines.casting.compile import Options, compile_model
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.bundle import Bundle, open_bundle
 from tests.families import decaying_sum, ring
-from tests.pipelines import served
+from tests.support import served
 
 FAMILIES: dict[str, ModuleType] = {"decaying_sum": decaying_sum, "ring": ring}
 VOCAB = len(served.SPECIAL) + len(served.LETTERS)
@@ -41,8 +40,6 @@ def known() -> Iterator[None]:
     """The families are castiron's inside."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "FAMILIES", (*models.FAMILIES, *FAMILIES))
-        # Their files are not castiron's, which are what a bundle's key is made of.
-        patch.setattr(compile, "sources_hash", lambda *names: "families of the tests")
         for name, module in FAMILIES.items():
             patch.setitem(sys.modules, f"castiron.emitter.models.{name}", module)
         yield
@@ -60,7 +57,7 @@ def weights_of(family: str) -> dict[str, np.ndarray]:
 
 
 def logits_of(family: str, checkpoint: Path, tokens: list[int]) -> list[np.ndarray]:
-    """What logits [vocab] there are after each token: by the family's NumPy definition, or by HF."""
+    """Logits [vocab] after each token, by the family's NumPy definition or by HF."""
     if family in HYBRIDS:
         return list(hf.logits(hf.load(checkpoint, threads=1), tokens))
     return list(FAMILIES[family].define(config_of(family), weights_of(family), tokens))
@@ -81,7 +78,7 @@ def write(family: str, directory: Path) -> Path:
 
 @functools.cache
 def bundle(family: str, lowering: str, directory: Path) -> Bundle:
-    """Compiled once a process, with batches of 2 and 4 and checks of 4 proposed tokens. Its checkpoint stands beside it."""
+    """Compile one bundle per process, beside its checkpoint, with batches of 2 and 4 and verify_4."""
     checkpoint = write(family, directory / family / lowering / "checkpoint")
     options = Options(lowering=lowering, batch=(2, 4), speculate=(4,))
     with known():

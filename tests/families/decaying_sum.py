@@ -1,4 +1,4 @@
-"""A recurrent model: each layer's state is a decaying sum of what it has read, and the next layer reads its tanh."""
+"""A recurrent model: each layer's state is a decaying sum of its inputs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import carry, embedding, linear, lm_head, recurrent, scaled, wanted_rows
+from castiron.emitter.layers import embedding, linear, lm_head, scaled, wanted_rows
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.ops import add, broadcast_in_dim, constant, dot_general, multiply, tanh
-from castiron.emitter.states import State
+from castiron.emitter.recurrences import carry, recurrent
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32
 
@@ -24,13 +25,10 @@ class Config:
     decay: float
     max_positions: int
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        c = ConfigReader(config)
-        sizes = (c.take("vocab_size"), c.take("hidden_size"), c.take("num_hidden_layers"))
-        read = cls(*sizes, c.number("decay"), c.take("max_position_embeddings"))
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    sizes = (c.take("vocab_size"), c.take("hidden_size"), c.take("num_hidden_layers"))
+    return Config(*sizes, c.number("decay"), c.take("max_position_embeddings"))
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
@@ -38,7 +36,7 @@ def states(c: Config, context: int) -> tuple[State, ...]:
 
 
 def sums(step: Step, c: Config, layer: int, x: Value) -> Value:
-    """s_t = decay * s_(t-1) + x_t for x [T, hidden]: [T, hidden]. A chunk is one product with powers of the decay."""
+    """s_t = decay * s_(t-1) + x_t for x [T, hidden]; a chunk is a matmul with powers of decay."""
     before, tokens = recurrent(step, "sum", layer), x.shape[0]
     if step.mode in ("decode", "batch"):
         after = add(scaled(before, c.decay), x)
@@ -70,10 +68,10 @@ def shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
 
 def define(config: Mapping, weights: Mapping[str, np.ndarray], tokens: Sequence[int]) -> Iterator[np.ndarray]:
     """NumPy definition: logits [vocab] after each token."""
-    held = np.zeros((config["num_hidden_layers"], config["hidden_size"]))
+    sums_by_layer = np.zeros((config["num_hidden_layers"], config["hidden_size"]))
     for token in tokens:
         x = weights["model.embed_tokens.weight"][token].astype(np.float64)
-        for layer, state in enumerate(held):
+        for layer, state in enumerate(sums_by_layer):
             state[:] = config["decay"] * state + x
             x = x + np.tanh(weights[f"model.layers.{layer}.proj.weight"] @ state)
         yield weights["lm_head.weight"] @ x

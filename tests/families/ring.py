@@ -1,4 +1,4 @@
-"""A model of attention that remembers its last positions only: its keys and values are rings."""
+"""An attention model whose keys and values are rings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import attention, embedding, linear, lm_head, split_heads, wanted_rows
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.ops import add
-from castiron.emitter.states import State
 from castiron.emitter.step import Step
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -25,13 +25,10 @@ class Config:
     window: int
     max_positions: int
 
-    @classmethod
-    def read(cls, config: dict) -> Config:
-        c = ConfigReader(config)
-        names = ("vocab_size", "hidden_size", "num_hidden_layers", "sliding_window", "max_position_embeddings")
-        read = cls(*map(c.take, names))
-        c.finish()
-        return read
+
+def read(c: ConfigReader) -> Config:
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "sliding_window", "max_position_embeddings")
+    return Config(*map(c.take, names))
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
@@ -64,10 +61,10 @@ def shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
 
 def define(config: Mapping, weights: Mapping[str, np.ndarray], tokens: Sequence[int]) -> Iterator[np.ndarray]:
     """NumPy definition: logits [vocab] after each token."""
-    held: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(config["num_hidden_layers"])]
+    rows: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(config["num_hidden_layers"])]
     for token in tokens:
         x = weights["model.embed_tokens.weight"][token].astype(np.float64)
-        for layer, seen in enumerate(held):
+        for layer, seen in enumerate(rows):
             w = {name: weights[f"model.layers.{layer}.{name}_proj.weight"] for name in "qkvo"}
             q, k, v = ((w[name] @ x).reshape(-1, HEAD_DIM) for name in "qkv")
             seen.append((k, v))

@@ -1,1 +1,1 @@
-"""Faults put into castiron one at a time, each of which a test has to notice: `make mutants` (docs/trust.md)."""
+"""Mutants: faults applied to castiron one at a time, each of which a test must notice (docs/trust.md)."""

@@ -1,9 +1,9 @@
-"""Applies mutants one at a time to a copy of castiron and runs the tests that are to notice them.
+"""Apply mutants one at a time to a copy of castiron and run the tests that must notice them.
 
-The checkout is never changed: its folders are copied, the copy is what Python imports, and it goes at the end. Nothing that
-was made of other code stands in for a mutant's: its file has a time that no other has had, by which Python knows bytecode,
-every run has a cache of its own, and what of the user's cache it shares, iree-compile's results, has the module's text in its
-key.
+The checkout never changes: Python imports castiron from a temporary copy of it. No run uses results
+of other code: each mutated file gets a new modification time, so that Python compiles it again, and
+each run gets a new castiron cache. Runs share iree-compile's results, whose keys contain the text
+of the module.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.server import FAILED, PASSED
 
 COPIED = ("castiron", "emitter", "vmfb", "pipelines", "reference", "tests", "docs", "pyproject.toml", "README.md", "Makefile")
-# Of pytest's plugins those that the tests use: others take longer to load than most tests.
+# The only pytest plugins that the tests use; the others take longer to load than most tests.
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
-# What is loaded once for all runs; where there are many, what takes seconds to load too.
-SMALL = ("numpy", "hypothesis", "pytest", *PLUGINS, "iree.runtime")
-LARGE = (*SMALL, "torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-MANY = 5
-SECONDS = 400  # for the tests of one mutant
-SECONDS_OF_ALL = 1800  # for all tests of the catalogue on sound code
+# Modules that the server loads before it forks the runs.
+LOADED = ("numpy", "hypothesis", "pytest", *PLUGINS, "iree.runtime", "torch", "transformers.models.llama.modeling_llama")
+SECONDS = 400  # limit for the tests of one mutant
+UNCHANGED_SECONDS = 1800  # limit for all tests of the catalogue without a mutant
 
 
-class SoundCodeFails(Exception):
-    """The tests do not pass without any mutant, so that nothing can be told; one sentence."""
+class UnchangedCodeFails(Exception):
+    """The error if a test does not pass without a mutant, so that no outcome has a meaning."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """of: "caught" by the test `by`, which said `why`; "survived"; "too long", where nobody knows; or "broken": pytest did not
-    come to run its tests."""
+    """The outcome of the tests of one mutant.
 
-    of: str
+    status: "caught" (the test `by` failed with the message `why`), "survived", "too long" (stopped
+    at the time limit), or "broken" (pytest could not run the tests).
+    """
+
+    status: str
     seconds: float
     by: str = ""
     why: str = ""
 
 
 class Copy:
-    """A copy of the checkout below `folder`, in which a mutant can stand."""
+    """A copy of the checkout below `folder`, to which mutants are applied."""
 
     def __init__(self, folder: Path):
-        self.root, self.held = folder / "copy", 0
+        self.root, self.current = folder / "copy", 0
         self.root.mkdir()
         for name in COPIED:
             source = ROOT / name
@@ -65,24 +66,24 @@ class Copy:
 
     @contextlib.contextmanager
     def holding(self, mutant: Mutant) -> Iterator[None]:
-        """The mutant's file has its fault."""
+        """Apply a mutant, and restore its file at the end."""
         path = self.root / mutant.file
-        before, sound = path.stat(), path.read_bytes()
+        before, original = path.stat(), path.read_bytes()
         path.write_text(mutant.mutated(self.root))
-        # Bytecode counts as that of a source of this second and size.
-        self.held += 1
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + self.held * 10**10))
+        # Python takes cached bytecode for this source if the source's second and size are the same.
+        self.current += 1
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + self.current * 10**10))
         try:
             yield
         finally:
-            path.write_bytes(sound)
+            path.write_bytes(original)
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 class Runner:
-    """Runs tests of a copy in processes of their own; closed by `close`."""
+    """A server process that runs tests of a copy, each run in a forked child."""
 
-    def __init__(self, folder: Path, copy: Copy, modules: Sequence[str]):
+    def __init__(self, folder: Path, copy: Copy):
         self.folder, self.copy, self.count = folder, copy, 0
         environment = {
             **os.environ,
@@ -91,7 +92,7 @@ class Runner:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.mutants.server", *modules], cwd=copy.root, env=environment,
+            [sys.executable, "-m", "tests.mutants.server", *LOADED], cwd=copy.root, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -101,21 +102,20 @@ class Runner:
         self._process.wait()
 
     def run(self, tests: Sequence[str], seconds: float) -> tuple[int | None, dict]:
-        """pytest's exit status (`server`) for these tests, up to the first that fails, and what was told."""
+        """Run tests up to the first failure; return the status (see `server`) and the report."""
         self.count += 1
-        place = self.folder / str(self.count)
-        # The modules that iree-compile has made here before are the same ones.
-        (place / "cache").mkdir(parents=True)
+        location = self.folder / str(self.count)
+        (location / "cache").mkdir(parents=True)
         (store := cache_root() / "compile").mkdir(parents=True, exist_ok=True)
-        (place / "cache" / "compile").symlink_to(store)
+        (location / "cache" / "compile").symlink_to(store)
         root, plugins = str(self.copy.root), [word for plugin in PLUGINS for word in ("-p", plugin)]
         options = ["-x", "-q", *plugins, "-p", "no:cacheprovider", "-c", f"{root}/pyproject.toml", "--rootdir", root]
         request = {
-            "arguments": [*options, "--basetemp", str(place / "tmp"), *tests],
-            "log": str(place / "log"),
-            "report": str(place / "report"),
+            "arguments": [*options, "--basetemp", str(location / "tmp"), *tests],
+            "log": str(location / "log"),
+            "report": str(location / "report"),
             "seconds": seconds,
-            "environment": {"CASTIRON_CACHE": str(place / "cache"), "TMPDIR": str(place)},
+            "environment": {"CASTIRON_CACHE": str(location / "cache"), "TMPDIR": str(location)},
         }
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -123,24 +123,27 @@ class Runner:
         status = json.loads(self._process.stdout.readline())["status"]
         report: dict = {"passed": [], "failed": None, "castiron": None}
         with contextlib.suppress(OSError, ValueError):
-            report = json.loads((place / "report").read_text())
-        place_of_code = report["castiron"]
-        if place_of_code and not Path(place_of_code).is_relative_to(self.copy.root):
-            raise SoundCodeFails(f"the tests import castiron from {place_of_code}, not from the copy with the mutants")
-        report["log"] = (place / "log").read_text(errors="replace")
-        shutil.rmtree(place, ignore_errors=True)
+            report = json.loads((location / "report").read_text())
+        code_path = report["castiron"]
+        if code_path and not Path(code_path).is_relative_to(self.copy.root):
+            raise UnchangedCodeFails(f"the tests import castiron from {code_path}; they must import it from {self.copy.root}")
+        report["log"] = (location / "log").read_text(errors="replace")
+        shutil.rmtree(location, ignore_errors=True)
         return status, report
 
 
-def examine(mutants: Sequence[Mutant], sound: bool = True) -> Iterator[tuple[Mutant, Outcome]]:
-    """Each mutant with what became of it, in order. sound: the tests of all are run without any mutant first, and
-    SoundCodeFails if one does not pass."""
+def examine(mutants: Sequence[Mutant], original: bool = True) -> Iterator[tuple[Mutant, Outcome]]:
+    """Yield each mutant with its outcome, in order.
+
+    original: run the tests of all mutants without a mutant first, and raise UnchangedCodeFails if
+    one does not pass.
+    """
     with tempfile.TemporaryDirectory(prefix="castiron-mutants-") as name:
         folder = Path(name)
-        runner = Runner(folder, copy := Copy(folder), LARGE if len(mutants) >= MANY else SMALL)
+        runner = Runner(folder, copy := Copy(folder))
         try:
-            if sound:
-                _check_sound(runner, mutants)
+            if original:
+                _check_unchanged(runner, mutants)
             for mutant in mutants:
                 with copy.holding(mutant):
                     yield mutant, _outcome(runner, mutant)
@@ -148,15 +151,15 @@ def examine(mutants: Sequence[Mutant], sound: bool = True) -> Iterator[tuple[Mut
             runner.close()
 
 
-def _check_sound(runner: Runner, mutants: Sequence[Mutant]) -> None:
+def _check_unchanged(runner: Runner, mutants: Sequence[Mutant]) -> None:
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-    status, report = runner.run(tests, SECONDS_OF_ALL)
+    status, report = runner.run(tests, UNCHANGED_SECONDS)
     if status != PASSED:
         test, why = report["failed"] or ("pytest", report["log"].strip()[-300:])
-        raise SoundCodeFails(f"{test} fails without a mutant: {why}")
+        raise UnchangedCodeFails(f"{test} fails without a mutant: {why}")
     for test in tests:
         if not any(passed == test or passed.startswith((f"{test}[", f"{test}::")) for passed in report["passed"]):
-            raise SoundCodeFails(f"no test of {test} has run, so it can notice no mutant")
+            raise UnchangedCodeFails(f"no test ran for {test}; name a test that exists")
 
 
 def _outcome(runner: Runner, mutant: Mutant) -> Outcome:
@@ -167,9 +170,9 @@ def _outcome(runner: Runner, mutant: Mutant) -> Outcome:
     if status == PASSED:
         return Outcome("survived", seconds)
     if status is None:
-        return Outcome("too long", seconds, mutant.tests[0], f"it ran longer than {SECONDS} s")
+        return Outcome("too long", seconds, mutant.tests[0], f"stopped after {SECONDS} s")
     if status < 0:
-        return Outcome("caught", seconds, mutant.tests[0], f"signal {-status} ended it")
+        return Outcome("caught", seconds, mutant.tests[0], f"ended by signal {-status}")
     if status == FAILED and test:
         return Outcome("caught", seconds, test, why)
     return Outcome("broken", seconds, test, why or report["log"].strip()[-300:])

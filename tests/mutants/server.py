@@ -1,7 +1,8 @@
-"""Runs pytest in forked children that have the large libraries loaded already, and castiron never: started by `running`.
+"""Run pytest in forked children of a process that has loaded the large libraries, not castiron.
 
-A request is a line of JSON on stdin, {"arguments", "log", "report", "seconds", "environment"}; the answer is a line on stdout,
-{"status": pytest's exit status, or minus the signal that ended it, or null where it ran past its seconds}.
+`running` starts this process. A request is a line of JSON on stdin with "arguments", "log",
+"report", "seconds" and "environment". The response is a line of JSON on stdout with "status":
+pytest's exit status, minus the number of the signal that ended it, or null at the time limit.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import signal
 import sys
 import time
 
-# What pytest's `status` means where all of it ran.
+# pytest's exit status if all tests passed, and if one failed.
 PASSED, FAILED = 0, 1
 
 
-class Told:
-    """What a run of pytest has to tell: the ids of tests that passed, and of the first that failed with its reason."""
+class Report:
+    """A pytest plugin that records the tests that passed and the first failure with its message."""
 
     def __init__(self) -> None:
         self.passed: list[str] = []
@@ -34,7 +35,7 @@ class Told:
         self._note(report)
 
     def pytest_collection_finish(self) -> None:
-        """That an example fails is enough; nobody wants the smallest."""
+        """Disable shrinking: any failing example is enough."""
         from hypothesis import Phase, settings
 
         settings.register_profile("mutants", parent=settings.default, phases=(Phase.explicit, Phase.generate))
@@ -48,7 +49,7 @@ class Told:
 
 
 def child(request: dict) -> None:
-    """In the forked child: never returns."""
+    """Run pytest in the forked child and exit."""
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
@@ -59,11 +60,11 @@ def child(request: dict) -> None:
     try:
         import pytest
 
-        told = Told()
-        status = int(pytest.main(request["arguments"], plugins=[told]))
-        place = getattr(sys.modules.get("castiron"), "__file__", None)
+        report = Report()
+        status = int(pytest.main(request["arguments"], plugins=[report]))
+        location = getattr(sys.modules.get("castiron"), "__file__", None)
         with open(request["report"], "w") as file:
-            json.dump({"passed": told.passed, "failed": told.failed, "castiron": place}, file)
+            json.dump({"passed": report.passed, "failed": report.failed, "castiron": location}, file)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -71,7 +72,7 @@ def child(request: dict) -> None:
 
 
 def wait(process: int, seconds: float) -> int | None:
-    """The exit status of a child, whose whole group is then killed; None where it ran longer."""
+    """Return a child's exit status, None at the time limit; then kill its process group."""
     end, status = time.monotonic() + seconds, None
     while time.monotonic() < end:
         ended, word = os.waitpid(process, os.WNOHANG)

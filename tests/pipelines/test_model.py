@@ -1,11 +1,10 @@
-"""A model from Python: loaded by whatever names it, and each question gets what it gets alone, whoever else asks."""
+"""Test the Python API: a request gets the same tokens by itself and among others."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -16,18 +15,17 @@ import pytest
 
 import castiron
 from castiron.pipelines import model as model_file
-from castiron.pipelines.casting.cast import cached_place, cast, options_of
-from castiron.pipelines.casting.compile import Options
-from castiron.pipelines.cli import build_parser
-from castiron.pipelines.commands.options import compile_options
+from castiron.pipelines.cli.main import command_parser
+from castiron.pipelines.cli.options import compile_options
+from castiron.pipelines.compile.open_model import cached_path, open_or_compile, options_of
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.engine.context import move_to
+from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.generation.positions import stand
-from castiron.pipelines.generation.sampling import Sampling
-from castiron.pipelines.generation.scheduler import Scheduler
 from castiron.reference import tiny
-from castiron.vmfb.bundle import open_bundle, pack_bundle
+from castiron.vmfb.bundle import pack_bundle
 from castiron.vmfb.session import Session
-from tests.pipelines import served, toy_text
+from tests.support import served, toy_text
 
 PROMPTS = ["Hello", "Why is the sky blue?", "abc", "Hello there", "x", "To be, or not", "Hello you"]
 
@@ -38,8 +36,8 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(path):
-    return served.Alone(path)
+def by_itself(path):
+    return served.ReferenceSession(path)
 
 
 @pytest.fixture
@@ -54,21 +52,21 @@ def toy(tmp_path):
         yield model
 
 
-def test_a_prompt_is_text_or_messages_or_token_ids(model, alone):
-    ids = alone.text.encode("Hello")
+def test_a_prompt_is_text_or_messages_or_token_ids(model, by_itself):
+    ids = by_itself.text.encode("Hello")
     for prompt in ("Hello", ids, tuple(ids)):
         result = model.generate(prompt, max_tokens=12, stop_tokens=())
-        assert result.tokens == alone.tokens("Hello", 12)
-        assert (result.text, str(result), result.finish_reason) == (alone.says("Hello", 12),) * 2 + ("length",)
-    expected = alone.says(served.RENDERED, 12)
+        assert result.tokens == by_itself.tokens("Hello", 12)
+        assert (result.text, str(result), result.finish_reason) == (by_itself.generate("Hello", 12),) * 2 + ("length",)
+    expected = by_itself.generate(served.RENDERED, 12)
     for messages in (served.MESSAGES, served.MESSAGES[0]["content"]):
         assert model.chat(messages, max_tokens=12, stop_tokens=()).text == expected
     assert model.generate(served.MESSAGES, max_tokens=12, stop_tokens=()).text == expected
     assert "".join(model.stream(served.MESSAGES, max_tokens=12, stop_tokens=())) == expected
 
 
-def test_several_prompts_are_answered_in_order_and_one_at_a_time_as_they_are_done(model, alone):
-    expected = [alone.tokens(prompt, 10) for prompt in PROMPTS]
+def test_a_list_of_prompts_is_answered_in_order_or_as_done(model, by_itself):
+    expected = [by_itself.tokens(prompt, 10) for prompt in PROMPTS]
     results = model.generate(PROMPTS, max_tokens=10, stop_tokens=())
     assert [(result.index, result.tokens) for result in results] == list(enumerate(expected))
     assert model.generate(iter(PROMPTS[:2]), max_tokens=10, stop_tokens=()) == results[:2]
@@ -82,54 +80,54 @@ def test_several_prompts_are_answered_in_order_and_one_at_a_time_as_they_are_don
     assert {result.index: result.tokens for result in ahead} | {first.index: first.tokens} == dict(enumerate(expected))
 
 
-def test_several_prompts_run_in_one_batch(model, monkeypatch):
+def test_a_list_of_prompts_runs_in_one_batch(model, monkeypatch):
     together = []
-    batch = model._shared.scheduler.batch
+    batch = model._engine.scheduler.batch
     step = batch.step
     monkeypatch.setattr(batch, "step", lambda tokens: together.append(len(tokens)) or step(tokens))
     model.generate(PROMPTS[: served.SLOTS], max_tokens=20, stop_tokens=())
     assert max(together) == served.SLOTS
 
 
-def test_the_models_end_is_the_end_unless_told_otherwise(toy):
+def test_stop_tokens_default_to_the_models(toy):
     ended, on = toy.generate("a"), toy.generate("a", stop_tokens=(), max_tokens=6)
     assert ended.finish_reason == "stop" and ended.tokens == on.tokens[: len(ended.tokens)] and len(on.tokens) == 6
     assert on.tokens[len(ended.tokens)] == toy_text.EOS
 
 
-def test_a_stream_is_text_as_it_comes_and_tells_how_it_ended(model, alone):
+def test_a_stream_yields_text_and_has_a_finish_reason(model, by_itself):
     stream = model.stream("Hello", max_tokens=8, stop_tokens=())
     assert stream.finish_reason is None
     pieces = list(stream)
-    assert len(pieces) > 1 and "".join(pieces) == alone.says("Hello", 8)
-    assert (stream.tokens, stream.finish_reason) == (alone.tokens("Hello", 8), "length")
+    assert len(pieces) > 1 and "".join(pieces) == by_itself.generate("Hello", 8)
+    assert (stream.tokens, stream.finish_reason) == (by_itself.tokens("Hello", 8), "length")
 
 
-def test_streams_and_questions_interleave_and_each_gets_its_own(model, alone):
+def test_streams_and_prompts_interleave(model, by_itself):
     first, second = (model.stream(prompt, max_tokens=10, stop_tokens=()) for prompt in ("one", "two"))
-    said = ["", ""]
+    generated = ["", ""]
     for pieces in zip(first, second, strict=True):
-        said = [before + piece for before, piece in zip(said, pieces)]
-        assert model.generate("three", max_tokens=2, stop_tokens=()).tokens == alone.tokens("three", 2)
-    assert said == [alone.says("one", 10), alone.says("two", 10)]
+        generated = [before + piece for before, piece in zip(generated, pieces)]
+        assert model.generate("three", max_tokens=2, stop_tokens=()).tokens == by_itself.tokens("three", 2)
+    assert generated == [by_itself.generate("one", 10), by_itself.generate("two", 10)]
 
 
 @pytest.mark.parametrize("leave", ["close", "forget"])
-def test_a_stream_that_is_left_gives_its_slot_back(model, alone, leave, monkeypatch):
+def test_an_abandoned_stream_frees_its_slot(model, by_itself, leave, monkeypatch):
     for _ in range(2 * served.SLOTS):
         stream = model.stream("Hello", max_tokens=100, stop_tokens=())
         next(stream)
         if leave == "close":
             stream.close()
         del stream
-    scheduler, turns = model._shared.scheduler, []
+    scheduler, turns = model._engine.scheduler, []
     turn = scheduler.turn
     monkeypatch.setattr(scheduler, "turn", lambda: turns.append(1) or turn())
-    assert model.generate("three", max_tokens=5, stop_tokens=()).tokens == alone.tokens("three", 5)
-    assert scheduler.idle and len(turns) <= 5, "it waited for answers that nobody reads"
+    assert model.generate("three", max_tokens=5, stop_tokens=()).tokens == by_itself.tokens("three", 5)
+    assert scheduler.idle and len(turns) <= 5, "it computed an answer that nobody reads"
 
 
-def test_several_threads_ask_one_model_and_each_gets_what_it_gets_alone(model, alone):
+def test_threads_share_a_model_and_get_their_own_tokens(model, by_itself):
     found: dict[int, list] = {}
 
     def ask(index: int) -> None:
@@ -142,14 +140,14 @@ def test_several_threads_ask_one_model_and_each_gets_what_it_gets_alone(model, a
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {index: [alone.says(prompt, 10)] * 4 for index, prompt in enumerate(PROMPTS)}
+    assert found == {index: [by_itself.generate(prompt, 10)] * 4 for index, prompt in enumerate(PROMPTS)}
 
 
-@pytest.mark.parametrize("where", ["prefill", "fed"])
-def test_after_an_interrupt_the_model_answers_as_before(model, alone, monkeypatch, where):
-    """Wherever it comes: between what a session has read and what is known of it, too."""
+@pytest.mark.parametrize("where", ["prefill", "appended"])
+def test_after_an_interrupt_the_model_answers_as_before(model, by_itself, monkeypatch, where):
+    """The interrupt may come after a session has read tokens and before the cache records them."""
     model.generate("Hello there", max_tokens=3)
-    scheduler = model._shared.scheduler
+    scheduler = model._engine.scheduler
     target = scheduler.batch.slots[0] if where == "prefill" else scheduler.cache
     other = model.stream("Hello you", max_tokens=30, stop_tokens=())
     next(other)
@@ -166,19 +164,19 @@ def test_after_an_interrupt_the_model_answers_as_before(model, alone, monkeypatc
     with pytest.raises(PipelineError, match="the model failed"):
         list(other)
     for prompt in ("Hello there, you", "Hello there", "Hello you"):
-        assert model.generate(prompt, max_tokens=5, stop_tokens=()).tokens == alone.tokens(prompt, 5)
+        assert model.generate(prompt, max_tokens=5, stop_tokens=()).tokens == by_itself.tokens(prompt, 5)
 
 
-def test_a_slot_that_was_being_prepared_in_an_interrupt_is_forgotten(model, alone, monkeypatch):
-    """It holds another slot's tokens then, and the cache still has its own on record."""
+def test_an_interrupt_while_a_slot_is_prepared_drops_its_cache(model, by_itself, monkeypatch):
+    """The slot has another slot's states by then, but the cache still records its old tokens."""
     model.generate(["Hello there", "To be, or not"], max_tokens=3)
-    scheduler = model._shared.scheduler
+    scheduler = model._engine.scheduler
     slots = scheduler.batch.slots
-    held = {text: slot for slot in range(len(slots)) for text in ("Hello", "To be")
-            if scheduler.cache.tokens[slot, : len(text)].tolist() == alone.text.encode(text)}  # fmt: skip
+    stored = {text: slot for slot in range(len(slots)) for text in ("Hello", "To be")
+            if scheduler.cache.tokens[slot, : len(text)].tolist() == by_itself.text.encode(text)}  # fmt: skip
 
     def interrupted(*arguments):
-        stand(slots[held["To be"]], 5, source=slots[held["Hello"]])
+        move_to(slots[stored["To be"]], 5, source=slots[stored["Hello"]])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -186,10 +184,10 @@ def test_a_slot_that_was_being_prepared_in_an_interrupt_is_forgotten(model, alon
         with pytest.raises(KeyboardInterrupt):
             model.generate("x", max_tokens=5)
     for prompt in ("To be, you", "Hello you"):
-        assert model.generate(prompt, max_tokens=5, stop_tokens=()).tokens == alone.tokens(prompt, 5)
+        assert model.generate(prompt, max_tokens=5, stop_tokens=()).tokens == by_itself.tokens(prompt, 5)
 
 
-def test_what_cannot_be_run_raises_alone_and_is_told_among_others(model):
+def test_an_invalid_prompt_raises_an_error_but_a_list_returns_it(model):
     with pytest.raises(PipelineError, match="context is 126"):
         model.generate("x" * 200)
     with pytest.raises(PipelineError, match="no tokens"):
@@ -202,35 +200,36 @@ def test_what_cannot_be_run_raises_alone_and_is_told_among_others(model):
         model.generate_many([], top_p=2.0)
 
 
-def test_sampling_is_given_whole_or_by_its_fields(model):
+def test_sampling_is_a_record_or_its_fields(model):
     drawn = model.generate("Hello", max_tokens=20, stop_tokens=(), temperature=1.0, seed=5).tokens
     assert drawn == model.generate("Hello", max_tokens=20, stop_tokens=(), sampling=Sampling(1.0), seed=5).tokens
     assert drawn != model.generate("Hello", max_tokens=20, stop_tokens=()).tokens
     fields = {field.name for field in dataclasses.fields(Sampling)}
-    assert set(model_file.Asking.__annotations__) == fields | model_file.LIMITS | model_file.STRUCTURES | {"sampling"}
+    limits = {"max_tokens", "stop_strings", "stop_tokens", "template_args", "compact_json"}
+    assert set(model_file.Asking.__annotations__) == fields | limits | model_file.STRUCTURES | {"sampling"}
 
 
-def test_a_bundle_without_a_tokenizer_or_template_says_so(tmp_path):
+def test_a_bundle_without_a_tokenizer_takes_ids_only(tmp_path):
     with castiron.load(toy_text.write(tmp_path / "ids", text=False), threads=1) as model:
         assert model.generate([1, 2], max_tokens=3).text is None
-        with pytest.raises(PipelineError, match="no text to stream"):
+        with pytest.raises(PipelineError, match="cannot stream text"):
             model.stream([1, 2])
-        with pytest.raises(PipelineError, match="not a list of token ids|neither a list of token ids"):
+        with pytest.raises(PipelineError, match="give a list of token ids"):
             model.generate("words")
 
 
-def test_a_model_says_what_it_is(model, path):
+def test_a_model_has_a_repr(model, path):
     functions = "decode_step, prefill_8, prefill_32, decode_batch_4"
     assert repr(model) == f"<castiron.Model checkpoint: llama, context 126, 1 thread, functions {functions}>"
-    with pytest.raises(PipelineError, match="checkpoint gives no hidden states: compile it with --embed 128"):
+    with pytest.raises(PipelineError, match="checkpoint has no embed functions; compile it with --embed 128"):
         model.embed(["x"])
 
 
-def test_closing_lets_go_of_the_weights_and_of_what_runs(path):
+def test_closing_releases_weights_and_ends_requests(path):
     with castiron.load(str(path), threads=1) as model:
         stream = model.stream("Hello", max_tokens=50, stop_tokens=())
         next(stream)
-        program = weakref.ref(model._shared.scheduler.batch.program)
+        program = weakref.ref(model._engine.scheduler.batch.program)
     gc.collect()
     assert program() is None
     for call in (lambda: list(stream), lambda: model.generate("x"), lambda: model.generate_many(["x"])):
@@ -243,7 +242,7 @@ def test_closing_lets_go_of_the_weights_and_of_what_runs(path):
 FORKED = """
 import os, signal, sys
 import castiron
-model = castiron.load({place!r}, threads={threads})
+model = castiron.load({location!r}, threads={threads})
 model.generate([1, 2], max_tokens=2)
 if not os.fork():
     signal.alarm(100)
@@ -251,7 +250,7 @@ if not os.fork():
         model.generate([1, 2], max_tokens=2)
     except castiron.PipelineError as error:
         print(error, flush=True)
-    with castiron.load({place!r}, threads={threads}) as own:
+    with castiron.load({location!r}, threads={threads}) as own:
         print(own.generate([1, 2], max_tokens=2).tokens, flush=True)
     os._exit(0)
 assert os.wait()[1] == 0
@@ -260,12 +259,12 @@ print(model.generate([1, 2], max_tokens=2).tokens)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_child_loads_its_own(tmp_path, threads):
-    code = FORKED.format(place=str(toy_text.write(tmp_path / "toy")), threads=threads)
+def test_a_forked_child_must_load_the_model_again(tmp_path, threads):
+    code = FORKED.format(location=str(toy_text.write(tmp_path / "toy")), threads=threads)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    said, childs, parents = done.stdout.splitlines()
-    assert "before the process was forked; load it in the child" in said and childs == parents
+    generated, childs, parents = done.stdout.splitlines()
+    assert "before the process was forked; load it in the child" in generated and childs == parents
 
 
 @pytest.fixture
@@ -276,73 +275,94 @@ def checkpoint(tmp_path, own_cache):
 SMALL = {"context": 16, "batch": None, "speculate": None, "lowering": "portable"}
 
 
-def test_a_checkpoint_is_compiled_once_and_again_when_it_changes(checkpoint, tmp_path):
+def test_a_changed_checkpoint_is_compiled_again(checkpoint, tmp_path):
     stages = []
     with castiron.load(checkpoint, threads=1, progress=lambda stage, done: stages.append(stage), **SMALL) as model:
         tokens = model.generate([1, 2, 3], max_tokens=4).tokens
-        place = model.bundle.path
-        assert model.context == 16 and place.parent == tmp_path / "cache" / "bundles"
+        location = model.bundle.path
+        assert model.context == 16 and location.parent == tmp_path / "cache" / "bundles"
     assert "compile" in stages
     stages.clear()
     with castiron.load(str(checkpoint), threads=1, progress=lambda stage, done: stages.append(stage), **SMALL) as model:
-        assert model.bundle.path == place and model.generate([1, 2, 3], max_tokens=4).tokens == tokens
+        assert model.bundle.path == location and model.generate([1, 2, 3], max_tokens=4).tokens == tokens
     assert "compile" not in stages
     config = checkpoint / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
-    assert cast(checkpoint, options_of(threads=1, **SMALL), lambda stage, done: stages.append(stage)).path == place
+    assert (
+        open_or_compile(checkpoint, options_of(threads=1, **SMALL), lambda stage, done: stages.append(stage)).path == location
+    )
     assert "compile" in stages
-    # What a clearing of the cache has left.
-    (place / "manifest.json").unlink()
-    assert castiron.load(checkpoint, threads=1, **SMALL).bundle.path == place
+    # A bundle without a manifest, as after clearing a part of the cache.
+    (location / "manifest.json").unlink()
+    assert castiron.load(checkpoint, threads=1, **SMALL).bundle.path == location
 
 
-def test_options_and_checkpoints_have_places_of_their_own(tmp_path, monkeypatch):
+def test_the_complete_bundle_follows_the_one_of_the_first_answer(checkpoint, tmp_path):
+    """`castiron run` compiles what it needs; other commands then compile the rest and pack nothing."""
+    options = options_of(threads=1, context=64, prefill=(8, 32), batch=2, speculate=4)
+    first = open_or_compile(checkpoint, options, one_sequence=True)
+    assert [function.name for function in first.manifest.functions] == ["decode_step", "prefill_32"]
+    with castiron.load(first, threads=1) as model:
+        tokens = model.generate(list(range(1, 12)), max_tokens=8, stop_tokens=()).tokens
+    weights = (first.path / "weights.irpa").stat().st_ino
+    assert open_or_compile(checkpoint, options, one_sequence=True).path == first.path
+    complete = open_or_compile(checkpoint, options)
+    assert len(complete.manifest.functions) == 5 and complete.manifest.modules == (
+        "model.vmfb", "tokens_2.vmfb", "tokens_32.vmfb", "tokens_4.vmfb", "tokens_8.vmfb",
+    )  # fmt: skip
+    assert (complete.path / "weights.irpa").stat().st_ino == weights and not first.path.exists()
+    with castiron.load(complete, threads=1) as model:
+        assert model.generate(list(range(1, 12)), max_tokens=8, stop_tokens=()).tokens == tokens
+    assert open_or_compile(checkpoint, options, one_sequence=True).path == complete.path
+    # Other numbers in the checkpoint are packed again.
+    tiny.tiny_model("llama", checkpoint, seed=1)
+    assert (open_or_compile(checkpoint, options).path / "weights.irpa").stat().st_ino != weights
+
+
+def test_bundles_are_cached_by_checkpoint_and_options(tmp_path, monkeypatch):
     monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path))
     for folder in ("a", "b"):
         (tmp_path / folder / "tiny").mkdir(parents=True)
     models = ["smollm2-135m-instruct", tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"]
     options = [Options(), Options(context=16), Options(weights="f32"), Options(threads=63)]
-    assert len({cached_place(model, option) for model in models for option in options}) == 12
-    assert cached_place(models[0], Options()) == tmp_path / "bundles" / models[0]
+    assert len({cached_path(model, option) for model in models for option in options}) == 12
+    assert cached_path(models[0], Options()) == tmp_path / "bundles" / models[0]
 
 
 @pytest.mark.parametrize("form", [str, Path])
 def test_strings_and_paths_are_the_same_everywhere(checkpoint, tmp_path, form):
     bundle = castiron.compile(form(checkpoint), form(tmp_path / "out"), threads=1, **SMALL)
-    place = form(bundle.path)
+    location = form(bundle.path)
     packed = form(tmp_path / "packed.castiron")
     pack_bundle(bundle, packed)
     expected = castiron.load(bundle, threads=1).generate([1, 2, 3], max_tokens=4, stop_tokens=()).tokens
-    assert Session(place, 1).prefill([1, 2, 3]) == expected[0]
+    assert Session(location, 1).prefill([1, 2, 3]) == expected[0]
     assert castiron.load(packed, threads=1).generate([1, 2, 3], max_tokens=4, stop_tokens=()).tokens == expected
-    many = castiron.generate_many(place, [[1, 2, 3]], max_tokens=4, stop_tokens=(), threads=1)
-    assert [result.tokens for result in many] == [expected]
-    assert Scheduler(place, 1).bundle == castiron.open(place) == bundle
-    assert castiron.load_text(form(toy_text.write(tmp_path / "toy"))).eos == (toy_text.EOS,)
-    with pytest.raises(PipelineError, match="compiled already and takes no options"):
-        castiron.load(place, context=8)
+    assert castiron.Engine(location, 1).manifest == castiron.open(location).manifest and castiron.open(location) == bundle
+    assert castiron.load_tokenizer(form(toy_text.write(tmp_path / "toy"))).eos == (toy_text.EOS,)
+    with pytest.raises(PipelineError, match="options given for a bundle: .*; give its checkpoint"):
+        castiron.load(location, context=8)
     with pytest.raises(TypeError, match="contxt"):
         castiron.compile(form(checkpoint), form(tmp_path / "other"), contxt=8)
 
 
-def test_the_commands_options_are_those_of_compile():
-    args = build_parser(["compile"]).parse_args(["compile", "x"])
+def test_python_and_the_command_line_have_the_same_default_options():
+    args = command_parser("compile").parse_args(["x"])
     assert options_of(**dataclasses.asdict(compile_options(args))) == Options()
     assert options_of(batch=[2, 3], speculate=4) == Options(batch=(2, 3), speculate=(4,))
     assert options_of(batch=None) == Options(batch=())
 
 
-def test_a_path_begins_at_home_and_nothing_at_all_is_refused(tmp_path, monkeypatch):
+def test_load_expands_home_and_rejects_a_missing_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     toy_text.write(tmp_path / "toy")
     assert castiron.load("~/toy", threads=1).name == "toy"
-    with pytest.raises(castiron.CheckpointError, match="nowhere is neither a file nor a directory"):
+    with pytest.raises(castiron.CheckpointError, match="nowhere: no such file or directory"):
         castiron.load("nowhere")
-    assert open_bundle(os.fspath(tmp_path / "toy")).path == tmp_path / "toy"
 
 
-def test_an_ending_python_has_nothing_to_report(path):
-    """Where something else, as torch does, keeps modules past the end too."""
+def test_python_exits_without_messages(path):
+    """torch keeps modules alive until the end of the process."""
     program = f"import torch, castiron; model = castiron.load({str(path)!r}); print(model.generate('x', max_tokens=1).tokens)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout and not done.stderr

@@ -1,4 +1,4 @@
-"""The oracle: f32, plain attention, its own cache, ties to the lowest index; and where its activations come from."""
+"""HF's model as an oracle: f32, eager attention, ties to the lowest index, activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
-from tests.pipelines.hf_to_gguf import convert
+from tests.support.hf_to_gguf import convert
 
 PROMPT = [5, 17, 90, 3, 44]
 
@@ -40,7 +40,7 @@ def test_experts_run_as_defined(tmp_path):
     assert hf.load(tiny_model("mixtral", tmp_path)).config._experts_implementation == "eager"
 
 
-def test_greedy_is_the_most_likely_token_after_all_before(model):
+def test_greedy_tokens_are_the_argmax_of_an_uncached_run(model):
     """By its definition: the whole sequence anew for every token, without a cache."""
     greedy, tokens = hf.greedy(model, PROMPT, 8), list(PROMPT)
     for token, margin in zip(greedy.tokens, greedy.margins, strict=True):
@@ -92,7 +92,7 @@ def test_capture_lets_go_at_its_end_and_refuses_unknown_names(model):
 
 
 def test_gguf_is_read_by_transformers(tmp_path):
-    """The same weights by another way; its rotary permutation is undone by transformers, not by us."""
+    """transformers, not castiron, undoes the rotary permutation of the file."""
     # Without a tokenizer in the file, transformers takes Llama's default vocabulary.
     directory = tiny_model("llama", tmp_path / "hf", vocab_size=32000)
     model = hf.load(directory)

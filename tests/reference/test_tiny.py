@@ -32,14 +32,14 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_vary_by_margins_that_are_real(family, models, record_property):
-    """The narrowest choice of any step is ten times wider than what the order of sums moves a logit by."""
+    """The smallest margin is ten times what the order of sums changes in a logit."""
     model, margins, noise = models(family), [], []
     for prompt in prompts():
         greedy = hf.greedy(model, prompt, 16)
         assert len(set(greedy.tokens)) >= 3, f"{family} repeats itself: {greedy.tokens}"
-        whole = hf.logits(model, prompt + greedy.tokens[:-1])[len(prompt) - 1 :]
-        assert whole.argmax(-1).tolist() == greedy.tokens, "with the cache and without, the tokens are the same"
-        top = np.sort(whole, -1)
+        uncached = hf.logits(model, prompt + greedy.tokens[:-1])[len(prompt) - 1 :]
+        assert uncached.argmax(-1).tolist() == greedy.tokens, "with the cache and without, the tokens are the same"
+        top = np.sort(uncached, -1)
         noise.append(np.abs(top[:, -1] - top[:, -2] - greedy.margins).max())
         margins += greedy.margins
     record_property("smallest_margin", min(margins))
@@ -49,25 +49,16 @@ def test_tokens_vary_by_margins_that_are_real(family, models, record_property):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_counts(family, models):
-    """Without any one of its tensors the model gives clearly other logits: no mistake about one can hide."""
+    """Logits change clearly when any tensor is zero."""
     model, tokens = models(family), prompts()[2]
     want = hf.logits(model, tokens)
     for name, weight in model.named_parameters():
-        kept = weight.detach().clone()
+        saved = weight.detach().clone()
         with torch.no_grad():
             weight.zero_()
             moved = np.abs(hf.logits(model, tokens) - want).max() / want.std()
-            weight.copy_(kept)
+            weight.copy_(saved)
         assert moved > 0.05, f"{family}: {name} moves no logit by more than {moved:.4f} of their spread"
-
-
-@pytest.mark.parametrize("family", [f for f, settings in FAMILIES.items() if "sliding_window" in settings])
-def test_windows_are_shorter_than_prompts_and_felt(family, models, tmp_path):
-    wide = hf.load(tiny_model(family, tmp_path, sliding_window=10**4))
-    tokens = prompts()[2]
-    changed = np.abs(hf.logits(wide, tokens) - hf.logits(models(family), tokens)).max(-1)
-    window = FAMILIES[family]["sliding_window"]
-    assert changed[:window].max() < 1e-4 < 0.1 < changed[window + 4 :].max()
 
 
 def test_the_same_arguments_give_the_same_bytes(tmp_path):
@@ -89,5 +80,5 @@ def test_settings_and_storage_are_the_callers(tmp_path):
 
 
 def test_an_unknown_family_is_refused_with_those_there_are(tmp_path):
-    with pytest.raises(ValueError, match="no tiny model of type 'bloom'; there are llama, mistral"):
+    with pytest.raises(ValueError, match="no tiny model of type 'bloom'; use one of llama, mistral"):
         tiny_model("bloom", tmp_path)

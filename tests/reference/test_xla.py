@@ -30,10 +30,10 @@ def test_each_function_of_a_module_runs():
 @pytest.mark.parametrize(
     "text, function, args, words",
     [
-        (TEXT.replace("stablehlo.add", "stablehlo.join"), "wide", [], "no StableHLO module"),
+        (TEXT.replace("stablehlo.add", "stablehlo.join"), "wide", [], "not a StableHLO module"),
         (TEXT, "half", [], "no function 'half'"),
         (TEXT, "wide", [np.array([1])], "takes 2 arguments, got 1"),
-        (TEXT, "wide", [np.array([1], np.int32), np.zeros(2, np.int8)], r"an argument is int64\[1\], got int32\[1\]"),
+        (TEXT, "wide", [np.array([1], np.int32), np.zeros(2, np.int8)], r"an argument must be int64\[1\]; got int32\[1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(text, function, args, words):

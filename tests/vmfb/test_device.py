@@ -1,18 +1,18 @@
-"""Who goes first: a device's workers, not the thread that waits for them."""
+"""The scheduling of a device's workers: their priority over the caller, and their CPUs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from castiron.vmfb.device import _create, device, give_way
+from castiron.vmfb.device import _create, device, lower_priority
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
 
@@ -21,29 +21,27 @@ T = TypeVar("T")
 
 
 def in_a_thread(work):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
-def of_workers(ask: Callable[[int], T]) -> dict[int, T]:
-    """By thread of a device what is asked of it; other threads of the tests may end meanwhile."""
+def of_workers(query: Callable[[int], T]) -> dict[int, T]:
+    """Return the result of `query` for each worker thread, by thread id."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
+        # Other threads of the tests may end meanwhile.
         with contextlib.suppress(OSError):
             if "iree-worker" in (task / "comm").read_text():
-                found[int(task.name)] = ask(int(task.name))
+                found[int(task.name)] = query(int(task.name))
     return found
 
 
-def test_a_caller_gives_way_and_workers_made_later_do_not():
+def test_only_the_caller_gets_a_lower_priority():
     def work():
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        give_way()
+        lower_priority()
         before = of_workers(os.sched_getscheduler)
-        # A number of threads that nothing else asks for, so that the device is made here.
+        # No other test uses a device with 3 threads, so that it is created here.
         device(3)
         policies = {policy for thread, policy in of_workers(os.sched_getscheduler).items() if thread not in before}
         return os.sched_getscheduler(0), policies
@@ -51,15 +49,15 @@ def test_a_caller_gives_way_and_workers_made_later_do_not():
     assert in_a_thread(work) == (os.SCHED_BATCH, {os.SCHED_OTHER})
 
 
-# A device lives as long as its process.
+# Devices are not freed before the process ends.
 MADE = []
 
 
-def test_workers_for_all_cpus_stand_one_on_each_and_others_go_where_they_like():
-    """Those of several processes with a part of the CPUs each would otherwise meet on the same ones."""
+def test_only_workers_for_all_cpus_are_pinned():
+    """Pinned workers of several processes might share a CPU while other CPUs are idle."""
     cpus = os.sched_getaffinity(0)
     one_on_each = [{cpu} for cpu in sorted(cpus)] if len(cpus) > 1 else []
-    # In any order, and as often as a process and its forks make devices.
+    # The same number of threads twice, as for a process and its fork.
     for threads, masks in ((len(cpus), one_on_each), (len(cpus) + 1, [cpus] * (len(cpus) + 1)), (len(cpus), one_on_each)):
         before, until = of_workers(os.sched_getaffinity), time.monotonic() + 60
         MADE.append(_create(threads))
@@ -69,8 +67,8 @@ def test_workers_for_all_cpus_stand_one_on_each_and_others_go_where_they_like():
         assert sorted(found, key=min) == masks
 
 
-def test_workers_stay_on_the_cpus_that_their_maker_may_use():
-    """As those of `taskset`, which IREE lets its workers leave."""
+def test_workers_obey_the_cpu_affinity():
+    """IREE itself ignores the affinity that `taskset` sets."""
 
     def work():
         cpu = min(os.sched_getaffinity(0))
@@ -83,10 +81,10 @@ def test_workers_stay_on_the_cpus_that_their_maker_may_use():
     assert masks == [{cpu}] * 2
 
 
-def test_a_policy_that_somebody_chose_stays():
+def test_a_chosen_scheduling_policy_stays():
     def work():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        give_way()
+        lower_priority()
         return os.sched_getscheduler(0)
 
     assert in_a_thread(work) == os.SCHED_IDLE

@@ -1,17 +1,19 @@
-"""The profile of a call names every dispatch of it."""
+"""The profile of a call has all dispatches of the call."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import BundleError
 from castiron.vmfb.profile import Dispatch, Profile, median_of, profile
-from tests.vmfb.conftest import CONTEXT
+from tests.vmfb.toy import CONTEXT
 
 
 @pytest.mark.parametrize(("threads", "name"), [(1, "decode_step"), (2, "prefill_8")])
-def test_dispatches_are_counted_per_call_and_timed(toy_dir, threads, name):
+def test_dispatches_are_counted_and_timed(toy_dir, threads, name):
     bundle = open_bundle(toy_dir)
     function = next(f for f in bundle.manifest.functions if f.name == name)
     found = profile(bundle, function, position=3, threads=threads, repeats=4)
@@ -20,11 +22,11 @@ def test_dispatches_are_counted_per_call_and_timed(toy_dir, threads, name):
     assert 0 < sum(dispatch.seconds for dispatch in found.dispatches) < 1 and 0 < found.seconds < 1
     seconds = [dispatch.seconds for dispatch in found.dispatches]
     assert seconds == sorted(seconds, reverse=True)
-    # Both layers of the toy run the same two updates of a cache.
+    # Both layers of the toy run the same dispatches for the updates of their caches.
     assert {dispatch.calls for dispatch in found.dispatches} == {1, 2}
 
 
-def test_several_profiles_are_one_of_their_medians():
+def test_profiles_are_merged_by_their_medians():
     def profiled(seconds, *times):
         found = tuple(Dispatch(name, 2, taken, 1) for name, taken in zip("ab", times, strict=True))
         return Profile("decode_step", 3, 1, seconds, found)
@@ -33,8 +35,8 @@ def test_several_profiles_are_one_of_their_medians():
     assert one == Profile("decode_step", 3, 1, 2.0, (Dispatch("b", 2, 0.3, 1), Dispatch("a", 2, 0.2, 1)))
 
 
-def test_a_failing_tool_is_one_sentence(toy_dir, monkeypatch):
-    monkeypatch.setattr("castiron.vmfb.profile.MODEL", "absent.vmfb")
+def test_a_failing_tool_is_a_one_line_error(toy_dir, monkeypatch):
+    monkeypatch.setattr(Bundle, "file", lambda self, name: Path("absent"))
     with pytest.raises(BundleError, match="iree-benchmark-module failed: "):
         bundle = open_bundle(toy_dir)
         profile(bundle, bundle.manifest.function("decode"), position=CONTEXT - 1, repeats=1)

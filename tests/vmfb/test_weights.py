@@ -1,4 +1,4 @@
-"""Parameter archives, read back by IREE itself."""
+"""Parameter archives are read back by IREE's own reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castiron.vmfb.weights import WeightsError, write_irpa
 
 
 def read(path) -> dict[str, tuple[int, bytes]]:
-    """Offset in the file and bytes of every parameter, by IREE's own reader."""
+    """Return the offset in the file and the bytes of every parameter."""
     index = rt.ParameterIndex()
     index.load(str(path), format="irpa")
     found = {}
@@ -39,9 +39,10 @@ def entry(name, array):
         max_size=6,
     )
 )
-def test_what_is_written_is_what_iree_reads(tmp_path_factory, tensors):
+def test_iree_reads_what_was_written(tmp_path_factory, tensors):
     rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("w") / "w.irpa"
-    arrays = {name: rng.integers(0, 99, shape).astype(dtype) for name, (dtype, shape) in tensors.items()}
+    # Transposed views too, which are written in order.
+    arrays = {name: rng.integers(0, 99, shape).astype(dtype).T for name, (dtype, shape) in tensors.items()}
     written = write_irpa(path, [entry(name, array) for name, array in arrays.items()])
     found = read(path)
     assert {name: data for name, (_, data) in found.items()} == {name: a.tobytes() for name, a in arrays.items()}
@@ -49,7 +50,7 @@ def test_what_is_written_is_what_iree_reads(tmp_path_factory, tensors):
     assert written == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+def test_a_single_tensor_is_in_memory_at_a_time(tmp_path):
     alive = []
 
     def make(n):
@@ -64,21 +65,15 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     assert len(alive) == 5 and seen == [(1000 * n, 5000) for n in range(1, 6)]
 
 
-def test_a_strided_view_is_written_in_its_own_order(tmp_path):
-    array = np.arange(12, dtype=np.int32).reshape(3, 4).T
-    write_irpa(tmp_path / "w.irpa", [entry("a", array)])
-    assert read(tmp_path / "w.irpa")["a"][1] == array.tobytes()
-
-
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([entry("a", np.zeros(3)), entry("a", np.zeros(3))], "parameter 'a' is given twice"),
-        ([("a", lambda: np.zeros((2, 3), np.float32), ((3, 2), np.float32))], r"float32\[2, 3\] where float32\[3, 2\]"),
-        ([("a", lambda: np.zeros(4, np.float16), ((4,), np.float32))], r"float16\[4\] where float32\[4\]"),
+        ([entry("a", np.zeros(3)), entry("a", np.zeros(3))], "duplicate parameter: 'a'"),
+        ([("a", lambda: np.zeros((2, 3), np.float32), ((3, 2), np.float32))], r"float32\[2, 3\], not float32\[3, 2\]"),
+        ([("a", lambda: np.zeros(4, np.float16), ((4,), np.float32))], r"float16\[4\], not float32\[4\]"),
     ],
 )
-def test_tensors_that_are_not_as_announced_leave_no_file(tmp_path, entries, message):
+def test_invalid_tensors_leave_no_file(tmp_path, entries, message):
     with pytest.raises(WeightsError, match=message):
         write_irpa(tmp_path / "w.irpa", entries)
     assert not (tmp_path / "w.irpa").exists()

@@ -1,29 +1,43 @@
-"""A toy language model with the very functions of a castiron module, small enough to know by heart.
+"""A toy language model with the functions of a castiron module, in NumPy and in MLIR.
 
-Every value is a small integer held in f32, so NumPy and IREE agree to the last bit whatever the order of a sum, and
-every position's output depends on every earlier position of both caches.
+Every value is a small integer stored as f32, so that NumPy and IREE agree to the last bit in any
+order of summation. The output of a position depends on all earlier positions of both caches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
+from castiron.emitter.abi import State, functions
+from castiron.vmfb.bundle import Bundle, BundleWriter
+from castiron.vmfb.compiler import compile_mlir, compiler_version
+from castiron.vmfb.manifest import MODEL, WEIGHTS, Manifest, Versions
+from castiron.vmfb.targets import TARGETS
+from castiron.vmfb.weights import write_irpa
+
 LAYERS, HEAD_DIM, VOCAB = 2, 4, 32
+# The context and the prefill widths of most toy bundles.
+CONTEXT, WIDTHS = 24, (4, 8)
 
 
 def weights() -> dict[str, np.ndarray]:
-    """`embed` and `head`, f32 [VOCAB, HEAD_DIM] of integers in -4..4."""
+    """Return `embed` and `head`, f32 `[VOCAB, HEAD_DIM]` of integers from -4 to 4."""
     rng = np.random.default_rng(7)
     return {name: rng.integers(-4, 5, (VOCAB, HEAD_DIM)).astype(np.float32) for name in ("embed", "head")}
 
 
 def coefficients(context: int) -> np.ndarray:
-    """What position p weighs in every sum over the cache: f32 [context], integers in -3..3."""
+    """Return the weight of each position in sums over a cache: f32 `[context]`, -3 to 3."""
     return ((np.arange(context) * 5 + 3) % 7 - 3).astype(np.float32)
 
 
 class Toy:
-    """The model in NumPy, one token at a time, with caches of `[LAYERS, context, 1, HEAD_DIM]`."""
+    """The model in NumPy, one token at a time, with caches `[LAYERS, context, 1, HEAD_DIM]`."""
 
     def __init__(self, context: int):
         self.context, self.position, self.weights = context, 0, weights()
@@ -31,7 +45,7 @@ class Toy:
         self.v = np.zeros_like(self.k)
 
     def step(self, token: int) -> np.ndarray:
-        """Appends `token` and returns its logits, f32 [VOCAB]."""
+        """Append `token` and return its logits, f32 `[VOCAB]`."""
         p, c = self.position, coefficients(self.context)
         x = self.weights["embed"][token]
         for layer in range(LAYERS):
@@ -42,18 +56,18 @@ class Toy:
         return self.weights["head"] @ x
 
     def run(self, tokens) -> np.ndarray:
-        """Logits after the last of `tokens`."""
+        """Append `tokens` and return the logits after the last one."""
         for token in tokens:
             logits = self.step(int(token))
         return logits
 
 
-# L layers, T tokens of a call, C positions of context, V ids, D numbers a position; types are named by what they hold.
+# L: layers, T: tokens of a call, C: context, V: vocabulary, D: numbers of a position.
 TYPES = """
 !rows_{T} = tensor<{T}x{D}xf32>
 !update_{T} = tensor<1x{T}x1x{D}xf32>
 !mask_{T} = tensor<{T}x{C}xi1>
-!places_{T} = tensor<{T}x{C}xi32>
+!positions_{T} = tensor<{T}x{C}xi32>
 !weights_{T} = tensor<{T}x{C}xf32>
 """
 SHARED_TYPES = """
@@ -75,11 +89,11 @@ OPENING = """
     %zero = stablehlo.constant dense<0> : !id
     %coef = stablehlo.constant dense<{coefficients}> : tensor<{C}xf32>
     %coefs = stablehlo.broadcast_in_dim %coef, dims = [1] : (tensor<{C}xf32>) -> !weights_{T}
-    %column = stablehlo.iota dim = 1 : !places_{T}
-    %row = stablehlo.iota dim = 0 : !places_{T}
-    %start = stablehlo.broadcast_in_dim %pos, dims = [] : (!id) -> !places_{T}
-    %last = stablehlo.add %start, %row : !places_{T}
-    %seen = stablehlo.compare LE, %column, %last : (!places_{T}, !places_{T}) -> !mask_{T}
+    %column = stablehlo.iota dim = 1 : !positions_{T}
+    %row = stablehlo.iota dim = 0 : !positions_{T}
+    %start = stablehlo.broadcast_in_dim %pos, dims = [] : (!id) -> !positions_{T}
+    %last = stablehlo.add %start, %row : !positions_{T}
+    %seen = stablehlo.compare LE, %column, %last : (!positions_{T}, !positions_{T}) -> !mask_{T}
     %none = stablehlo.constant dense<0.0> : !weights_{T}
     %w = stablehlo.select %seen, %coefs, %none : !mask_{T}, !weights_{T}
     %two = stablehlo.constant dense<2.0> : !plane
@@ -143,7 +157,7 @@ DECODE_STEP = f"""
 
 
 def module_text(context: int, widths: tuple[int, ...]) -> str:
-    """The module with `decode_step` and one `prefill_T` for each of `widths`."""
+    """Return the module with `decode_step` and a `prefill_T` for each of `widths`."""
     sizes = {"L": LAYERS, "C": context, "V": VOCAB, "D": HEAD_DIM}
     values = [float(value) for value in coefficients(context)]
     types = [TYPES.format(T=width, **sizes) for width in (1, *widths)]
@@ -158,3 +172,27 @@ def module_text(context: int, widths: tuple[int, ...]) -> str:
         parts += [LAYER.format(n=n, m=n + 1, T=width, **sizes) for n in range(LAYERS)]
         parts.append(CLOSING.format(T=width, **sizes))
     return "".join(parts) + "}\n"
+
+
+def manifest(context: int = CONTEXT, widths: tuple[int, ...] = WIDTHS) -> Manifest:
+    """Return the manifest of a toy bundle without its files."""
+    states = tuple(State(name, (LAYERS, context, 1, HEAD_DIM)) for name in "kv")
+    return Manifest(
+        name="toy", config={"model_type": "toy"}, vocab=VOCAB, context=context, states=states,
+        functions=functions({"decode": (1,), "prefill": widths}), numerics="exact", lowering="portable", weights="native",
+        codecs={"f32": 2}, target=TARGETS["host"], versions=Versions("0", compiler_version()),
+    )  # fmt: skip
+
+
+def write(
+    directory: Path, context: int = CONTEXT, widths: tuple[int, ...] = WIDTHS, *, cache_dir: Path | None = None,
+    files: Mapping[str, str] = {}, **changes: Any,
+) -> Bundle:  # fmt: skip
+    """Compile and write a toy bundle with more `files`, and `changes` to its manifest."""
+    with BundleWriter(directory) as writer:
+        compile_mlir(module_text(context, widths), TARGETS["host"], writer.path(MODEL), cache_dir=cache_dir)
+        entries = [(name, array, (array.shape, array.dtype)) for name, array in weights().items()]
+        written = write_irpa(writer.path(WEIGHTS), entries)
+        for name, data in files.items():
+            writer.write(name, data)
+        return writer.commit(replace(manifest(context, widths), **changes), {WEIGHTS: written})

@@ -1,1 +1,1 @@
-"""Attention over a cache in place: heads, rotary embedding and append, one token, a chunk."""
+"""Attention kernels over KV caches: rotary embedding with append, decode, and prefill."""

@@ -1,90 +1,161 @@
-"""Attention of one new token over the cache: rotary embedding, append and softmax in one dispatch a layer.
+"""Compute attention of a new token: rotary embedding, append and softmax in one dispatch.
 
-Short contexts are shared out by kv head. Long ones are split by position, so that every workgroup streams whole rows of the
-cache and any number of threads has equal shares; the workgroup that comes last adds up the parts, which costs no second
-dispatch. The token's own key and value enter from registers: the cache row that is written is read by nobody.
+Short contexts are split by kv head. Long ones are split by position, so that every workgroup
+streams complete rows of the cache and all threads have equal shares. The last workgroup to finish
+combines the partial results, without a second dispatch. No workgroup reads the cache row that is
+written, because the key and value of the token itself come from qkv.
 
     workgroup (group of `per` kv heads, slot):
-      short context: one kv head, its slot; positions low .. pos - 1          slots past the heads have nothing to do
+      short context: one kv head, its slot; positions low .. pos - 1          slots past the heads are idle
       long context:  all `per` kv heads; the slot's part of these positions
       q [per * group of query heads, head_dim] = scale * rope(norm(q))                                 stack
-      values [heads, head_dim], sums, references [heads] = 0                  the softmax's recurrence, stack
+      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30         the online softmax, stack
       the head's own workgroup, or slot 0:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                              memory
-        values, sums, references = v, 1, q . k                                the recurrence after one position, and a sink
-      for tile of positions: the recurrence of `attention.workgroup`
+        values, sums, references = v, 1, q . k                                the softmax after the token itself; then a sink
+      for tile of positions: update values, sums and references as in `attention.workgroup`
       short context: out [heads, head_dim] = values / sums                                           memory
       long context:
         parts[heads, slot] = values, references, sums                                                memory
-        who adds the last one to the counter:
+        the workgroup that adds the last one to the counter:
           for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
 
-A batch of sequences, one token each, is the same work once for each row of one dispatch: to the last bit what each gets alone.
+For a batch of sequences with one token each, one dispatch does this work for every row, and gives
+the same bits as a call for each sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
-from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums
+from castiron.emitter.kv_cache import EXACT, Cache
 from castiron.emitter.types import F32, I32, TensorType
 
-SPLIT_BYTES = 128 * 1024  # of keys and values, up to which the heads are shared out whole
-UNIT = 32  # positions that parts are multiples of: fewer would prepare the queries too often, more would leave unequal shares
+SPLIT_BYTES = 128 * 1024  # bytes of keys and values; longer contexts are split by position
+UNIT = 32  # positions of parts are multiples of this; smaller parts repeat work on queries, larger ones are unequal
 
 
+@dataclass(frozen=True)
+class DecodeTokens:
+    """The tokens of one call: `count` rows of queries and results.
+
+    kind "one": the next token of one sequence. "batch": one token of each of `count` sequences; the
+    caches have the layers of one sequence after another, and a row with a negative position is
+    idle, with unchanged caches and a result of zeros. "chunk": tokens of one sequence from `start`
+    on, the first `length` of which are real; the caches have their keys and values already.
+    """
+
+    kind: str = "one"
+    count: int = 1
+
+    @property
+    def in_cache(self) -> bool:
+        return self.kind == "chunk"
+
+    @property
+    def suffix(self) -> str:
+        """Return these fields as a part of a kernel's name."""
+        return "" if self.kind == "one" else f"_{self.kind[0]}{self.count}"
+
+    @property
+    def operands(self) -> dict[str, TensorType]:
+        """Return the types of the i32 operands from which a kernel gets positions of tokens."""
+        if self.kind == "chunk":
+            return dict.fromkeys(("start", "length"), TensorType((), I32))
+        return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
+
+    def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
+        """Return the position of the token in `row`, and an i1 that is true if the row is idle.
+
+        The i1 is None if rows are never idle. given: buffers of the kernel by name.
+        """
+        if self.kind == "one":
+            return b.to_index(b.load(given["position"])), None
+        if self.kind == "batch":
+            position = b.to_index(b.load(given["position"], row))
+            return position, b.less(position, 0)
+        position = Ssa(b.index(b.add(b.to_index(b.load(given["start"])), row)), Type("index"))
+        return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
+
+    def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield the index, the first row and the positions of each active sequence.
+
+        given: operands as arrays, for the NumPy reference.
+        """
+        if self.kind == "one":
+            yield 0, 0, np.reshape(given["position"], 1)
+        elif self.kind == "chunk":
+            if length := int(given["length"]):
+                yield 0, 0, int(given["start"]) + np.arange(length)
+        else:
+            yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
+
+    def item(self, b: Body, units: int) -> tuple[Index, Index]:
+        """Return the row of this workgroup, and its index among the row's `units` workgroups."""
+        unit = b.workgroup()
+        return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
+
+    def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
+        """Return the index in the caches of layer `layer` of the sequence in `row`.
+
+        layers: number of layers in the caches, of all sequences.
+        """
+        return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
+
+
+@cache
 def attention_decode(
     layers: int,
     context: int,
     layout: HeadLayout,
     scores: Scores,
+    tokens: DecodeTokens = DecodeTokens(),
     *,
     isa: Isa,
     splits: int = 8,
     split_from: int | None = None,
-    batch: int | None = None,
-    chunk: int | None = None,
     cache: Cache = EXACT,
     ring: int | None = None,
 ) -> Kernel:
-    """One token's attention in one dispatch, at a cost that follows its position.
+    """Return the kernel of attention of one token; its cost grows with the position.
 
-    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position i32, k_cache and v_cache
-    [layers, context, kv_heads, *cache.row(head_dim)], counters i32 [n], layer -> out [1, heads*head_dim], k_cache, v_cache,
-    counters, parts. Row `position` of the caches is written; of the others those in max(0, position - window + 1) ..
-    position - 1 are read.
+    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position
+    i32, k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], counters i32 [n],
+    layer -> out [1, heads*head_dim], k_cache, v_cache, counters, parts. The kernel writes row
+    `position` of the caches and reads rows max(0, position - window + 1) .. position - 1.
 
-    Contexts of more than `split_from` positions are split into `splits` parts, a power of two. `counters` must be zero
-    before the first call and are zero again after each; one tensor serves all layers in turn. `parts` is scratch.
+    If a token attends to more than `split_from` positions, they are split into up to `splits`
+    parts, a power of two. `counters` must be zero before the first call and are zero again after
+    each; all layers share one tensor. The result `parts` is scratch memory.
 
-    With `batch` B there are B sequences: qkv [B, row], position i32 [B], out [B, heads*head_dim], and the caches hold the
-    layers of one sequence after another, so that row i has layer i * (layers / B) + layer. A row whose position is
-    negative is idle: its caches stay as they are and its result is zero.
+    A batch has qkv [B, row], position i32 [B] and out [B, heads*head_dim]; `layers` counts the
+    layers of all sequences. A chunk has qkv [T, row], start and length i32 in place of position,
+    and out [T, heads*head_dim]; the caches have the keys and values of the chunk already. Each
+    token gets the same bits as in a call with one token. `attention_prefill` is faster for a chunk,
+    because here each token loads keys and values again.
 
-    With `chunk` T there are T tokens of one sequence instead, from position `start` on, of which `length` are real (i32 both,
-    in the place of position), whose keys and values are in the caches already: qkv [T, row], out [T, heads*head_dim]. Each
-    gets, to the last bit, what it gets alone. It takes more time than `attention_prefill`: tokens share nothing that is loaded.
-
-    Rows are rounded as `cache` stores them when they are appended, the token's own too before it counts, and widened where
-    they are read; everything else is f32. Of caches that are rings of `ring` rows, more than the window, these stand in place
-    of context.
+    Appended rows, and the key and value of the token itself, are rounded to the storage type of
+    `cache`; everything else is f32. ring: number of rows of each layer in the caches if they are
+    ring buffers, more than the window, or None.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     row_bytes = cache.row_bytes(hd)
     if splits & (splits - 1) or splits < 2:
-        raise ValueError(f"attention_decode takes a power of two above 1 as splits, got {splits}")
-    rows = batch or chunk or 1
-    if batch and layers % batch:
-        raise ValueError(f"attention_decode needs layers ({layers}) that {batch} sequences share evenly")
+        raise ValueError(f"attention_decode needs a power of two above 1 as splits: {splits}; use 2, 4, 8 or 16")
+    rows = tokens.count
+    if tokens.kind == "batch" and layers % rows:
+        raise ValueError(f"{layers} layers are not a multiple of {rows} sequences; give the layers of all sequences")
     shape = _shape(layout, isa, cache)
     per = shape.per
     split_from = split_from or max(2 * TILE, SPLIT_BYTES // (2 * per * row_bytes))
@@ -94,43 +165,34 @@ def attention_decode(
 
     caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, kv_heads, hd))
     counters = {"counters": TensorType((rows * groups,), I32)}
-    kept = counters if chunk else {**caches, **counters}
-    scalar = TensorType((), I32)
-    where = {"start": scalar, "length": scalar} if chunk else {"position": TensorType((batch,) if batch else (), I32)}
+    updated = counters if tokens.in_cache else {**caches, **counters}
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
         **layout.operands(context),
         **scores.operands(heads),
-        **where,
+        **tokens.operands,
         **caches,
         **counters,
         "layer": INDEX,
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
     name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += ("" if batch is None else f"_b{batch}") + ("" if chunk is None else f"_c{chunk}")
-    name += "" if ring is None else f"_ring{ring}"
+    name += tokens.suffix + ("" if ring is None else f"_ring{ring}")
     name += f"_{cache.name}" * (cache is not EXACT)
 
     def write(b: Body, layer: Ssa, **given: Ssa) -> None:
-        unit: Index = b.workgroup()
-        if not (batch or chunk):
-            sequence(b, Token(given, 0, b.to_index(b.load(given["position"])), layer), unit)
+        row, unit = tokens.item(b, units)
+        position, idle = tokens.position(b, given, row)
+        if idle is None:
+            sequence(b, Token(given, row, position, layer), unit)
             return
-        row, unit = b.div(unit, units), b.rem(unit, units)
-        if chunk:
-            own = Ssa(b.index(b.add(b.to_index(b.load(given["start"])), row)), "index")
-            idle = b.negate(b.less(row, b.to_index(b.load(given["length"]))))
-        else:
-            own = b.to_index(b.load(given["position"], row))
-            idle = b.less(own, 0)
         with b.when(b.negate(idle)):
-            sequence(b, Token(given, row, own, layer if chunk else b.add(b.mul(row, layers // rows), layer)), unit)
+            sequence(b, Token(given, row, position, tokens.layer(b, layer, row, layers)), unit)
         with b.when(b.both(idle, b.equal(unit, 0))), b.loop(0, heads * hd, shape.width) as d:
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
-        """Workgroup `unit` of those that a sequence's token has."""
+        """Write the code of workgroup number `unit` for one token of a sequence."""
         position, counters, out = token.position, token.given["counters"], token.given["out"]
         work = Workgroup(b, layout, isa, ring or context, shape, scores, cache, turns=ring is not None)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
@@ -146,49 +208,36 @@ def attention_decode(
             first = b.choose(split, base, b.add(base, slot))
             work.begin(token, first, b.choose(split, b.add(base, per), b.add(first, 1)))
             with b.when(b.either(has_head, b.equal(slot, 0))):
-                work.own(appended=chunk is not None)
+                work.own(appended=tokens.in_cache)
             with b.when(has_head):
                 work.attend(low, position, ahead=False)
                 work.finish(out)
             with b.when(has_part):
-                # The same heads as before, in a form whose number the compiler sees.
+                # The same heads as a range whose length is a constant for the compiler.
                 work.first, work.end = base, b.add(base, per)
                 work.attend(start, b.min(b.add(start, share), position), ahead=True)
                 parts = _Parts(b, token.given["parts"], (rows, token.row), heads, splits, hd)
                 parts.put(work, slot)
                 count = b.ceildiv(seen, share)
                 counter = b.add(b.mul(token.row, groups), group)
-                before = b.atomic_add(b.constant("1", "i32"), counters, counter)
+                before = b.atomic_add(b.constant("1", Type("i32")), counters, counter)
                 with b.when(b.equal(b.to_index(before), b.sub(count, 1))):
-                    b.store(b.constant("0", "i32"), counters, counter)
+                    b.store(b.constant("0", Type("i32")), counters, counter)
                     with b.loop(b.mul(base, layout.group), b.mul(b.add(base, per), layout.group)) as head:
                         parts.join(head.index, count, out, work.width)
 
     def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
-        if chunk:
-            return reference_of_chunk(layer, **given)
-        position = given["position"]
         k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
         out = np.zeros(out_type.shape, np.float32)
-        for i, own in enumerate(np.reshape(position, -1).tolist()):
-            if own < 0 and batch:
-                continue
-            at = i * (layers // rows) + layer
-            q, k, v = prepared_heads(layout, given["qkv"][i : i + 1], np.array([own]), given)
-            for rows_, new in (k_cache, k), (v_cache, v):
-                rows_[at, own % rows_.shape[1]] = cache.stored(new[0])
-            k, v = (cache.values(by_position(rows_[at], own + 1)) for rows_ in (k_cache, v_cache))
-            out[i] = attend(q, k, v, [own], scores, given.get("sinks")).reshape(-1)
-        idle = {"counters": np.zeros(len(given["counters"]), np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
-        return {"out": out, "k_cache": k_cache, "v_cache": v_cache, **idle}
-
-    def reference_of_chunk(layer: int, start: np.ndarray, length: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-        out, (first, real) = np.zeros(out_type.shape, np.float32), (int(start), int(length))
-        positions = first + np.arange(real)
-        q, _, _ = prepared_heads(layout, given["qkv"][:real], positions, given)
-        k, v = (cache.values(by_position(given[name][layer], first + real)) for name in caches)
-        out[:real] = attend(q, k, v, positions, scores, given.get("sinks")).reshape(real, -1)
-        return {"out": out, "counters": np.zeros(rows * groups, np.int32), "parts": np.zeros(parts_type.shape, np.float32)}
+        for sequence, first, positions in tokens.runs(given):
+            own, at = slice(first, first + len(positions)), sequence * (layers // rows) + layer
+            q, k, v = prepared_heads(layout, given["qkv"][own], positions, given)
+            for cached, new in () if tokens.in_cache else ((k_cache, k), (v_cache, v)):
+                cached[at, positions % cached.shape[1]] = cache.stored(new)
+            k, v = (cache.values(by_position(cached[at], positions[-1] + 1)) for cached in (k_cache, v_cache))
+            out[own] = attend(q, k, v, positions, scores, given.get("sinks")).reshape(len(positions), -1)
+        found = {"out": out, "k_cache": k_cache, "v_cache": v_cache, "counters": np.zeros(rows * groups, np.int32)}
+        return {name: found[name] for name in ("out", *updated)} | {"parts": np.zeros(parts_type.shape, np.float32)}
 
     def seen(position: int) -> int:
         return min(position + 1, window or context)
@@ -196,10 +245,10 @@ def attention_decode(
     return write_kernel(
         name,
         operands,
-        {"out": out_type, **kept, "parts": parts_type},
+        {"out": out_type, **updated, "parts": parts_type},
         rows * units,
         write,
-        in_place={name: name for name in kept},
+        in_place={name: name for name in updated},
         reference=reference,
         flops=lambda position: rows * 4 * heads * hd * seen(position),
         nbytes=lambda position: rows * (2 * kv_heads * row_bytes * seen(position) + 4 * (layout.row + heads * hd)),
@@ -208,7 +257,11 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """In how many equal parts a kv head's query heads fit the stack of a workgroup, one after another."""
+    """Return into how many equal parts to divide the query heads of each kv head.
+
+    It is the smallest number for which a part fits the stack, or 1 if the norm is over complete
+    rows.
+    """
     if layout.qk_norm_row:
         return 1
     for parts in (n for n in range(1, layout.group) if layout.group % n == 0):
@@ -218,22 +271,22 @@ def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
 
 
 def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
-    """The shape of the most kv heads whose state fits the stack of one workgroup."""
+    """Return the tile sizes of a workgroup with as many kv heads as fit the stack."""
     for per in (n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0):
         shape = Shape(layout, isa, per, cache)
         if shape.stack_bytes <= STACK_BYTES:
             return shape
     raise ValueError(
-        f"attention_decode keeps {layout.group} heads of {layout.head_dim} in {shape.stack_bytes} bytes of a workgroup's"
-        f" stack, which has {STACK_BYTES}; use fewer query heads a kv head or smaller ones"
+        f"attention_decode needs {shape.stack_bytes} bytes for {layout.group} heads of {layout.head_dim}; the limit is"
+        f" {STACK_BYTES}, use fewer query heads for each kv head or a smaller head_dim"
     )
 
 
 class _Parts:
-    """What the workgroups of a split context leave for the last of them, in one row of scratch.
+    """Partial results of the workgroups that share one context, in scratch memory.
 
-    By head and split: weighted values [heads, splits, head_dim], references [heads, splits], sums [heads, splits]; `rows`
-    are how many sequences have each of these, and the number of this one.
+    Each sequence has weighted values [heads, splits, head_dim], and references and sums of weights
+    [heads, splits]. rows: the number of sequences, and the index of this sequence.
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -245,7 +298,7 @@ class _Parts:
         self.weights = b.stack(splits)
 
     def put(self, work: Workgroup, slot: Index) -> None:
-        """Store the recurrence of a workgroup's heads as that of split `slot`."""
+        """Store the online softmax of a workgroup as partial result number `slot`."""
         b = self.b
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:
@@ -258,7 +311,7 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """The result of a head from its first `count` splits; the others were not written."""
+        """Combine the first `count` partial results of a head, and store its result in `out`."""
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)
         real = b.compare("slt", b.steps(splits), b.broadcast(b.to_i32(count), splits))

@@ -1,10 +1,11 @@
-"""Heads in a fused row: where they stand, and their norms and rotary embedding before attention.
+"""Prepare the heads of a fused row for attention: offsets, norms and rotary embedding.
 
-A row of the fused projection has all query heads, then the key heads, then the value heads. Optional RMS norms of queries
-and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the whole row) come before the rotation, as in HF.
+A row of the fused projection has all query heads, then the key heads, then the value heads.
+Optional RMS norms of queries and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the complete row)
+come before the rotation, as in HF.
 
     prepared(x [head_dim]), vector by vector in registers:
-      x = x / sqrt(mean(x^2) + eps) * weight                        with a norm; the mean is a pass of its own
+      x = x / sqrt(mean(x^2) + eps) * weight                        with a norm; a first pass computes the mean
       for d in rotary_dim / 2: first, second = x[d], x[d + rotary_dim / 2]
         y[d], y[d + rotary_dim / 2] = first * cos[d] - second * sin[d], second * cos[d] + first * sin[d]
       y[rotary_dim :] = x[rotary_dim :]
@@ -17,18 +18,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, largest_width, number
-from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width, number
+from castiron.emitter.kernels.mlir.vector_math import inverse_rms, rms_normed
 from castiron.emitter.types import F32, TensorType
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How a fused row splits into heads, and what is done to a query or key head before attention.
+    """The heads in a row of fused q, k and v, and the preparation of query and key heads.
 
-    rotary_dim: leading elements of a head that are rotated, first half with second half (`rotate_half` in HF), or None
-    for a layer without rotary embedding.
-    qk_norm: epsilon of the RMS norm of q and k, or None; over each head, or over the whole q and k rows (qk_norm_row).
+    rotary_dim: number of leading elements of a head that are rotated, first half with second half
+    (`rotate_half` in HF), or None without rotary embedding. qk_norm: epsilon of the RMS norm of q
+    and k, or None without a norm. qk_norm_row: whether the norm is over the complete q row and k
+    row instead of over each head.
     """
 
     heads: int
@@ -46,22 +48,22 @@ class HeadLayout:
 
     @property
     def group(self) -> int:
-        """Query heads that share one kv head."""
+        """Return the number of query heads that share one kv head."""
         return self.heads // self.kv_heads
 
     @property
     def row(self) -> int:
-        """Elements of a fused q, k, v row."""
+        """Return the number of elements of a fused q, k, v row."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Where the key heads begin in a fused row."""
+        """Return the offset of the key heads in a fused row."""
         return self.heads * self.head_dim
 
     @property
     def suffix(self) -> str:
-        """The part of a kernel's name that these options make."""
+        """Return this layout as a part of a kernel's name."""
         parts = [f"{self.heads}x{self.kv_heads}x{self.head_dim}"]
         if self.rotary_dim is not None:
             parts.append(f"rope{self.rotary_dim}")
@@ -70,7 +72,11 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """cos, sin [context, rotary_dim/2] and the weights q_norm, k_norm, as far as the options call for them."""
+        """Return the types of the operands that this layout needs, by name.
+
+        With rotary embedding: cos, sin [context, rotary_dim/2]. With a norm: its weights q_norm,
+        k_norm.
+        """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
             types |= dict.fromkeys(("cos", "sin"), TensorType((context, self.rotary_dim // 2), F32))
@@ -82,7 +88,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of a buffer from `offset` on in the row at the indices `lead`."""
+    """A view of a buffer: the elements from `offset` on in the row with the indices `lead`."""
 
     buffer: Ssa
     lead: Sequence[Index]
@@ -107,10 +113,10 @@ def prepare_head(
     position: Index,
     scale: float = 1.0,
 ) -> None:
-    """Normalise, rotate and scale one head of a fused row into `target`.
+    """Normalise, rotate and scale the head at `source`, and store the result at `target`.
 
-    `kind` is "q" or "k", `head` the number among its kind (a row norm's weights differ by head); `given` are the
-    kernel's buffers by name, with those of `HeadLayout.operands`.
+    kind: "q" or "k". head: index of the head among those of this kind. given: buffers of the kernel
+    by name, including `HeadLayout.operands`. position: position of the token in the sequence.
     """
     hd = layout.head_dim
     inverse = None
@@ -152,9 +158,10 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """NumPy definition of what happens to qkv [T, row] before attention: q [T, heads, hd], k and v [T, kv_heads, hd].
+    """Normalise and rotate the heads of qkv [T, row] in NumPy in f64.
 
-    Float64 inside; the caller rounds. `given` are the kernel's operands by name.
+    given: arrays of `HeadLayout.operands` by name. Returns q [T, heads, head_dim], and k and v [T,
+    kv_heads, head_dim].
     """
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)
@@ -172,7 +179,7 @@ def prepared_heads(
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """Rotary embedding of x [T, heads, head_dim] by cos and sin [T, rotary_dim/2] (Su et al. 2021; HF `rotate_half`)."""
+    """Rotate x [T, heads, head_dim] as HF's `rotate_half`; cos, sin [T, rotary_dim/2]."""
     first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     cos, sin = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)
     result = x.copy()

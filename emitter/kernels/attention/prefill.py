@@ -1,20 +1,22 @@
-"""Attention of a chunk of tokens over the cache, causal or of a whole text both ways, in tiles whose products run in registers.
+"""Compute attention of a chunk of tokens, causal or bidirectional, in tiles in registers.
 
-Flash attention's recurrence (Dao et al. 2022). A tile is a set of columns, each a (token, query head) pair of one kv head's
-group, against a block of keys. Scores are computed transposed, [key, column], with a column in each lane: the softmax then
-needs nothing across lanes, and a key's element is a broadcast straight out of the cache. Weighted values are computed as
-[column, head_dim], with the value rows' own vectors, in the rows of the result. Nothing of a cache of f32 is transposed or
+The kernel computes the online softmax of flash attention (Dao et al. 2022). It multiplies a tile of
+queries with one block of keys after another. Each column of a tile is a (token, query head) pair,
+and all its query heads share one kv head. Scores are computed transposed, as [key, column], with
+one column in each lane, so that the softmax needs no sums across lanes, and an element of a key is
+broadcast from the cache. Weighted values are computed as [column, head_dim] from vectors of the
+value rows, and accumulated in the rows of the result. An f32 cache is neither transposed nor
 copied.
 
-    workgroup: a few items (tile of columns, kv head), the last tokens first; early and late ones make even shares
+    workgroup: a few items (tile of columns, kv head), the last tokens first; early and late tiles alternate
       qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
       maxima, sums, rescale [columns]                                                                  stack
       out[columns] = 0                                                                               memory
-      for block of `keys` keys, from the first that the tile sees to the last:
+      for block of `keys` keys, from the first to the last that the tile attends to:
         for `rows` keys:
           acc [rows, columns] = 0                                                                  registers
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
-            keys [rows, depth], out of a cache that rounds: `depth` elements of each key as f32          stack
+            keys [rows, depth], unless the cache is f32: `depth` elements of each key as f32             stack
           scores[rows, columns] = masked, capped acc                                                   stack
         rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
         sums = sums * rescale + sum over keys of scores
@@ -28,24 +30,26 @@ copied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
-from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import LOG2_E, exp2, outer, transpose
+from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import LOG2_E, exp2, outer, transpose
+from castiron.emitter.kv_cache import EXACT, Cache
 from castiron.emitter.types import F32, I32, TensorType
 
-KEYS = 48  # of a block, a multiple of every number of keys that registers hold at once
-ROWS = (1, 2, 3, 4, 6, 8, 12)  # how many these may be
-DEPTH = 64  # elements of a key that are widened at once, at most
+KEYS = 48  # keys of a block; a multiple of every number in ROWS
+ROWS = (1, 2, 3, 4, 6, 8, 12)  # possible numbers of keys that are scored at once
+DEPTH = 64  # maximum elements of a key that are widened at once
 
 
+@cache
 def attention_prefill(
     layers: int,
     context: int,
@@ -58,13 +62,18 @@ def attention_prefill(
     cache: Cache = EXACT,
     ring: int | None = None,
 ) -> Kernel:
-    """Attention of T tokens from position `start`, of which `length` are real; their keys and values are in the caches.
+    """Return the kernel of attention for T tokens from position `start` on.
+
+    It runs after `rope_append`. The first `length` tokens are real, the others padding.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
-    [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in rows >= length. Token t sees
-    positions max(0, start + t - window + 1) .. start + t, and both ways as many of the real ones after it. Rows are widened
-    from how `cache` stores them; everything else is f32. `threads` are expected to run it. Of caches that are rings of `ring`
-    rows, at least `window + T`, these stand in place of context.
+    [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in
+    rows >= length.
+
+    Token t attends to positions max(0, start + t - window + 1) .. start + t. If attention is
+    bidirectional, it also attends to the real positions up to start + t + window - 1. threads:
+    expected number of CPU threads. ring: number of rows of each layer in the caches if they are
+    ring buffers, at least window + T, or None.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
@@ -83,7 +92,7 @@ def attention_prefill(
         chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
         with b.loop(0, -(-items // workgroups)) as turn:
-            # Every second turn from its other end: who had a long tile gets a short one. Who has one more comes first.
+            # Every second turn runs backwards: a short tile follows a long one. Workgroups with one item more come first.
             low = b.mul(turn.index, workgroups)
             count = b.min(b.sub(items, low), workgroups)
             odd = b.equal(b.rem(turn.index, 2), 1)
@@ -93,7 +102,7 @@ def attention_prefill(
 
     def attend_item(work: _Tile, item: Index, first: Index, real: Index, q: Ssa, out: Ssa, sinks: Ssa | None) -> None:
         b = work.b
-        # The last tokens see the most keys: their tiles go first, so that no thread ends on a long one.
+        # The last tokens attend to the most keys. Their tiles come first, so that no thread ends on a long tile.
         tile = b.sub(items // kv_heads - 1, b.div(item, kv_heads))
         work.begin(b.mul(tile, shape.columns), b.rem(item, kv_heads), q, out, first, real, sinks)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
@@ -103,9 +112,9 @@ def attention_prefill(
         if window is not None:
             low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
             if isa.canonical:
-                # A column's blocks are those of every tile that it might be in.
+                # Blocks of keys are the same in every tile.
                 low = b.mul(b.div(low, KEYS), KEYS)
-        # A tile of padding sees no keys at all.
+        # A tile of padding attends to no keys.
         end = b.choose(b.less(work.token, real), end, low)
         with b.loop(low, end, KEYS) as block:
             work.block(block.index, end, out)
@@ -139,11 +148,12 @@ def attention_prefill(
 
 
 class _Shape:
-    """Sizes of the tiles: `columns` of a tile in `vectors` of `width` lanes, `rows` keys at once against them.
+    """The sizes of a tile: `columns` in `vectors` of `width` lanes, and `rows` keys at once.
 
-    For the weighted values: `out_columns` x `out_vectors` of `out_width` lanes of head_dim. `square` is the side of the
-    blocks in which queries are transposed. `depth` is how much of a key is widened at once, 0 where the cache is f32. Every
-    size divides what it tiles, so that no tile is ragged.
+    self.out_columns, self.out_vectors: columns, and vectors of head_dim with self.out_width lanes,
+    whose weighted values are in registers. self.square: side of the blocks in which queries are
+    transposed. self.depth: elements of a key that are widened to f32 at once, or 0 if the cache is
+    f32. Every size divides the extent that it tiles.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -153,7 +163,7 @@ class _Shape:
         stack = STACK_BYTES - (0 if cache is EXACT else 4 * ROWS[-1] * DEPTH)
         while self.width > 1 and self.width * 4 * (hd + KEYS + 6) > stack:
             self.width //= 2
-        # Three vectors by four keys load the least for each fma on 16 registers.
+        # Three vectors by four keys need the fewest loads per fma with 16 registers.
         wanted = (3, 2, 1) if isa.registers == 16 else (4, 3, 2, 1)
         sizes = [n * self.width for n in wanted]
         self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + KEYS + 6) <= stack), self.width)
@@ -171,7 +181,7 @@ class _Shape:
             for c in range(1, self.columns + 1)
             if chunks % n == 0 and self.columns % c == 0 and c * n <= accumulators and cache.cuts(hd, n * self.out_width)
         ]
-        # As many sums as registers hold, with the fewest loads for them; a vector that is made of bytes is as much as several.
+        # As many sums as fit the registers, with the fewest loads; a vector of q8_0 costs as much as six loads.
         cost = 6 if cache.grouped else 1
         self.out_columns, self.out_vectors = max(
             shapes, key=lambda s: (s[0] * s[1] / accumulators >= 0.6, s[0] * s[1] / (s[0] + cost * s[1]))
@@ -179,16 +189,18 @@ class _Shape:
 
 
 class _Tile:
-    """The text of one item: `columns` (token, head) pairs from number `column` of kv head `head`.
+    """A writer of one item: `shape.columns` columns from `column` on, of kv head `head`.
 
-    On the stack: queries [head_dim, columns], a block's scores [KEYS, columns], and by column the recurrence's maximum, sum
-    and rescaling, the last position seen and the token and offset of its row in the result.
+    A column is a (token, query head) pair. Buffers on the stack: queries [head_dim, columns];
+    scores of a block [KEYS, columns]; and for each column the maximum, the sum of weights and the
+    rescaling factor of the online softmax, the last visible position, and the row and offset in the
+    result.
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
         self.b, self.shape, self.group, self.how = b, shape, group, how
         self.layer, self.cached_keys, self.cached_values = layer, keys, values
-        # Scores are those of powers of 2; a soft cap wants them as they are.
+        # Scores are scaled for exp2, unless a soft cap comes first.
         self.scale = how.scale * (LOG2_E if how.softcap is None else 1.0)
         self.q = b.stack(shape.hd, shape.columns)
         self.scores = b.stack(KEYS, shape.columns)
@@ -199,8 +211,11 @@ class _Tile:
             self.keys = b.stack(shape.rows, shape.depth)
 
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
-        """Where each column's row is, its queries transposed and scaled, the result's rows zero, the recurrence empty but for
-        sinks."""
+        """Transpose and scale the queries, clear rows of `out`, and start the online softmax.
+
+        column, head: first column and kv head of the tile. real: number of real tokens. sinks:
+        initial maxima, or None.
+        """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
         last = b.sub(b.add(start, real), 1)
@@ -230,12 +245,12 @@ class _Tile:
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
-        """Row and offset in q and in the result of a column of this tile."""
+        """Return the row and the offset of column c in q and in the result."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
     def block(self, first: Ssa, end: Ssa, out: Ssa) -> None:
-        """Add the keys first .. min(first + KEYS, end) - 1 to the recurrence."""
+        """Add keys and values first .. min(first + KEYS, end) - 1 to the online softmax in `out`."""
         b, shape = self.b, self.shape
         count = b.min(b.sub(end, first), KEYS)
         last = b.sub(end, 1)
@@ -246,7 +261,10 @@ class _Tile:
             self.add_values(c.index, d.index, first, count, out)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
-        """Masked scores of `rows` keys from `first` on; past `last` the last key stands in, and the mask takes it out."""
+        """Store masked scores of `shape.rows` keys from `first` on, in self.scores from row j on.
+
+        Keys after `last` are replaced by key `last`, and their scores are masked.
+        """
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
         self.fetch(rows, [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)])
@@ -259,12 +277,12 @@ class _Tile:
                             (self.layer, row, self.head), b.add(part.index, d.index), shape.out_width
                         )
                         b.vstore(vector(0), self.keys, i, d.index)
-                part.give(*self.products(part.index, shape.depth, part.values, lambda i, d: b.load(self.keys, i, d)))
+                part.give(*self.dots(part.index, shape.depth, part.values, lambda i, d: b.load(self.keys, i, d)))
             totals = part.results
         else:
-            places = [self.cached_keys.place((self.layer, row, self.head)) for row in rows]
-            key = lambda i, d: b.load(self.cached_keys.buffer, *places[i], d)
-            totals = self.products(0, shape.hd, zeros, key)
+            rows_at = [self.cached_keys.indices((self.layer, row, self.head)) for row in rows]
+            key = lambda i, d: b.load(self.cached_keys.buffer, *rows_at[i], d)
+            totals = self.dots(0, shape.hd, zeros, key)
         never = b.splat(NEVER, shape.width)
         for v, c in enumerate(self.lanes):
             limit = b.vload(self.limits, shape.width, c)
@@ -286,13 +304,19 @@ class _Tile:
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
     def fetch(self, rows: list[Index], following: list[Index]) -> None:
-        """Ask for the keys that come next and for the values of these, which nothing else does: a head's row is too short."""
+        """Prefetch the key rows `following` and the value rows `rows`.
+
+        Hardware does not prefetch such short rows.
+        """
         for row, next_row in zip(rows, following, strict=True):
             self.cached_keys.prefetch((self.layer, next_row, self.head))
             self.cached_values.prefetch((self.layer, row, self.head), near=False)
 
-    def products(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> list[Ssa]:
-        """sums + keys times queries over elements first .. first + count - 1; `key` gives that of a row at d - first."""
+    def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> list[Ssa]:
+        """Return `sums` plus products of keys and queries over `count` elements from `first` on.
+
+        key(row, d): returns element first + d of a key as a scalar.
+        """
         b, shape = self.b, self.shape
         with b.loop(0, count, shape.unroll, carry=sums) as loop:
             sums = loop.values
@@ -306,7 +330,11 @@ class _Tile:
         return loop.results
 
     def softmax(self, count: Index) -> None:
-        """Turn scores into weights; update the maxima, the sums and the rescaling of what was summed before."""
+        """Replace the scores of `count` keys by softmax weights.
+
+        Also update the maxima, the sums of weights, and the factors that rescale earlier weighted
+        values.
+        """
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
         with b.loop(0, count, carry=old) as j:
@@ -330,7 +358,10 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
-        """out[columns, d...] = rescale * out + weights @ v rows, for one block of registers."""
+        """Update one block of registers of the result: out = rescale * out + weights @ values.
+
+        The block is out[column ..., d ...]; the values are `count` rows from `first` on.
+        """
         b, shape = self.b, self.shape
         width = shape.out_width
         columns = [b.add(column, i) for i in range(shape.out_columns)]
@@ -355,7 +386,7 @@ class _Tile:
                 b.vstore(total, out, token, b.add(offset, e))
 
     def finish(self, out: Ssa, real: Index) -> None:
-        """Divide by the sums; rows of padding become zero."""
+        """Divide the result by the sums of weights, and write zeros to rows of padding."""
         b, shape = self.b, self.shape
         width = shape.out_width
         with b.loop(0, shape.columns) as c:

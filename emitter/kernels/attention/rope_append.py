@@ -1,6 +1,6 @@
-"""Rotary embedding of a chunk's queries and keys, and keys and values appended to the caches in place.
+"""Apply rotary embedding to queries and keys of a chunk, and append keys and values to KV caches.
 
-The input is the fused projection's row: all query heads, then the key heads, then the value heads.
+A row of the input qkv has all query heads, then the key heads, then the value heads.
 
     each workgroup: `rows` tokens t of qkv [T, (heads + 2 * kv_heads) * head_dim]
       for head in heads: out[t, head] = prepared(qkv[t, head])                                       memory
@@ -8,33 +8,39 @@ The input is the fused projection's row: all query heads, then the key heads, th
         k[layer, start + t, head] = stored(prepared(qkv[t, heads + head]))                           memory
         v[layer, start + t, head] = stored(qkv[t, heads + kv_heads + head])                          memory
 
-`prepared` is what `attention.heads` does to a head: norm and rotation; `stored` is what the caches round it to.
+`prepared`: norm and rotation (`attention.heads`); `stored`: rounded to the storage type of the
+cache.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
-from castiron.emitter.caches import EXACT, Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head, prepared_heads
 from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width
-from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kv_cache import EXACT, Cache
 from castiron.emitter.types import F32, I32, TensorType
 
-ROWS = 4  # tokens that a workgroup takes
+ROWS = 4  # tokens of a workgroup
 
 
+@cache
 def rope_append(
     layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: Cache = EXACT, ring: int | None = None
 ) -> Kernel:
-    """Queries rotated, keys and values of a chunk of T tokens written into the caches.
+    """Return the kernel for a chunk of T tokens.
 
-    qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32, k_cache and v_cache
-    [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T, heads*head_dim], k_cache, v_cache. Token t stands at
-    position start + t; only rows t < length reach the caches, rounded as `cache` stores them. Of caches that are rings of
-    `ring` rows these stand in place of context.
+    qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32,
+    k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T,
+    heads*head_dim], k_cache, v_cache.
+
+    Token t has position start + t; only tokens t < length are appended. ring: number of rows of
+    each layer in the caches if they are ring buffers, or None.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)

@@ -1,12 +1,13 @@
-"""Rows of a cache (`emitter.caches`) in a kernel: f32 where they are read, rounded where they are appended.
+"""Append rows to a KV cache (`emitter.kv_cache`) in a kernel, rounded, and read them as f32.
 
-append, of q8_0: for each group of the head
+append to q8_0: for each group of the head
   d = max |x| / 127; n = round(x * (127 / max |x|))
   row[group] = d, n                                                                                  memory
-read: x = f32(n) * d, the scale loaded once a group                                               registers
+read: x = f32(n) * d, one load of the scale for each group                                               registers
 
-Of a ring the row of a position is its remainder by the ring's rows. Whatever goes over positions does so in their own order,
-so that a ring gives the bits that rows of every position give.
+A cache may be a ring buffer of the last positions, which stores position p in row p modulo the
+number of rows. Kernels iterate over positions in order, so that a ring gives the same bits as a
+cache of all positions.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from castiron.emitter.caches import SCALE_BYTES, Cache
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type
-from castiron.emitter.kernels.writing.rounding import as_bytes, low_bytes, numbers_of
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.vector_math import as_bytes, low_bytes, numbers_of
+from castiron.emitter.kv_cache import SCALE_BYTES, Cache
 
-LINE_BITS = 512  # of the CPU's cache
+LINE_BITS = 512  # bits of a cache line
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The cache `buffer` of heads of `head_dim`, in vectors of `width`, a ring of `ring` rows if that is not None.
+    """Access to the rows of a KV cache, in vectors of `width` elements.
 
-    A row is that of (layer, position, kv head).
+    Each (layer, position, kv head) has one row. b: body of the kernel. buffer: memref of the cache.
+    ring: number of rows of a layer if the cache is a ring buffer, or None.
     """
 
     b: Body
@@ -36,52 +38,55 @@ class Rows:
     ring: int | None = None
 
     def row(self, position: Index) -> Index:
-        """Which row a position has."""
         return position if self.ring is None else self.b.rem(position, self.ring)
 
-    def place(self, at: Sequence[Index]) -> list[Index]:
-        """The indices in the buffer before those of a row's elements."""
+    def indices(self, at: Sequence[Index]) -> list[Index]:
+        """Return the indices in the buffer of the row `at` = (layer, position, kv head)."""
         layer, position, head = at
         return [layer, self.row(position), head]
 
     def append(
-        self, at: Sequence[Index], read: Callable[[Index], Ssa], kept: Callable[[Index, Ssa], None] | None = None
+        self, at: Sequence[Index], read: Callable[[Index], Ssa], on_store: Callable[[Index, Ssa], None] | None = None
     ) -> None:
-        """Store the head whose vector at d is `read(d)`; `kept(d, x)` gets each as whoever reads it there has it."""
-        b, group, at = self.b, self.cache.group(self.head_dim), self.place(at)
+        """Store a head in the row `at`; `read(d)` returns the vector of the head from element d on.
+
+        on_store(d, x): called with each vector x as it was stored, in f32.
+        """
+        b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
             with b.loop(0, self.head_dim, self.width) as d:
                 stored = b.narrowed(read(d.index), self.buffer)
                 b.vstore(stored, self.buffer, *at, d.index)
-                if kept:
-                    kept(d.index, b.widened(stored))
+                if on_store:
+                    on_store(d.index, b.widened(stored))
             return
         with b.loop(0, self.head_dim // group) as g:
             first = b.mul(g.index, group)
-            places = range(0, group, self.width)
-            shifted, scale = as_bytes(b, [read(b.add(first, k)) for k in places])
+            offsets = range(0, group, self.width)
+            shifted, scale = as_bytes(b, [read(b.add(first, k)) for k in offsets])
             b.vstore(b.bitcast(b.broadcast(scale, 1), SCALE_BYTES, "i8"), self.buffer, *at, g.index, 0)
             factor = b.broadcast(scale, self.width)
-            for k, x in zip(places, shifted, strict=True):
+            for k, x in zip(offsets, shifted, strict=True):
                 b.vstore(low_bytes(b, x), self.buffer, *at, g.index, SCALE_BYTES + k)
-                if kept:
-                    kept(b.add(first, k), b.mulf(numbers_of(b, x), factor))
+                if on_store:
+                    on_store(b.add(first, k), b.mulf(numbers_of(b, x), factor))
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
-        """Ask for the lines of a row."""
-        per_line, at = LINE_BITS // self.cache.dtype.bits, self.place(at)
-        places: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
+        """Prefetch the cache lines of the row `at` into L1 if `near`, otherwise into L2 only."""
+        per_line, at = LINE_BITS // self.cache.dtype.bits, self.indices(at)
+        offsets: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
-            places = [(g, 0) for g in range(self.head_dim // self.cache.group(self.head_dim))]
-        for place in places:
-            self.b.prefetch(self.buffer, *at, *place, near=near)
+            offsets = [(g, 0) for g in range(self.head_dim // self.cache.group(self.head_dim))]
+        for indices in offsets:
+            self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """The `size` elements of a row from `first` on, a multiple of `size`: the vector at each offset into them.
+        """Return a function that loads the vector at element `first` + offset of the row `at`.
 
-        `size` is one that `cache.cuts` allows. A scale is loaded when first asked for: where it is, it dominates.
+        The offset is below `size`. `first` is a multiple of `size`, and `cache.cuts` accepts
+        `size`. Scales are loaded on first use.
         """
-        b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.place(at)
+        b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:
             return lambda offset: b.widened(b.vload(self.buffer, self.width, *at, b.add(first, offset)))
         base = b.div(first, group)

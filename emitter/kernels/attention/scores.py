@@ -1,4 +1,4 @@
-"""What the attention kernels share: scores, their soft cap, and attention's NumPy definition."""
+"""Scores and their soft cap, which all attention kernels share, and attention in NumPy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.kernels.writing.body import Body, Ssa, number, width_of
-from castiron.emitter.kernels.writing.vectors import tanh
+from castiron.emitter.kernels.mlir.body import Body, Ssa, number
+from castiron.emitter.kernels.mlir.vector_math import tanh
 from castiron.emitter.types import F32, TensorType
 
-NEVER = -1.0e30  # stands for no score: no real one falls below it, and differences to it are finite
+NEVER = -1.0e30  # masked score: below every real one, and differences to it are finite
 
 
 @dataclass(frozen=True)
 class Scores:
-    """(q . k) * scale, then softcap * tanh(score / softcap) (Gemma 2), of keys less than `window` positions back.
+    """How attention computes scores and which positions it masks.
 
-    bidirectional: and of keys less than `window` positions ahead, or of all of the text.
-
-    sinks: each head has one score more, of nothing (gpt-oss): an operand `sinks` f32 [heads] of the kernels.
+    A score is (q . k) * scale, then softcap * tanh(score / softcap) if `softcap` is not None (Gemma
+    2). window: number of positions, including its own, that a token attends to, or None for all.
+    bidirectional: whether a token also attends to later positions: to those less than `window`
+    ahead, or to all. sinks: whether each head has one more score without a key (gpt-oss), from the
+    operand `sinks` f32 [heads].
     """
 
     scale: float
@@ -30,25 +32,24 @@ class Scores:
 
     @property
     def suffix(self) -> str:
-        """The part of a kernel's name that these make."""
+        """Return these fields as a part of a kernel's name."""
         parts = {"s": self.scale, "w": self.window, "cap": self.softcap}
         flags = "_sinks" * self.sinks + "_both" * self.bidirectional
         return "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None) + flags
 
     def operands(self, heads: int) -> dict[str, TensorType]:
-        """What the scores take besides queries and keys."""
         return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
     def capped(self, b: Body, scores: Ssa) -> Ssa:
-        """The scores, softly capped where they are."""
+        """Return the scores after the soft cap, or unchanged if there is none."""
         if self.softcap is None:
             return scores
-        cap = b.splat(self.softcap, width_of(scores))
+        cap = b.splat(self.softcap, scores.width)
         return b.mulf(tanh(b, b.divf(scores, cap)), cap)
 
 
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
-    """Of a cache or a ring [rows, ...] the row of each position below `end`, [end, ...]."""
+    """Return the rows of positions 0 .. end - 1 of a cache, which may be a ring, as [end, ...]."""
     return rows[np.arange(end) % len(rows)]
 
 
@@ -60,8 +61,10 @@ def attend(
     how: Scores,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Attention in float64: q [T, heads, head_dim] at `positions` over k and v [context, kv_heads, head_dim], and over sinks
-    [heads]; causal, or both ways where the last position is a text's end."""
+    """Compute attention in NumPy in f64: causal, or bidirectional up to the last position.
+
+    q [T, heads, head_dim] at `positions`, k and v [context, kv_heads, head_dim], sinks [heads].
+    """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]
     out = np.zeros(q.shape)

@@ -1,14 +1,15 @@
-"""The text of one workgroup of `attention_decode`: one token against a range of cached positions.
+"""Write a workgroup of `attention_decode`: one token against a range of cached positions.
 
-Flash attention's recurrence (Dao et al. 2022) over tiles of positions, with one change: weights are relative to a reference
-that need not be the maximum and rises only when a score is far above it. Scaling by a power of e costs no precision, and so
-almost every tile goes without the maximum and without touching what was summed before.
+The online softmax of flash attention (Dao et al. 2022) over tiles of positions, with one change:
+the weight of a score is exp(score - reference), and the reference of a head rises only when a score
+is far above it. A common factor of all weights costs no precision, so the reference need not be the
+maximum, and almost no tile rescales earlier sums.
 
     for tile of `tile` positions:
       for `rows` positions: for kv head: for `heads` of its query heads:
         acc [rows, heads] = 0                                                                      registers
         for d in head_dim:                                          `unroll` vectors at a time
-          acc += k_cache[layer, position, kv head, d] * q[head, d]  the caches' rows as they lie
+          acc += k_cache[layer, position, kv head, d] * q[head, d]  rows of the cache in place
         scores[heads, rows] = lane sums of acc                      soft-capped; stack [per * group, tile]
       for kv head: for `heads` of its query heads:
         if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
@@ -18,9 +19,10 @@ almost every tile goes without the maximum and without touching what was summed 
           for position in tile: acc += scores[head, position] * v_cache[layer, position, kv head, d]
           values = acc                                                                                 stack
 
-Long ranges are read ahead: between the arithmetic on some rows, one load a cache line goes through the rows that come next, in
-the order in which they lie in memory. Grouped heads against blocks of rows, and values after keys, are a pattern that hardware
-prefetchers lose; they follow those loads. Prefetch instructions do not do: CPUs drop them when memory is busy.
+For long ranges, the kernel reads ahead: while it computes with some rows of the cache, it loads one
+word of each cache line of the next rows, in memory order. Hardware prefetchers do not recognise the
+order in which the arithmetic reads heads, rows, keys and values, but they follow these loads. CPUs
+drop prefetch instructions when memory is busy, so the kernel uses loads.
 """
 
 from __future__ import annotations
@@ -28,24 +30,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from castiron.emitter.caches import Cache
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
 from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, batches, largest_width
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import exp, lane_max, lane_sums, outer
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, batches, largest_width, vector_type
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums, outer
+from castiron.emitter.kv_cache import Cache
 
-TILE = 48  # positions, whole vectors of every instruction set; from 32 to 96 the time differs by a few percent
+TILE = 48  # positions; a multiple of every vector; times of 32 to 96 differ by a few percent
 LINE_BYTES = 64
-SLACK = 30.0  # how far a score may rise above its head's reference: e^30 is far from overflow
+SLACK = 30.0  # how far a score may exceed its head's reference; e^30 is far from overflow
 
 
 class Shape:
-    """Sizes of the tiles of a workgroup that holds `per` kv heads.
+    """The tile sizes of a workgroup with `per` kv heads.
 
-    TILE positions, of which `rows` are scored at once, against `heads` query heads of a group; values of `heads` heads
-    are added up in `columns` vectors of `width` elements. `together` elements of a key have one scale, if any.
+    self.rows: positions that are scored at once, against self.heads query heads of a kv head.
+    self.columns: vectors, of self.width elements, in which weighted values of self.heads heads are
+    accumulated. self.unroll: vectors of a key in one iteration. self.together: elements of one key
+    that are multiplied before those of the next key; in q8_0 they share a scale.
     """
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
@@ -67,9 +71,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Token:
-    """The token of one sequence: row `row` of qkv and of the result, at `position`, over `layer` of the caches.
+    """The token at `position` of one sequence: row `row` of qkv and of the result.
 
-    `given` are the kernel's buffers by name.
+    layer: index of the sequence's layer in the caches. given: the kernel's buffers by name.
     """
 
     given: Mapping[str, Ssa]
@@ -79,30 +83,36 @@ class Token:
 
 
 class Workgroup:
-    """The recurrence of up to `per` kv heads, with their groups of query heads, over a range of positions.
+    """A writer of the online softmax of kv heads first .. end - 1 over a range of positions.
 
-    On the stack, for the query heads of `per` kv heads: queries [heads, head_dim], scores of a tile [heads, tile], and the
-    recurrence's references [heads], sums [heads, lanes] (lanes are added up at the end) and weighted values
-    [heads, head_dim]; and the new key [head_dim]. `first` is the kv head that comes first in them, `end` is past the last.
+    cache_rows: rows of a layer in the caches. turns: whether the caches are ring buffers. shape.per
+    is the max number of kv heads.
+
+    Buffers on the stack for the query heads of these kv heads: self.q [heads, head_dim],
+    self.scores of a tile [heads, TILE], self.references [heads], self.sums of weights [heads,
+    lanes], whose lanes are added at the end, and self.values, the weighted values [heads,
+    head_dim]. self.k [head_dim] is the key of the token.
     """
 
-    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, held: int, shape: Shape, how: Scores, cache: Cache, turns: bool):
-        self.b, self.layout, self.held_rows, self.how, self.cache = b, layout, held, how, cache
-        self.ring = held if turns else None
+    def __init__(
+        self, b: Body, layout: HeadLayout, isa: Isa, cache_rows: int, shape: Shape, how: Scores, cache: Cache, turns: bool
+    ):
+        self.b, self.layout, self.cache_rows, self.how, self.cache = b, layout, cache_rows, how, cache
+        self.ring = cache_rows if turns else None
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
         heads = shape.heads
         self.head_chunks = [range(g, min(g + heads, self.group)) for g in range(0, self.group, heads)]
-        held = shape.per * self.group
-        self.q = b.stack(held, self.hd)
+        own_heads = shape.per * self.group
+        self.q = b.stack(own_heads, self.hd)
         self.k = b.stack(self.hd)
-        self.scores = b.stack(held, TILE)
-        self.references = b.stack(held)
-        self.sums = b.stack(held, self.lanes)
-        self.values = b.stack(held, self.hd)
+        self.scores = b.stack(own_heads, TILE)
+        self.references = b.stack(own_heads)
+        self.sums = b.stack(own_heads, self.lanes)
+        self.values = b.stack(own_heads, self.hd)
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Prepare the token's queries of the kv heads first .. end - 1; the recurrence is empty."""
+        """Prepare the queries of kv heads first .. end - 1 and clear the online softmax."""
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
         self.qkv, *caches = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
@@ -118,13 +128,15 @@ class Workgroup:
                 b.vstore(b.splat(0.0, self.width), self.values, g, d.index)
 
     def _prepare(self, kind: str, head: Index, offset: Index, target: Span, scale: float = 1.0) -> None:
-        """A head at `offset` of the token's row into `target`."""
+        """Normalise, rotate and scale the head at `offset` of the token's qkv row into `target`."""
         source, token = Span(self.qkv, [self.token.row], offset), self.token
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
 
     def own(self, appended: bool = False) -> None:
-        """Prepare the token's own keys and values, append them, and let the recurrence begin with them; `appended`: they
-        stand in the caches."""
+        """Start the online softmax with the key and value of the token itself.
+
+        appended: whether the caches have them already; otherwise they are appended.
+        """
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), layout.keys)
@@ -145,7 +157,7 @@ class Workgroup:
                 self._prepare("k", head.index, offset, Span(self.k, [], 0))
                 self.cached_values.append(cached, lambda d: value.load(b, d, self.width), begin)
                 self.cached_keys.append(cached, lambda d: b.vload(self.k, self.width, d), lambda d, k: b.vstore(k, self.k, d))
-            one = b.constant(f"dense<[1.0{', 0.0' * (self.lanes - 1)}]>", f"vector<{self.lanes}xf32>")
+            one = b.constant(f"dense<[1.0{', 0.0' * (self.lanes - 1)}]>", vector_type(self.lanes))
             with b.loop(low, b.add(low, self.group)) as g:
                 with b.loop(0, hd, self.width, carry=[b.splat(0.0, self.width)]) as d:
                     q = b.vload(self.q, self.width, g.index, d.index)
@@ -157,7 +169,10 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Add query head `head`'s sink to the recurrence of head `g` on the stack, which has one position, of this score."""
+        """Add the sink of query head `head` to the online softmax at stack index g.
+
+        score: the score of the token itself, the only score so far. one: the vector 1, 0, 0, ...
+        """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
         top = b.maxf(score, sink)
@@ -167,24 +182,27 @@ class Workgroup:
         b.store(b.extract(top, 0), self.references, g)
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
-        """Add the positions start .. end - 1 to the recurrence, reading ahead or not."""
+        """Add positions start .. end - 1 to the online softmax.
+
+        ahead: whether to load the next rows of the caches in advance.
+        """
         with self.b.loop(start, end, TILE) as tile:
             self.tile(tile.index, end, ahead)
 
     def tile(self, first: Ssa, end: Index, ahead: bool) -> None:
-        """Add the positions first .. min(first + tile, end) - 1 to the recurrence."""
+        """Add positions first .. min(first + TILE, end) - 1 to the online softmax."""
         b = self.b
         count = b.min(b.sub(end, first), TILE)
         vectors = b.ceildiv(count, self.lanes)
         with b.when(b.less(count, TILE)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
             last = b.mul(b.sub(vectors, 1), self.lanes)
             b.vstore(b.splat(NEVER, self.lanes), self.scores, g.index, last)
-        whole = b.mul(b.div(count, self.rows), self.rows)
-        # Rows outside, heads inside: the cache is walked as it lies, in blocks.
-        with b.loop(0, whole, self.rows) as j, b.loop(self.first, self.end) as head:
+        full = b.mul(b.div(count, self.rows), self.rows)
+        # The inner loop is over heads, so that the cache is read in memory order.
+        with b.loop(0, full, self.rows) as j, b.loop(self.first, self.end) as head:
             self.score_rows(head.index, b.add(first, j.index), j.index, self.rows, ahead)
         if self.rows > 1:
-            with b.loop(whole, count) as j, b.loop(self.first, self.end) as head:
+            with b.loop(full, count) as j, b.loop(self.first, self.end) as head:
                 self.score_rows(head.index, b.add(first, j.index), j.index, 1, ahead=False)
         with b.loop(self.first, self.end) as head:
             for heads in self.head_chunks:
@@ -192,16 +210,23 @@ class Workgroup:
                 with b.loop(0, self.hd, self.columns * self.width) as d:
                     self.add_values(head.index, heads, d.index, first, count)
 
-    def held(self, head: Ssa, heads: range) -> list[Index]:
-        """Where query heads of a kv head's group stand on the stack."""
+    def own_heads(self, head: Ssa, heads: range) -> list[Index]:
+        """Return the stack indices of query heads of kv head `head`.
+
+        heads: their indices among the query heads that share this kv head.
+        """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Load a word of each of these lines from byte `at` on of the segments of the rows from `row` on."""
+        """Load a word of each of the cache lines `lines`, so that they enter the CPU's cache.
+
+        base: address of a KV cache. Lines are counted from byte `at` of the heads of this
+        workgroup, in the rows of the KV cache from `row` on.
+        """
         b, row_bytes = self.b, self.cache.row_bytes(self.hd)
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
-        start = b.mul(b.add(b.mul(self.token.layer, self.held_rows), row), size)
+        start = b.mul(b.add(b.mul(self.token.layer, self.cache_rows), row), size)
         for line in lines:
             byte = b.add(at, line * LINE_BYTES)
             if segment < size:
@@ -209,27 +234,28 @@ class Workgroup:
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Scores of `rows` positions from `row` on, as those of the tile from j on.
+        """Store the scores of positions row .. row + rows - 1, from index j of the tile on.
 
-        With `ahead`, this head's share of the values of these positions and of the keys of the next is read ahead.
+        ahead: whether to load in advance this head's share of the value rows of these positions and
+        of the key rows of the next positions.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
         if self.ring:
             near, following = (b.min(self.cached_keys.row(at), self.ring - rows) for at in (near, following))
         else:
-            following = b.min(following, self.held_rows - rows)
-        # Of these rows' bytes of this head, those that one turn of the loop stands for.
+            following = b.min(following, self.cache_rows - rows)
+        # Bytes of this head in these rows that each iteration reads ahead.
         turn = rows * self.cache.row_bytes(self.hd) * shape.unroll * self.width // self.hd
         lines = -(-turn // LINE_BYTES)
         for heads in self.head_chunks:
-            held = self.held(head, heads)
-            count = len(held)
+            own_heads = self.own_heads(head, heads)
+            count = len(own_heads)
             with b.loop(0, self.hd, shape.unroll * self.width, carry=[b.splat(0.0, self.width)] * (count * rows)) as loop:
                 sums = loop.values
                 size = shape.unroll * self.width
-                places = [(self.token.layer, b.add(row, r), head) for r in range(rows)]
-                keys = [self.cached_keys.part(at, loop.index, size) for at in places]
+                cached = [(self.token.layer, b.add(row, r), head) for r in range(rows)]
+                keys = [self.cached_keys.part(at, loop.index, size) for at in cached]
                 for low in range(0, size, shape.together):
                     if ahead and heads is self.head_chunks[0]:
                         share = b.mul(b.sub(head, self.first), rows * self.cache.row_bytes(self.hd))
@@ -238,43 +264,47 @@ class Workgroup:
                         for base, ahead_from in (self.bases[0], following), (self.bases[1], near):
                             self.touch(base, ahead_from, share, now)
                     offsets = range(low, low + shape.together, self.width)
-                    queries = [[b.vload(self.q, self.width, g, b.add(loop.index, d)) for g in held] for d in offsets]
+                    queries = [[b.vload(self.q, self.width, g, b.add(loop.index, d)) for g in own_heads] for d in offsets]
                     totals: list[Ssa] = []
-                    # Row by row, so that a scale is in a register for no longer than its group.
+                    # Row by row, so that a scale is in a register only while its group is multiplied.
                     for key, total in zip(keys, batches(sums, count), strict=True):
                         for d, query in zip(offsets, queries, strict=True):
                             total = outer(b, [key(d)], query, total)
                         totals += total
                     sums = totals
                 loop.give(*sums)
-            for i, g in enumerate(held):
+            for i, g in enumerate(own_heads):
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
-        """Turn scores into weights relative to the references, which rise where a score is far above them; add up the sums."""
+        """Replace scores by weights exp(score - reference), and add the weights to self.sums.
+
+        blocks: number of vectors of scores. If the max score of a head is more than SLACK above its
+        reference, the reference first rises to it.
+        """
         b, lanes = self.b, self.lanes
-        held = self.held(head, heads)
+        own_heads = self.own_heads(head, heads)
         high = b.mul(blocks, lanes)
-        with b.loop(0, high, lanes, carry=[b.splat(NEVER, lanes)] * len(held)) as j:
-            j.give(*[b.maxf(b.vload(self.scores, lanes, g, j.index), m) for g, m in zip(held, j.values, strict=True)])
-        for g, top in zip(held, j.results, strict=True):
+        with b.loop(0, high, lanes, carry=[b.splat(NEVER, lanes)] * len(own_heads)) as j:
+            j.give(*[b.maxf(b.vload(self.scores, lanes, g, j.index), m) for g, m in zip(own_heads, j.values, strict=True)])
+        for g, top in zip(own_heads, j.results, strict=True):
             top, old = lane_max(b, top), b.load(self.references, g)
-            # Rare, so that it is predicted and nothing below waits for the maximum.
+            # This is rare, and the branch is predicted, so that the code below does not wait for the maximum.
             with b.when(b.compare("ogt", b.subf(top, old), b.f32(SLACK))):
                 b.store(top, self.references, g)
                 self.scale_down(g, b.extract(exp(b, b.broadcast(b.subf(old, top), lanes)), 0))
-        sums = [b.vload(self.sums, lanes, g, 0) for g in held]
-        tops = [b.broadcast(b.load(self.references, g), lanes) for g in held]
+        sums = [b.vload(self.sums, lanes, g, 0) for g in own_heads]
+        tops = [b.broadcast(b.load(self.references, g), lanes) for g in own_heads]
         with b.loop(0, high, lanes, carry=sums) as j:
-            weights = [exp(b, b.subf(b.vload(self.scores, lanes, g, j.index), m)) for g, m in zip(held, tops, strict=True)]
-            for g, w in zip(held, weights, strict=True):
+            weights = [exp(b, b.subf(b.vload(self.scores, lanes, g, j.index), m)) for g, m in zip(own_heads, tops, strict=True)]
+            for g, w in zip(own_heads, weights, strict=True):
                 b.vstore(w, self.scores, g, j.index)
             j.give(*[b.addf(total, w) for total, w in zip(j.values, weights, strict=True)])
-        for g, total in zip(held, j.results, strict=True):
+        for g, total in zip(own_heads, j.results, strict=True):
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Multiply what was summed so far by a factor."""
+        """Multiply the sums of weights and the weighted values at stack index g by `factor`."""
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
         b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)
@@ -283,31 +313,35 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """values[heads, d:d+columns*width] += weights @ value rows."""
+        """Multiply value rows by softmax weights and add the results to self.values.
+
+        The rows are those of positions first .. first + count - 1. Only elements d .. d +
+        self.columns * self.width - 1 of each head are computed.
+        """
         b, width = self.b, self.width
-        held = self.held(head, heads)
+        own_heads = self.own_heads(head, heads)
         offsets = range(0, self.columns * width, width)
         columns = [b.add(d, offset) for offset in offsets]
-        start = [b.vload(self.values, width, g, c) for g in held for c in columns]
+        start = [b.vload(self.values, width, g, c) for g in own_heads for c in columns]
         with b.loop(0, count, carry=start) as j:
-            weights = [b.broadcast(b.load(self.scores, g, j.index), width) for g in held]
+            weights = [b.broadcast(b.load(self.scores, g, j.index), width) for g in own_heads]
             sums = []
             # One value vector at a time: all of them and the sums would not fit the registers.
             part = self.cached_values.part((self.token.layer, b.add(first, j.index), head), d, self.columns * width)
             for i, offset in enumerate(offsets):
                 v = part(offset)
                 sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(weights)])
-            j.give(*[sums[i][g] for g in range(len(held)) for i in range(len(columns))])
-        for g, results in zip(held, batches(j.results, len(columns)), strict=True):
+            j.give(*[sums[i][g] for g in range(len(own_heads)) for i in range(len(columns))])
+        for g, results in zip(own_heads, batches(j.results, len(columns)), strict=True):
             for c, total in zip(columns, results, strict=True):
                 b.vstore(total, self.values, g, c)
 
     def total(self, g: Index) -> Ssa:
-        """The sum of a head's weights."""
+        """Return the sum of the softmax weights of the head at stack index g."""
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
     def finish(self, out: Ssa) -> None:
-        """The weighted means of the heads, as attention's result."""
+        """Divide the weighted values of each head by its sum of weights; store them in `out`."""
         b = self.b
         low = b.mul(self.first, self.group)
         with b.loop(low, b.mul(self.end, self.group)) as head:

@@ -1,1 +1,1 @@
-"""Kernels of recurrences: what they carry on lives in the state's own storage and is never copied."""
+"""Kernels of recurrent layers, which update the state of the layer in place."""

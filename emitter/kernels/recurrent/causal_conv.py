@@ -1,4 +1,4 @@
-"""A causal convolution over time, a filter for each feature, with an activation after it.
+"""Compute a causal convolution over time with a filter for each feature, and an activation.
 
 each workgroup: up to `BLOCK` features of one sequence
   for some vectors of features:
@@ -12,22 +12,28 @@ each workgroup: up to `BLOCK` features of one sequence
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
+from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
+from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, largest_width
+from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, padding
-from castiron.emitter.kernels.writing.body import Body, Ssa, batches, largest_width
-from castiron.emitter.kernels.writing.isa import Isa
 from castiron.emitter.types import F32, TensorType
 
 BLOCK = 512  # features of a workgroup
 
 
+@cache
 def causal_conv(
     tokens: Tokens, features: int, positions: int, x: Columns, *, isa: Isa, bias: bool = False, activation: str | None = None
 ) -> Kernel:
-    """y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), torch's `Conv1d` with one group a feature.
+    """Return the kernel of y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)).
+
+    This is torch's `Conv1d` with a group for each feature and n = `positions`. x: columns of the
+    operand x [T, width] that are convolved.
 
     x [T, width], weight [n, features], (bias [features]), (positions i32 [T]), (length i32), state
     [layers, n - 1, features], layer -> y [T, features], state. Rows of padding are zero.
@@ -59,13 +65,13 @@ def causal_conv(
             with b.loop(share.low, share.end, carry=window) as t:
                 new = [b.vload(given["x"], width, t.index, b.add(f, x.first)) for f in at]
                 seen = [*batches(t.values, len(at)), new]
-                for i, place in enumerate(at):
+                for i, column in enumerate(at):
                     total = added[i] if added else None
                     for values, factors in zip(seen, filters, strict=True):
-                        product = values[i], factors[i]
-                        total = b.mulf(*product) if total is None else b.fma(*product, total)
+                        matmul = values[i], factors[i]
+                        total = b.mulf(*matmul) if total is None else b.fma(*matmul, total)
                     assert total is not None, "a filter has at least one position"
-                    b.vstore(ACTIVATIONS[activation][0](b, total) if activation else total, y, t.index, place)
+                    b.vstore(ACTIVATIONS[activation][0](b, total) if activation else total, y, t.index, column)
                 t.give(*(value for row in seen[1:] for value in row))
             for i, value in enumerate(t.results):
                 b.vstore(value, state, share.at, i // len(at), at[i % len(at)])

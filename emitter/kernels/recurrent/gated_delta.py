@@ -1,15 +1,15 @@
-"""The gated delta rule (arXiv:2412.06464), token by token, whatever there are of them, and the gated norm after it.
+"""Compute the gated delta rule (arXiv:2412.06464) token by token, and the gated norm after it.
 
-Columns of the state do not meet, so that a few of them are carried through all tokens in the nearest cache: four operations for
-each number of the state, fewer than the products of matrices that take a chunk at once.
+Columns of the state are independent. The kernel updates a few columns for all tokens while they are
+in the L1 cache. An element takes four operations, fewer than the matmuls of the chunked form need.
 
     each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
       for token: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim))                                        stack
       for some vectors of columns:
         several tokens: a copy of these columns of S                                                stack
         for t < length:
-          held = sum over rows of k[row] * S[row]                                                   registers
-          new = beta * (v - decay * held / |k|) / |k|                                               registers
+          recalled = sum over rows of k[row] * S[row]                                               registers
+          new = beta * (v - decay * recalled / |k|) / |k|                                           registers
           S[row] = decay * S[row] + k[row] * new                                                    stack or memory
           out[t] = sum over rows of q[row] * S[row] / (|q| sqrt(k_dim))                             memory
       with a norm: out[t] = out[t] / rms(out[t]) * weight * silu(z[t])                              memory
@@ -24,27 +24,30 @@ from math import prod
 
 import numpy as np
 
+from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.products.epilogue import ACTIVATIONS
-from castiron.emitter.kernels.recurrent.tokens import Columns, Share, Tokens, alone, padding, sigmoid, softplus
-from castiron.emitter.kernels.writing.body import STACK_BYTES, Body, Index, Ssa, largest_width, number
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.rms import inverse_rms, rms_normed
-from castiron.emitter.kernels.writing.vectors import exp, row_sum, tree
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, largest_width, number
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import exp, inverse_rms, rms_normed, row_sum, tree
+from castiron.emitter.kernels.recurrent.tokens import Columns, Share, Tokens, padding, sigmoid, single_lane, softplus
 from castiron.emitter.types import F32, TensorType
 
-LENGTH_EPS = 1e-6  # under the root of the length of q and of k
-DECAY, BETA, OF_K, OF_Q = range(4)  # what is known of a token before the state is read
+LENGTH_EPS = 1e-6  # added to the squared length of q and of k
+DECAY, BETA, OF_K, OF_Q = range(4)  # values computed for a token before the state is read
 
 
 def gated_delta(
     tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa, norm_eps: float | None = None
 ) -> Kernel:
-    """As `recurrences.gated_delta` says; with `norm_eps` the RMS norm of each head follows, times silu(z).
+    """Return the kernel of `recurrences.gated_delta`.
 
-    shape: k_heads, heads, k_dim, v_dim. columns: of q, k, v, alpha and beta (a and b there), and with a norm z, [T, width]
-    each; rate and bias [heads], (norm [v_dim]), (positions i32 [T]), (length i32), state [layers, heads, k_dim, v_dim], layer
-    -> out [T, heads * v_dim], state. Rows of padding are zero.
+    shape: k_heads, heads, k_dim, v_dim. columns: the columns of the operands q, k, v, alpha and
+    beta (a and b in `recurrences`), and with a norm of z. norm_eps: epsilon of an RMS norm of each
+    head, whose result is multiplied by silu(z), or None.
+
+    q, k, v, alpha, beta, (z) [T, width], rate and bias [heads], (norm [v_dim]), (positions i32
+    [T]), (length i32), state [layers, heads, k_dim, v_dim], layer -> out [T, heads * v_dim], state.
+    Rows of padding are zero.
     """
     k_heads, heads, k_dim, v_dim = shape
     T = tokens.count
@@ -118,21 +121,22 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Vectors of columns that are taken together, and whether the state's columns are copied for several tokens."""
-    most = isa.registers // 4
+    """Return how many vectors of columns to update together, and whether to copy them first."""
+    limit = isa.registers // 4
     if tokens.in_turn > 1:
-        room = (STACK_BYTES - 16 * tokens.in_turn) // (4 * k_dim * width)
-        if room > 0:
-            return largest_width(1 << min(room, most).bit_length() - 1, vectors), True
-    return largest_width(most, vectors), False
+        fitting = (STACK_BYTES - 16 * tokens.in_turn) // (4 * k_dim * width)
+        if fitting > 0:
+            return largest_width(1 << min(fitting, limit).bit_length() - 1, vectors), True
+    return largest_width(limit, vectors), False
 
 
 @dataclass
 class _Head:
-    """Writes what a workgroup does.
+    """A writer of the work of one workgroup: one head of one sequence.
 
-    sizes: k_dim, v_dim, the width of a vector, and how many vectors of columns are taken together. given: operands and the
-    result by name. at: from what column on each operand's rows have what is this head's. known: [4, tokens] on the stack.
+    sizes: k_dim, v_dim, vector width, vectors of columns computed together. given: operands and
+    result by name. at: the head's first column in each operand, by name. known: stack buffer [4,
+    tokens] of decay, beta, and the factors of k and of q.
     """
 
     b: Body
@@ -145,20 +149,20 @@ class _Head:
 
     @property
     def first(self) -> Index:
-        """Its first column of the result."""
+        """Return the head's first column of the result."""
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
-        """Elements from the head's d-th on of a row of an operand."""
+        """Return `width` elements of row t of an operand, from element d of the head on."""
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """One element in every lane."""
+        """Load element d of the head in row t of an operand into every lane of a vector."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
     def know(self, t: Index) -> None:
-        """Store what is known of a token."""
+        """Compute decay, beta and the factors of k and q of a token, and store them in `known`."""
         b, k_dim, head = self.b, self.sizes[0], self.share.unit
 
         def inverse_length(name: str, factor: float) -> Ssa:
@@ -169,21 +173,24 @@ class _Head:
             return b.divf(b.f32(factor), b.sqrt(b.addf(row_sum(b, k_dim, self.isa.lanes, square), b.f32(LENGTH_EPS))))
 
         alpha, beta = (b.load(self.given[name], t, self.at[name]) for name in ("alpha", "beta"))
-        step = softplus(b, alone(b, b.addf(alpha, b.load(self.given["bias"], head))))
-        decay = exp(b, b.mulf(step, alone(b, b.load(self.given["rate"], head))))
-        place = b.sub(t, self.share.low)
-        b.store(b.extract(decay, 0), self.known, DECAY, place)
-        b.store(b.extract(sigmoid(b, alone(b, beta)), 0), self.known, BETA, place)
-        b.store(inverse_length("k", 1.0), self.known, OF_K, place)
-        b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, place)
+        step = softplus(b, single_lane(b, b.addf(alpha, b.load(self.given["bias"], head))))
+        decay = exp(b, b.mulf(step, single_lane(b, b.load(self.given["rate"], head))))
+        slot = b.sub(t, self.share.low)
+        b.store(b.extract(decay, 0), self.known, DECAY, slot)
+        b.store(b.extract(sigmoid(b, single_lane(b, beta)), 0), self.known, BETA, slot)
+        b.store(inverse_length("k", 1.0), self.known, OF_K, slot)
+        b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, slot)
 
     def block(self, column: Index, copy: Ssa | None) -> None:
-        """Some columns of the state through all tokens, in a copy on the stack if there is one."""
+        """Update the columns of the state from `column` on, for all tokens.
+
+        copy: stack buffer for these columns, or None to update the state in memory.
+        """
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         state, offsets = self.given["state"], range(0, vectors * width, width)
         own: list[Index] = [self.share.at, self.share.unit]
 
-        def place(row: Index, d: int) -> tuple[Ssa, list[Index]]:
+        def slot(row: Index, d: int) -> tuple[Ssa, list[Index]]:
             return (state, [*own, row, b.add(column, d)]) if copy is None else (copy, [row, d])
 
         if copy is not None:
@@ -191,24 +198,24 @@ class _Head:
                 for d in offsets:
                     b.vstore(b.vload(state, width, *own, row.index, b.add(column, d)), copy, row.index, d)
         with b.loop(self.share.low, self.share.end) as token:
-            self._token(token.index, column, place)
+            self._token(token.index, column, slot)
         if copy is not None:
             with b.loop(0, k_dim) as row:
                 for d in offsets:
                     b.vstore(b.vload(copy, width, row.index, d), state, *own, row.index, b.add(column, d))
 
-    def _token(self, t: Index, column: Index, place: Callable[[Index, int], tuple[Ssa, list[Index]]]) -> None:
+    def _token(self, t: Index, column: Index, slot: Callable[[Index, int], tuple[Ssa, list[Index]]]) -> None:
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         offsets, rows = range(0, vectors * width, width), largest_width(max(8 // vectors, 1), k_dim)
         decay, beta, of_k, of_q = (b.load(self.known, i, b.sub(t, self.share.low)) for i in range(4))
         zero = b.splat(0.0, width)
         with b.loop(0, k_dim, rows, carry=[zero] * (rows * vectors)) as loop:
-            held, sums = iter(loop.values), []
+            recalled, sums = iter(loop.values), []
             for row in (b.add(loop.index, r) for r in range(rows)):
                 k = self._times("k", t, row)
                 for d in offsets:
-                    buffer, where = place(row, d)
-                    sums.append(b.fma(k, b.vload(buffer, width, *where), next(held)))
+                    buffer, where = slot(row, d)
+                    sums.append(b.fma(k, b.vload(buffer, width, *where), next(recalled)))
             loop.give(*sums)
         lost, written, left = (b.broadcast(x, width) for x in (b.mulf(decay, of_k), b.mulf(beta, of_k), decay))
         new = []
@@ -220,7 +227,7 @@ class _Head:
             for row in (b.add(loop.index, r) for r in range(rows)):
                 k, q, before, sums = self._times("k", t, row), self._times("q", t, row), sums, []
                 for value, total, d in zip(new, before, offsets, strict=True):
-                    buffer, where = place(row, d)
+                    buffer, where = slot(row, d)
                     after = b.fma(k, value, b.mulf(b.vload(buffer, width, *where), left))
                     b.vstore(after, buffer, *where)
                     sums.append(b.fma(q, after, total))
@@ -230,7 +237,7 @@ class _Head:
             b.vstore(b.mulf(total, scale), self.given["out"], t, b.add(self.first, b.add(column, d)))
 
     def gated_norm(self, t: Index, eps: float) -> None:
-        """The result of a token, normed, times silu(z)."""
+        """Normalise a token's result and multiply it by silu(z)."""
         b, (_, v_dim, width, _) = self.b, self.sizes
         out, first = self.given["out"], self.first
         read = lambda d, width: b.vload(out, width, t, b.add(first, d))

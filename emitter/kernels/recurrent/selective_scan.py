@@ -1,7 +1,7 @@
-"""The scan of Mamba 2 (arXiv:2405.21060), token by token, whatever there are of them.
+"""Compute the scan of Mamba 2 (arXiv:2405.21060) token by token.
 
-Rows of the state do not meet, so that a few of them are carried through all tokens in the nearest cache: three operations for
-each number of the state, fewer than the products of matrices that take a chunk at once.
+Rows of the state are independent. The kernel updates a few rows for all tokens while they are in
+the L1 cache. An element takes three operations, fewer than the matmuls of the chunked form need.
 
     each workgroup: one head of one sequence, S [head_dim, n] = state[layer, head]
       for token: step = softplus(dt + bias), decay = exp(rate * step)                               stack
@@ -20,21 +20,22 @@ from math import prod
 import numpy as np
 
 from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, alone, padding, softplus
-from castiron.emitter.kernels.writing.body import Body, Ssa, largest_width
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.vectors import exp, lane_sums
+from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import exp, lane_sums
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, padding, single_lane, softplus
 from castiron.emitter.types import F32, TensorType
 
 STEP, DECAY = range(2)
 
 
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa) -> Kernel:
-    """As `recurrences.selective_scan` says.
+    """Return the kernel of `recurrences.selective_scan`.
 
-    shape: groups, heads, head_dim, n. columns: of x, dt, B and C, [T, width] each; rate, bias and skip [heads],
-    (positions i32 [T]), (length i32), state [layers, heads, head_dim, n], layer -> y [T, heads * head_dim], state. Rows of
-    padding are zero.
+    shape: groups, heads, head_dim, n. columns: the columns of the operands x, dt, B and C.
+
+    x, dt, B, C [T, width], rate, bias and skip [heads], (positions i32 [T]), (length i32), state
+    [layers, heads, head_dim, n], layer -> y [T, heads * head_dim], state. Rows of padding are zero.
     """
     groups, heads, head_dim, n = shape
     T = tokens.count
@@ -58,8 +59,8 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
         known, first = b.stack(2, tokens.in_turn), b.mul(head, head_dim)
         with b.loop(share.low, share.end) as token:
             dt = b.load(given["dt"], token.index, b.add(head, columns["dt"].first))
-            step = softplus(b, alone(b, b.addf(dt, b.load(given["bias"], head))))
-            decay = exp(b, b.mulf(step, alone(b, b.load(given["rate"], head))))
+            step = softplus(b, single_lane(b, b.addf(dt, b.load(given["bias"], head))))
+            decay = exp(b, b.mulf(step, single_lane(b, b.load(given["rate"], head))))
             for i, number in ((STEP, step), (DECAY, decay)):
                 b.store(b.extract(number, 0), known, i, b.sub(token.index, share.low))
         skip = b.load(given["skip"], head)

@@ -1,4 +1,4 @@
-"""What kernels of recurrences share: whose tokens a call has, where its rows stand, and the gates of decays."""
+"""Tokens of a call, columns of operands, and gates, for the kernels of recurrent layers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa
-from castiron.emitter.kernels.writing.vectors import exp
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.vector_math import exp
 from castiron.emitter.types import F32, I32, TensorType
 
-QUAD = 4  # lanes in which a number alone is computed
+QUAD = 4  # lanes of a vector that computes a single number
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the rows of an operand stand in the rows, `width` wide, of a tensor [T, width]: from column `first` on."""
+    """The columns of an operand [T, width] from `first` on."""
 
     width: int
     first: int = 0
@@ -30,16 +30,16 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Its part of x [T, width], in f64 as [T, *sizes]."""
+        """Return these columns of x [T, width], in f64, as [T, *sizes]."""
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a workgroup does: item `unit` of those of a layer, over rows low .. end - 1; rows from there to `high` are padding.
+    """The work of a workgroup: item `unit`, such as a head, of rows low .. end - 1.
 
-    at: where the state of the layer stands in its tensor.
+    at: index of the layer's state. Rows end .. high - 1 are padding.
     """
 
     unit: Index
@@ -51,10 +51,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a call: `count` of one sequence, of which `length` are real where that is given, or of a batch one of each
-    sequence, whose position is negative where it is left alone.
+    """The tokens of a call: `count` tokens of one sequence, or one token of `count` sequences.
 
-    layers: of the state, those of each sequence after another.
+    layers: number of layers in the state; all layers of a sequence come before those of the next
+    one. batch: whether there is one token for each sequence; a negative position means an idle
+    sequence. length: whether a run-time length gives the number of real tokens.
     """
 
     count: int
@@ -64,7 +65,7 @@ class Tokens:
 
     @property
     def in_turn(self) -> int:
-        """How many a workgroup takes, one after another."""
+        """Return the number of tokens that a workgroup computes one after another."""
         return 1 if self.batch else self.count
 
     @property
@@ -81,7 +82,7 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, positions: Ssa | None, length: Ssa | None) -> Share:
-        """That of this workgroup, of `units` for each sequence."""
+        """Return the share of this workgroup; each sequence has `units` workgroups."""
         unit: Index = b.workgroup()
         if not self.batch:
             return Share(unit, layer, 0, b.real(length, 0, self.count), self.count)
@@ -92,7 +93,10 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """For NumPy definitions: of each sequence where its layer stands in the state, and its real tokens."""
+        """Yield, for each active sequence, its index in the state and the rows of its real tokens.
+
+        given: operands as arrays, for NumPy references.
+        """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
             return
@@ -103,18 +107,21 @@ class Tokens:
 
 @contextmanager
 def padding(b: Body, share: Share, low: Index, high: Index, step: int) -> Iterator[tuple[Ssa, Ssa]]:
-    """Row and column of everything that padding has between two columns, `step` at a time."""
+    """Open loops over rows of padding and over columns low .. high - 1; yield row and column.
+
+    step: columns of an iteration.
+    """
     with b.loop(share.end, share.high) as t, b.loop(low, high, step) as d:
         yield t.index, d.index
 
 
-def alone(b: Body, x: Ssa) -> Ssa:
-    """A scalar in a vector, for mathematics on vectors."""
+def single_lane(b: Body, x: Ssa) -> Ssa:
+    """Broadcast a scalar to a vector of QUAD lanes, of which one lane is used."""
     return b.broadcast(x, QUAD)
 
 
 def softplus(b: Body, x: Ssa) -> Ssa:
-    """log(1 + e^x) of a vector, as exactly as its value is."""
+    """Return log(1 + e^x) of a vector, accurate for small results too."""
     size = b.let(f"math.absf {x} : {x.type}", x.type)
     small = exp(b, b.subf(b.splat(0.0, QUAD), size))
     return b.addf(b.maxf(x, b.splat(0.0, QUAD)), b.let(f"math.log1p {small} : {small.type}", small.type))

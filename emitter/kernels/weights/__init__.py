@@ -1,1 +1,1 @@
-"""Weights as kernels read them: packing, records, panels, and x as products of codes want it."""
+"""Packing weights for kernels, and emitting MLIR that reads packed weights."""

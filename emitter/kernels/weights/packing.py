@@ -1,22 +1,24 @@
-"""Packed weights: the layout that the kernels read, one sequential stream of records for every codec.
+"""Pack weights in the layout that kernels read: a sequential stream of records, for every codec.
 
-Rows stand in row blocks of 16, row = lane of a vector; a partial last one is filled with zero rows. A packed weight is
+A row block has 16 rows, one for each lane of a vector; zero rows fill the last row block. The shape
+of a packed weight, in bytes, is
 
-    [ceil(out / 16), records, record_bytes] bytes
+    [ceil(out / 16), records, record_bytes]
 
-and a record holds 16 rows of one codec block (32 or 256 elements) in the file's own size, but for the six-bit scales of
-K-quants, which become bytes (3 % of the whole):
+A record has one codec block (32 or 256 elements) of each of 16 rows. It has as many bytes as these
+blocks in the model file, except that the six-bit scales of K-quants become bytes (3 % more):
 
-    d      [16] f16                  scale of the codec block; u8 where it is an exponent
-    m      [16] f16                  minimum, where the codec has one
-    scales [groups, 16] u8 or i8     factors of d, where the codec has them
-    minima [groups, 16] u8           factors of m, where the codec has them
-    codes  [groups, words, 16] i32   fields of 2, 4, 5 or 6 bits, code k of a group where `Layout.field` says;
+    d      [16] f16                  scale of the codec block; u8 if it is an exponent
+    m      [16] f16                  minimum, if the codec has one
+    scales [groups, 16] u8 or i8     factors of d, if the codec has them
+    minima [groups, 16] u8           factors of m, if the codec has them
+    codes  [groups, words, 16] i32   fields of 2, 4, 5 or 6 bits, code k of a group at `Layout.field`;
                                      for 8 bits: [group, 16] i8
 
-A kernel that takes `word & mask` has the code times a power of two, which it multiplies into x beforehand: no shift
-and no widening per weight. What fields leave free at the top of the words (5 and 6 bits) holds the remaining codes of
-the group, see `TOP_CODES`. Floats have no codec blocks: a record is one k of 16 rows, for bf16 two (even k in the low half).
+`word & mask` is a code times a power of two. Kernels multiply x by the inverse power beforehand, so
+that no code needs a shift. For 5 and 6 bits, fields do not use the highest bits of the words, which
+contain the remaining codes of the group (`TOP_CODES`). A record of a float codec is one k of 16
+rows, or two k for bf16 (the even k in the low half).
 """
 
 import os
@@ -28,10 +30,10 @@ import numpy as np
 from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_features_of, row_bytes, values
 
 LANES = 16
-_AT_ONCE_BYTES = 1 << 20  # of rows: what is made of them on the way stays in a CPU's caches
-_MOST_THREADS = 4  # memory keeps up with so many
+_AT_ONCE_BYTES = 1 << 20  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
+_MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the limit
 
-# bits -> for every code beyond the fields, the pieces (word, right shift, mask) that are or-ed to give it
+# bits -> for each code beyond the fields, the parts (word, right shift, mask) that are or-ed to give it
 TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
     2: (),
     4: (),
@@ -42,7 +44,11 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte offsets in a record; None for a part that the codec lacks. `elements` of k per record."""
+    """The layout of a record: its size and the byte offsets of its parts.
+
+    size: bytes of a record. elements: number of k in a record. groups: number of codec groups in a
+    record. d, m, scales, minima, codes: byte offsets, or None if the codec lacks the part.
+    """
 
     size: int
     elements: int
@@ -56,12 +62,12 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Word and field of code k of a group, of those `in_fields`."""
+        """Return the word, and the field in it, that contain code k of a group; k < `in_fields`."""
         return k // self.fields, k % self.fields
 
     @property
     def in_fields(self) -> int:
-        """Codes of a group that stand in fields; the others are TOP_CODES."""
+        """Return the number of codes of a group that are in fields; TOP_CODES has the others."""
         return self.words * self.fields
 
     @property
@@ -70,7 +76,6 @@ class Layout:
 
 
 def layout(codec: Codec) -> Layout:
-    """Where the parts of a record stand."""
     if not codec.quantised:
         elements = 2 if codec.name == "bf16" else 1
         return Layout(elements * codec.block_bytes * LANES, elements)
@@ -88,15 +93,18 @@ def layout(codec: Codec) -> Layout:
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Shape in bytes of the packed weight [out, in]. ValueError if a row is not whole codec blocks."""
+    """Return the shape [row blocks, records, record bytes] of a packed weight [out, in].
+
+    Raises ValueError if `in_features` is not a multiple of the codec block.
+    """
     row_bytes(codec_name, in_features)
     record = layout(codec_of(codec_name))
     return -(-out_features // LANES), -(-in_features // record.elements), record.size
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    """codes [n, group] i8 -> words [n, words] u32."""
-    # By code, so that each step goes through memory in one stride.
+    """Pack codes i8 [n, group] into words u32 [n, words]."""
+    # One code at a time, so that each step has one stride in memory.
     stored = np.ascontiguousarray(_stored(codec, codes).T)
     words = np.zeros((record.words, len(codes)), "<u4")
 
@@ -113,17 +121,17 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
 
 
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    """What stands for codes i8 in their fields, u8."""
+    """Convert codes i8 to the u8 that fields store: code + offset, or an index in the table."""
     if not codec.table:
         return codes.view(np.uint8) + np.uint8(codec.offset)
-    places = np.zeros(256, np.uint8)
-    # The first place of a code that has two.
-    places[np.array(codec.table[::-1], np.int8).view(np.uint8)] = np.arange(len(codec.table))[::-1]
-    return places[codes.view(np.uint8)]
+    indices = np.zeros(256, np.uint8)
+    # Some codes are in the table twice; take the first index.
+    indices[np.array(codec.table[::-1], np.int8).view(np.uint8)] = np.arange(len(codec.table))[::-1]
+    return indices[codes.view(np.uint8)]
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
-    """The inverse of `_words`, as i8."""
+    """Unpack words u32 [..., words] into codes i8 [..., group]: the inverse of `_words`."""
     mask = np.uint32((1 << codec.bits) - 1)
     of_words, of_fields = np.array([record.field(k) for k in range(record.in_fields)], np.uint32).T
     fields = words[..., of_words] >> of_fields * np.uint32(codec.bits) & mask
@@ -138,7 +146,7 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
 
 
 def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.ndarray) -> None:
-    """raw [16 n, row_bytes] into `packed`, records [n, records, size]."""
+    """Pack raw rows [16 n, row_bytes] into `packed` [n, records, size]."""
     row_blocks, count, _ = packed.shape
     if not codec.quantised:
         element = codec.block_bytes
@@ -149,7 +157,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """part [16 * row_blocks * count, ...] goes to [row_blocks, count, ..., 16] at the offset."""
+        """Write part [16 * row_blocks * count, ...] at byte `offset` of the records."""
         by_lane = part.reshape(row_blocks, LANES, count, *part.shape[1:])
         data = np.empty((row_blocks, count, *part.shape[1:], LANES), part.dtype)
         if part.itemsize == 4:
@@ -172,14 +180,17 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """raw [rows, bytes], contiguous, with zeros up to a multiple along an axis."""
+    """Pad raw [rows, bytes] with zeros along `axis` to a multiple; return it contiguous."""
     if rest := -raw.shape[axis] % multiple:
         raw = np.pad(raw, [(0, rest if axis == at else 0) for at in (0, 1)])
     return np.ascontiguousarray(raw)
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """raw [out, row_bytes] u8 -> packed weight u8 of `packed_shape`. ValueError if a row is not whole codec blocks."""
+    """Pack codec rows `raw`, u8 [out, row_bytes]; return u8 of shape `packed_shape`.
+
+    Raises ValueError if a row is not a multiple of the codec block.
+    """
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
@@ -194,15 +205,15 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
         for start in starts:
             some(start)
         return packed
-    # NumPy lets go of the interpreter while it works.
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+    # NumPy releases the interpreter lock.
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         for _ in pool.map(some, starts):
             pass
     return packed
 
 
 def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
-    """packed weight -> [out, in] f32, bit for bit what `dequantise` gives for the rows that were packed."""
+    """Dequantise a packed weight to f32 [out, in], with the same bits as `dequantise`."""
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.ascontiguousarray(packed).view(np.uint8)
@@ -212,7 +223,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """The part at the offset as [16 * row_blocks * count, ...]."""
+        """Return the part at byte `offset` of the records as [16 * row_blocks * count, *shape]."""
         size = int(np.prod(shape, dtype=np.int64)) * LANES * np.dtype(dtype).itemsize
         data = np.ascontiguousarray(packed[:, :, offset : offset + size]).view(dtype)
         lanes = np.moveaxis(data.reshape(row_blocks, count, *shape, LANES), -1, 1)
@@ -235,12 +246,13 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """gate, up [n, row_bytes] -> raw rows in which row blocks alternate, gate first, for a kernel with a GLU.
+    """Interleave row blocks of gate and up, both raw [n, row_bytes], gate first.
 
-    Both are filled with zero rows to whole row blocks, so the result has 2 * 16 * ceil(n / 16) rows.
+    Both are filled with zero rows to complete row blocks: the result has 2 * 16 * ceil(n / 16)
+    rows.
     """
     if gate.shape != up.shape:
-        raise ValueError(f"gate has the shape {gate.shape} and up {up.shape}: a GLU takes two of one shape")
+        raise ValueError(f"shapes of gate and up differ: {gate.shape} and {up.shape}; use weights of one shape and codec")
     fill = ((0, -len(gate) % LANES), (0, 0))
     row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
     return np.concatenate(row_blocks, axis=1).reshape(-1, gate.shape[1])

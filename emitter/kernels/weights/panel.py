@@ -1,22 +1,39 @@
-"""A panel of a packed weight as f32 on the stack: [depth, 16 * row blocks], each weight once rounded from its definition."""
+"""Panels for GEMMs: a few row blocks by `depth` k of a packed weight, decoded on the stack.
+
+`fill(first_block, k, depth)` decodes k .. k + depth - 1 of row blocks from `first_block` on.
+`Panel` has weights as f32. `CodePanel` has codes as f32 and `Int8Panel` codes as bytes, both with a
+scale and a minimum for each group. `Bf16Panel` and `Bf16CodePanel` have the blocks that
+`mlir.matrix` multiplies.
+"""
 
 from __future__ import annotations
 
 from castiron.emitter.codecs import Codec, codec_of
+from castiron.emitter.kernels.mlir.bf16_pairs import cut, pieces
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.weights.int8_codes import Int8Codes
 from castiron.emitter.kernels.weights.packing import LANES, layout
 from castiron.emitter.kernels.weights.records import Records, code_factors
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa
-from castiron.emitter.kernels.writing.isa import Isa
+from castiron.emitter.kernels.x_formats import DEPTH
+
+PAIRS = DEPTH // 2
+BLOCK_BYTES = 4 * PAIRS * LANES
+# The number of bf16 that represent a weight of a float codec exactly.
+_EXACT = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Elements of k that are decoded together: a panel's depth is a multiple of it."""
+    """Return how many consecutive k of a codec are decoded together (a unit).
+
+    The depth of a panel is a multiple of it.
+    """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
 
 class Decoded:
-    """The weights of `units` k of a row block, k from `unit` * units up, each decoded when first asked for."""
+    """The weights of one unit (`units` elements of k) of a row block, decoded on first use."""
 
     def __init__(self, records: Records, block: Index, unit: Index):
         self.records, self.block = records, block
@@ -30,7 +47,7 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Weight k of vector v."""
+        """Return the weight of element k of the unit, for vector v of the row block, as f32."""
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
@@ -48,22 +65,36 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """[vectors][unit size] weights of a row block's unit number `unit`."""
+    """Decode unit number `unit` of a row block, as [vectors of rows][k of the unit]."""
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
-class Panel:
-    """`depth` k of so many `row_blocks` of the packed weight, decoded to f32 on the stack."""
+class _Panel:
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, row_blocks: int):
+        self.b, self.codec, self.isa, self.lanes, self.row_blocks = b, codec, isa, isa.lanes, row_blocks
+        self.records = Records(b, codec, isa, weight)
+
+    def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
+        """Return where group g of row block i of the panel is in the weight.
+
+        The result is row block, record, and group in the record. first_block, k: first row block
+        and first k of the panel.
+        """
+        b, groups = self.b, self.records.layout.groups
+        block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)
+        return block, b.div(number, groups), b.rem(number, groups)
+
+
+class Panel(_Panel):
+    """A panel of weights: `values` f32 [depth, 16 * row blocks]."""
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
-        self.b, self.codec, self.row_blocks, self.lanes = b, codec, row_blocks, isa.lanes
-        self.records = Records(b, codec, isa, weight)
+        super().__init__(b, codec, isa, weight, row_blocks)
         self.unit = units(codec.name)
         self.values = b.stack(depth, LANES * row_blocks)
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Decode k to k + depth of row blocks `first_block` and up."""
         b, unit = self.b, self.unit
         with b.loop(0, self.row_blocks) as i, b.loop(0, -(-depth // unit)) as u:
             block = b.add(first_block, i.index)
@@ -74,5 +105,177 @@ class Panel:
                     b.vstore(weight, self.values, row, b.add(column, v * self.lanes))
 
     def row(self, k: Index, column: Index) -> Ssa:
-        """One vector of row k of the panel."""
+        """Load the vector of row k of the panel from `column` on."""
         return self.b.vload(self.values, self.lanes, k, column)
+
+
+class CodePanel(_Panel):
+    """A panel of codes as f32: `codes` [depth, columns].
+
+    `scales` and `minima` [groups, columns] have d * scale and m * minimum of each group.
+    """
+
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
+        super().__init__(b, codec, isa, weight, row_blocks)
+        columns, groups = LANES * row_blocks, depth // codec.group
+        self.codes, self.scales = b.stack(depth, columns), b.stack(groups, columns)
+        self.minima = b.stack(groups, columns) if codec.minimum else None
+
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        b, group, records = self.b, self.codec.group, self.records
+        with b.loop(0, self.row_blocks) as i, b.loop(0, depth // group) as g:
+            at = self._group(first_block, k, i.index, g.index)
+            codes = records.group_codes(*at)
+            for v in range(records.vectors):
+                column = b.add(b.mul(i.index, LANES), v * self.lanes)
+                for j, factor in enumerate(code_factors(self.codec).tolist()):
+                    code = codes.code(j, v)
+                    code = code if factor == 1.0 else b.mulf(code, b.splat(factor, self.lanes))
+                    b.vstore(code, self.codes, b.add(b.mul(g.index, group), j), column)
+                scale, minimum = records.scale_and_minimum(*at, v)
+                b.vstore(scale, self.scales, g.index, column)
+                if self.minima is not None and minimum is not None:
+                    b.vstore(minimum, self.minima, g.index, column)
+
+
+class Int8Panel(_Panel):
+    """A panel of codes, four bytes in an i32: `codes` [depth / 4, columns].
+
+    `scales` and `bases` are f32 [groups, columns]: a weight is scale * code + base.
+    """
+
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
+        super().__init__(b, codec, isa, weight, row_blocks)
+        groups, columns = depth // codec.group, LANES * row_blocks
+        self.codes = b.stack(depth // 4, columns, element="i32")
+        self.scales, self.bases = b.stack(groups, columns), b.stack(groups, columns)
+
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        b, records, group = self.b, self.records, self.codec.group
+        with b.loop(0, self.row_blocks) as i, b.loop(0, depth // group) as g, b.loop(0, records.vectors) as vector:
+            at, v = self._group(first_block, k, i.index, g.index), vector.index
+            column = b.add(b.mul(i.index, LANES), b.mul(v, self.lanes))
+            codes = Int8Codes(records, *at)
+            scale, base = records.scale_and_base(*at, v)
+            b.vstore(scale, self.scales, g.index, column)
+            if base is not None and self.codec.minimum:
+                b.vstore(base, self.bases, g.index, column)
+            for q in range(0, group // 4, codes.dot.quads):
+                for each, arranged in enumerate(codes.quads(q, v), q):
+                    b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
+
+    def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
+        """Load `count` quads from q on for one vector of columns, in the order that `Dot` takes."""
+        return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
+
+    def side(self, group: Index, column: Index) -> tuple[Ssa, Ssa | None]:
+        """Load scale and base of a group for one vector of columns; base: None without minima."""
+        scale, base = (self.b.vload(each, self.lanes, group, column) for each in (self.scales, self.bases))
+        return scale, base if self.codec.minimum else None
+
+
+def bf16_count(codec: Codec, is_exact: bool) -> int:
+    """Return the number of bf16 into which a weight of a float codec is split.
+
+    is_exact: whether to split it exactly; otherwise it is rounded to one bf16.
+    """
+    return _EXACT[codec.name] if is_exact else 1
+
+
+class Bf16Panel(_Panel):
+    """A panel of weights split into `count` bf16, or rounded to one.
+
+    `words` [count, depth / 32, row blocks, 16 pairs of k, 16 columns] of i32.
+    """
+
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int, count: int):
+        super().__init__(b, codec, isa, weight, row_blocks)
+        self.count = count
+        self.words = b.stack(count, depth // DEPTH, row_blocks, PAIRS, LANES, element="i32")
+
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        """Decode weights k .. k + depth - 1, followed by zeros to the end of a step of 32 k."""
+        with self.b.loop(0, self.row_blocks) as i:
+            fill = self._fill_codes if self.codec.quantised else self._fill_floats
+            fill(i.index, self.b.add(first_block, i.index), k, depth)
+
+    def _fill_codes(self, i: Index, block: Index, k: Index, depth: int) -> None:
+        b, unit = self.b, units(self.codec.name)
+        with b.loop(0, depth // unit) as u:
+            for v, weights in enumerate(decoded(self.records, block, b.add(b.div(k, unit), u.index))):
+                for j in range(0, unit, 2):
+                    self._put(i, b.add(b.mul(u.index, unit // 2), j // 2), v, *weights[j : j + 2])
+
+    def _fill_floats(self, i: Index, block: Index, k: Index, depth: int) -> None:
+        b, vectors, filled = self.b, range(self.records.vectors), -(-depth // 2)
+        with b.loop(0, depth // 2) as pair:
+            for v in vectors:
+                self._put_pair(i, pair.index, v, block, b.add(k, b.mul(pair.index, 2)))
+        for v in vectors if depth % 2 else ():
+            self._put_pair(i, depth // 2, v, block, b.add(k, depth - 1), last=True)
+        with b.loop(filled, -(-filled // PAIRS) * PAIRS) as pair:
+            for v in vectors:
+                self._store(i, pair.index, v, [b.isplat(0, self.lanes)] * self.count)
+
+    def _put_pair(self, i: Index, pair: Index, v: int, block: Index, k: Index, last: bool = False) -> None:
+        """Store weights k and k + 1, or k and zero, of a float codec."""
+        b, records = self.b, self.records
+        if self.codec.name == "bf16":
+            self._store(i, pair, v, [records.rows((block, b.div(k, 2), 0), v, "i32", 32)])
+            return
+        low = records.elements(block, k, v)[0]
+        self._put(i, pair, v, low, b.splat(0.0, self.lanes) if last else records.elements(block, b.add(k, 1), v)[0])
+
+    def _put(self, i: Index, pair: Index, v: int, low: Ssa, high: Ssa) -> None:
+        self._store(i, pair, v, pieces(self.b, low, high, self.count))
+
+    def _store(self, i: Index, pair: Index, v: int, words: list[Ssa]) -> None:
+        b = self.b
+        for piece, word in enumerate(words):
+            b.vstore(word, self.words, piece, b.div(pair, PAIRS), i, b.rem(pair, PAIRS), v * self.lanes)
+
+
+class Bf16CodePanel(_Panel):
+    """A panel of codes as bf16, which is exact, with scales and minima [groups, columns].
+
+    Each group takes one step of 32 k; if a group has 16 k, half of each step is zeros.
+    """
+
+    count = 1
+
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
+        super().__init__(b, codec, isa, weight, row_blocks)
+        groups = depth // codec.group
+        self.words = b.stack(1, groups, row_blocks, PAIRS, LANES, element="i32")
+        self.scales = b.stack(groups, LANES * row_blocks)
+        self.minima = b.stack(groups, LANES * row_blocks) if codec.minimum else None
+        if codec.group < DEPTH:
+            with b.loop(0, groups) as g, b.loop(0, row_blocks) as i, b.loop(0, PAIRS) as pair:
+                for lane in range(0, LANES, self.lanes):
+                    b.vstore(b.isplat(0, self.lanes), self.words, 0, g.index, i.index, pair.index, lane)
+
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        b, records, group = self.b, self.records, self.codec.group
+        factors = [float(factor) for factor in code_factors(self.codec)]
+        with b.loop(0, self.row_blocks) as i, b.loop(0, depth // group) as g:
+            at = self._group(first_block, k, i.index, g.index)
+            codes, first = records.group_codes(*at), b.mul(b.rem(g.index, DEPTH // group), group // 2)
+            for v in range(records.vectors):
+                column = b.add(b.mul(i.index, LANES), v * self.lanes)
+                scale, minimum = records.scale_and_base(*at, v)
+                b.vstore(scale, self.scales, g.index, column)
+                if self.minima is not None and minimum is not None:
+                    b.vstore(minimum, self.minima, g.index, column)
+                for j in range(0, group, 2):
+                    words = cut(b, *(self._signed(codes.code(j + n, v), factors[j + n]) for n in range(2)))
+                    b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)
+
+    def _signed(self, code: Ssa, factor: float) -> Ssa:
+        """Return the integer that a stored code represents, after subtracting the codec's offset.
+
+        code: the stored code divided by `factor`.
+        """
+        b = self.b
+        if not self.codec.offset:
+            return code if factor == 1 else b.mulf(code, b.splat(factor, self.lanes))
+        return b.fma(code, b.splat(factor, self.lanes), b.splat(-float(self.codec.offset), self.lanes))

@@ -1,20 +1,23 @@
-"""Reads packed weights (`weights.packing`) in a kernel: codes, scales and minima of 16 rows as f32 vectors."""
+"""Emit MLIR that reads packed weights: codes, scales and minima of 16 rows, as f32."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from castiron.emitter.codecs import Codec
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.lookup import entries
 from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, layout
-from castiron.emitter.kernels.writing.body import Body, Index, Ssa, vector_type, width_of
-from castiron.emitter.kernels.writing.isa import Isa
-from castiron.emitter.kernels.writing.table import entries
 
 CACHE_LINE = 64
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """[group] f32: `Records.codes` gives code k times 1 / factors[k], a power of two, so x[k] is multiplied by it."""
+    """Return the powers of two by which `GroupCodes.code` divides codes, as f32 [group].
+
+    A kernel multiplies x or the code by them.
+    """
     record = layout(codec)
     if not record.fields or codec.table:
         return np.ones(codec.group or 1, np.float32)
@@ -25,10 +28,10 @@ def code_factors(codec: Codec) -> np.ndarray:
 
 
 class Records:
-    """The packed weight `weight` [blocks, records, size] of i8 as seen by a kernel for `isa`.
+    """A reader of a packed weight i8 [row blocks, records, bytes of a record].
 
-    Vector v of a block holds its rows v * lanes and up; `vectors` of them make the 16 rows. Blocks are counted from
-    block `base` on.
+    base: row block from which row blocks are counted. Vector v of a row block has its rows from v *
+    self.lanes on; `self.vectors` vectors have all 16 rows.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -38,21 +41,24 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Vector v of the 16 elements that stand at byte `at` = (block, record, offset)."""
+        """Load vector v of 16 elements, one for each row, that are stored at `at`.
+
+        at: row block, record, and byte in the record. element, bits: type and width of an element.
+        """
         width = self.lanes * bits // 8
         block, record, offset = at
         data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, self.b.mul(v, width)))
         return data if bits == 8 else self.b.bitcast(data, self.lanes, element)
 
     def widened(self, op: str, value: Ssa, element: str) -> Ssa:
-        type = vector_type(width_of(value), element)
+        type = vector_type(value.width, element)
         return self.b.let(f"arith.{op} {value} : {value.type} to {type}", type)
 
     def _f16(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
         return self.widened("extf", self.rows(at, v, "f16", 16), "f32")
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
-        """Ask for the cache line of that byte, which may stand past the end of the weight."""
+        """Prefetch the cache line of a byte, which may be past the end of the weight."""
         at = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
         self.b.do(f"memref.prefetch {self.weight}[{at}], read, locality<3>, data : {self.weight.type}")
 
@@ -60,7 +66,7 @@ class Records:
         at = (block, record, self.layout.d)
         if not self.codec.exponents:
             return self._f16(at, v)
-        # 2^(e - 128): an exponent of f32, but for the two smallest, which are as good as 0.
+        # 2^(e - 128) by setting the exponent of an f32; the two smallest become 0.
         b, one = self.b, self.b.isplat(1, self.lanes)
         exponent = b.binary("subi", b.binary("maxui", self.widened("extui", self.rows(at, v, "i8", 8), "i32"), one), one)
         return b.bitcast(b.binary("shli", exponent, b.isplat(23, self.lanes)), self.lanes, "f32")
@@ -76,22 +82,25 @@ class Records:
         return self.widened("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """The factor of d for a group, None where it is one."""
+        """Return the factor of d in the scale of a group, or None if the codec has none."""
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """The factor of m for a group, None where it is one."""
+        """Return the factor of m in the minimum of a group, or None if the codec has none."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """What sum(x * code) and sum(x) of a group are multiplied by: d * its scale, and m * its minimum where there is one."""
+        """Return d * scale and m * minimum of a group: the factors of sum(x * code) and sum(x).
+
+        The second is None if the codec has no minima.
+        """
         times = lambda a, factor: a if factor is None else self.b.mulf(a, factor)
         scale = times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
         return scale, None if minimum is None else times(minimum, self.group_minimum(block, record, group, v))
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """weight = scale * stored code + base, of a group."""
+        """Return scale and base of a group: weight = scale * stored code + base."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         factor = self.group_scale(block, record, group, v)
@@ -106,14 +115,14 @@ class Records:
         return scale, base
 
     def codes_at(self, group: Index) -> Index:
-        """Byte offset of a group's codes in its record."""
+        """Return the byte offset of a group's codes in its record."""
         return self.b.add(self.b.mul(group, self.layout.group_bytes), self.layout.codes)
 
     def group_codes(self, block: Index, record: Index, group: Index) -> GroupCodes:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """The k of a record of a float codec, each an f32 vector."""
+        """Load a record of a float codec: one f32 vector for each k."""
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
@@ -126,7 +135,7 @@ class Records:
 
 
 class GroupCodes:
-    """The codes of one group, taken in any order; a word is loaded when first asked for."""
+    """A reader of the codes of one group in arbitrary order; it loads a word on first use."""
 
     def __init__(self, records: Records, block: Index, record: Index, offset: Index):
         self.records, self.block, self.record, self.offset = records, block, record, offset
@@ -139,13 +148,13 @@ class GroupCodes:
         return self._words[word, v]
 
     def _masked(self, value: Ssa, mask: int) -> Ssa:
-        return self.records.b.binary("andi", value, self.records.b.isplat(mask, width_of(value)))
+        return self.records.b.binary("andi", value, self.records.b.isplat(mask, value.width))
 
     def _shifted(self, value: Ssa, shift: int) -> Ssa:
-        return self.records.b.binary("shrui", value, self.records.b.isplat(shift, width_of(value)))
+        return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
     def _stored(self, k: int, v: Index) -> Ssa:
-        """Code k, still times a power of two, as i32."""
+        """Return stored code k times a power of two, as i32."""
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
@@ -168,7 +177,11 @@ class GroupCodes:
         return self._masked(self._word(word, v), ((1 << bits) - 1) << shift)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Code k of vector v, `offset` not taken off, times 1 / `code_factors`[k], exactly, as f32."""
+        """Return code k of vector v divided by `code_factors(codec)[k]` as f32, which is exact.
+
+        The code is as stored: the offset of the codec is not subtracted. Codecs with a table return
+        the entry.
+        """
         r = self.records
         if r.codec.table:
             return entries(r.b, r.isa, r.codec.table, self._stored(k, v))

@@ -1,37 +1,5 @@
 // castiron emit --kernel embed --shape 16x8 --codec bf16 --isa avx2 --threads 2
 // 75 lines, sha256 0ca4644ba05d738cd12764aced7bee88802a8af77a0b2cdf0b6ddc23907fb6a2
-stream.executable private @embed_bf16_1_16x8_avx2 {
-  stream.executable.export public @embed_bf16_1_16x8_avx2_fn workgroups() -> (index, index, index) {
-    %n = arith.constant 1 : index
-    %one = arith.constant 1 : index
-    stream.return %n, %one, %one : index, index, index
-  }
-  builtin.module {
-    func.func @embed_bf16_1_16x8_avx2_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
-      %c0 = arith.constant 0 : index
-      %1 = memref.alloca() alignment = 64 : memref<8x16xf32>
-      %c1 = arith.constant 1 : index
-      %c2 = arith.constant 15 : index
-      %c3 = arith.constant 8 : index
-      %c4 = arith.constant 16 : index
-      %c5 = arith.constant 4 : index
-      %c6 = arith.constant 2 : index
-      %c7 = arith.constant dense<16> : vector<8xi32>
-      %c8 = arith.constant dense<-65536> : vector<8xi32>
-      %c9 = arith.constant 32 : index
-      %m0 = stream.binding.subspan %b0[%c0] : !stream.binding -> memref<1xi32>
-      %m1 = stream.binding.subspan %b1[%c0] : !stream.binding -> memref<1x4x64xi8>
-      %m2 = stream.binding.subspan %b2[%c0] : !stream.binding -> memref<1x8xf32>
-      %2 = stream.dispatch.workgroup.id[0] : index
-      %3 = arith.addi %2, %c1 : index
-      scf.for %4 = %2 to %3 step %c1 {
-        %6 = memref.load %m0[%4] : memref<1xi32>
-        %7 = arith.index_cast %6 : i32 to index
-        %8 = arith.minsi %7, %c2 : index
-        %9 = arith.maxsi %8, %c0 : index
-        scf.for %10 = %c0 to %c3 step %c3 {
-          %12 = arith.divui %9, %c4 : index
-          scf.for %13 = %c0 to %c1 step %c1 {
             scf.for %15 = %c0 to %c5 step %c1 {
               %17 = arith.addi %12, %13 : index
               %18 = arith.muli %13, %c4 : index
@@ -62,16 +30,3 @@ stream.executable private @embed_bf16_1_16x8_avx2 {
               %40 = arith.addi %18, %c3 : index
               vector.store %32, %1[%39, %40] : memref<8x16xf32>, vector<8xf32>
             }
-          }
-          scf.for %41 = %c0 to %c3 step %c1 {
-            %43 = arith.remui %9, %c4 : index
-            %44 = memref.load %1[%41, %43] : memref<8x16xf32>
-            %45 = arith.addi %10, %41 : index
-            memref.store %44, %m2[%4, %45] : memref<1x8xf32>
-          }
-        }
-      }
-      return
-    }
-  }
-}

@@ -1,5 +1,5 @@
 // castiron emit --kernel experts --shape 2x16x64 --codec bf16 --tokens 2 --isa avx2 --threads 2
-// 181 lines, sha256 d54ee5a7072f64803a9ae36daafa15427af43f6ebfe336844cc81e445a8fea04
+// 181 lines, sha256 82081e527afc01cde8716eeb9457a73fb5068a325fa9f059499458962537ce40
         %19:4 = scf.for %14 = %c0 to %c1 step %c6 iter_args(%15 = %c5, %16 = %c5, %17 = %c5, %18 = %c5) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
           %20 = arith.addi %14, %c7 : index
           %21 = arith.divui %20, %c1 : index
@@ -40,52 +40,7 @@
           %55 = arith.addi %24, %4 : index
           memref.prefetch %m1[%55, %22, %c3], read, locality<3>, data : memref<2x32x64xi8>
           %56 = arith.addi %14, %c2 : index
-          %57 = arith.addi %11, %4 : index
-          %58 = vector.load %m1[%57, %56, %c0] : memref<2x32x64xi8>, vector<32xi8>
-          %59 = vector.bitcast %58 : vector<32xi8> to vector<8xi32>
-          %60 = arith.shli %59, %c8 : vector<8xi32>
-          %61 = arith.andi %59, %c9 : vector<8xi32>
-          %62 = vector.bitcast %60 : vector<8xi32> to vector<8xf32>
-          %63 = vector.bitcast %61 : vector<8xi32> to vector<8xf32>
-          %64 = arith.addi %11, %4 : index
-          %65 = vector.load %m1[%64, %56, %c1] : memref<2x32x64xi8>, vector<32xi8>
-          %66 = vector.bitcast %65 : vector<32xi8> to vector<8xi32>
-          %67 = arith.shli %66, %c8 : vector<8xi32>
-          %68 = arith.andi %66, %c9 : vector<8xi32>
-          %69 = vector.bitcast %67 : vector<8xi32> to vector<8xf32>
-          %70 = vector.bitcast %68 : vector<8xi32> to vector<8xf32>
-          %71 = arith.subi %56, %c0 : index
-          %72 = arith.muli %71, %c10 : index
-          %73 = memref.load %7[%c0, %72] : memref<1x64xf32>
-          %74 = vector.broadcast %73 : f32 to vector<8xf32>
-          %75 = math.fma %62, %74, %46 : vector<8xf32>
-          %76 = math.fma %69, %74, %47 : vector<8xf32>
-          %77 = arith.subi %56, %c0 : index
-          %78 = arith.muli %77, %c10 : index
-          %79 = arith.addi %78, %c2 : index
-          %80 = memref.load %7[%c0, %79] : memref<1x64xf32>
-          %81 = vector.broadcast %80 : f32 to vector<8xf32>
-          %82 = math.fma %63, %81, %53 : vector<8xf32>
-          %83 = math.fma %70, %81, %54 : vector<8xf32>
-          %84 = arith.addi %25, %4 : index
-          memref.prefetch %m1[%84, %22, %c11], read, locality<3>, data : memref<2x32x64xi8>
-          %85 = arith.addi %14, %c10 : index
-// 29 lines more
-          %114 = arith.addi %14, %c13 : index
-          %115 = arith.addi %11, %4 : index
-          %116 = vector.load %m1[%115, %114, %c0] : memref<2x32x64xi8>, vector<32xi8>
-          %117 = vector.bitcast %116 : vector<32xi8> to vector<8xi32>
-          %118 = arith.shli %117, %c8 : vector<8xi32>
-          %119 = arith.andi %117, %c9 : vector<8xi32>
-          %120 = vector.bitcast %118 : vector<8xi32> to vector<8xf32>
-          %121 = vector.bitcast %119 : vector<8xi32> to vector<8xf32>
-          %122 = arith.addi %11, %4 : index
-          %123 = vector.load %m1[%122, %114, %c1] : memref<2x32x64xi8>, vector<32xi8>
-          %124 = vector.bitcast %123 : vector<32xi8> to vector<8xi32>
-          %125 = arith.shli %124, %c8 : vector<8xi32>
-          %126 = arith.andi %124, %c9 : vector<8xi32>
-          %127 = vector.bitcast %125 : vector<8xi32> to vector<8xf32>
-          %128 = vector.bitcast %126 : vector<8xi32> to vector<8xf32>
+// 74 lines more
           %129 = arith.subi %114, %c0 : index
           %130 = arith.muli %129, %c10 : index
           %131 = memref.load %7[%c0, %130] : memref<1x64xf32>

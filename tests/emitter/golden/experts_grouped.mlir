@@ -1,5 +1,5 @@
 // castiron emit --kernel experts --shape 2x16x64 --codec bf16 --tokens 9 --isa avx2 --threads 2
-// 1820 lines, sha256 7f5c5de1de435b224e45069d0b3be4cdcda419d9918a5d267e9d569b690033d9
+// 1820 lines, sha256 8c442d7d17300a15a4266cf81f1b88781222bb2225e2dd0a109adb80fec5c094
                     %103:8 = scf.for %94 = %c0 to %c15 step %c12 iter_args(%95 = %c14, %96 = %c14, %97 = %c14, %98 = %c14, %99 = %c14, %100 = %c14, %101 = %c14, %102 = %c14) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                       %104 = arith.addi %79, %c4 : index
                       memref.prefetch %m1[%104, %94, %c0], read, locality<3>, data : memref<2x32x64xi8>
@@ -40,52 +40,7 @@
                       %132 = math.fma %130, %122, %98 : vector<8xf32>
                       %133 = memref.load %m0[%90, %124] : memref<9x64xf32>
                       %134 = vector.broadcast %133 : f32 to vector<8xf32>
-                      %135 = math.fma %134, %116, %99 : vector<8xf32>
-                      %136 = math.fma %134, %122, %100 : vector<8xf32>
-                      %137 = memref.load %m0[%93, %124] : memref<9x64xf32>
-                      %138 = vector.broadcast %137 : f32 to vector<8xf32>
-                      %139 = math.fma %138, %116, %101 : vector<8xf32>
-                      %140 = math.fma %138, %122, %102 : vector<8xf32>
-                      %141 = arith.muli %94, %c3 : index
-                      %142 = arith.addi %141, %c4 : index
-                      %143 = memref.load %m0[%84, %142] : memref<9x64xf32>
-                      %144 = vector.broadcast %143 : f32 to vector<8xf32>
-                      %145 = math.fma %144, %117, %127 : vector<8xf32>
-                      %146 = math.fma %144, %123, %128 : vector<8xf32>
-                      %147 = memref.load %m0[%87, %142] : memref<9x64xf32>
-                      %148 = vector.broadcast %147 : f32 to vector<8xf32>
-                      %149 = math.fma %148, %117, %131 : vector<8xf32>
-                      %150 = math.fma %148, %123, %132 : vector<8xf32>
-                      %151 = memref.load %m0[%90, %142] : memref<9x64xf32>
-                      %152 = vector.broadcast %151 : f32 to vector<8xf32>
-                      %153 = math.fma %152, %117, %135 : vector<8xf32>
-                      %154 = math.fma %152, %123, %136 : vector<8xf32>
-                      %155 = memref.load %m0[%93, %142] : memref<9x64xf32>
-                      %156 = vector.broadcast %155 : f32 to vector<8xf32>
-                      %157 = math.fma %156, %117, %139 : vector<8xf32>
-                      %158 = math.fma %156, %123, %140 : vector<8xf32>
-                      %159 = arith.addi %94, %c4 : index
-                      %160 = vector.load %m1[%79, %159, %c0] : memref<2x32x64xi8>, vector<32xi8>
-                      %161 = vector.bitcast %160 : vector<32xi8> to vector<8xi32>
-                      %162 = arith.shli %161, %c23 : vector<8xi32>
-                      %163 = arith.andi %161, %c24 : vector<8xi32>
-                      %164 = vector.bitcast %162 : vector<8xi32> to vector<8xf32>
-// 302 lines more
-                      %467 = math.fma %466, %452, %437 : vector<8xf32>
-                      %468 = math.fma %466, %458, %438 : vector<8xf32>
-                      %469 = memref.load %m0[%90, %460] : memref<9x64xf32>
-                      %470 = vector.broadcast %469 : f32 to vector<8xf32>
-                      %471 = math.fma %470, %452, %441 : vector<8xf32>
-                      %472 = math.fma %470, %458, %442 : vector<8xf32>
-                      %473 = memref.load %m0[%93, %460] : memref<9x64xf32>
-                      %474 = vector.broadcast %473 : f32 to vector<8xf32>
-                      %475 = math.fma %474, %452, %445 : vector<8xf32>
-                      %476 = math.fma %474, %458, %446 : vector<8xf32>
-                      %477 = arith.muli %447, %c3 : index
-                      %478 = arith.addi %477, %c4 : index
-                      %479 = memref.load %m0[%84, %478] : memref<9x64xf32>
-                      %480 = vector.broadcast %479 : f32 to vector<8xf32>
-                      %481 = math.fma %480, %453, %463 : vector<8xf32>
+// 347 lines more
                       %482 = math.fma %480, %459, %464 : vector<8xf32>
                       %483 = memref.load %m0[%87, %478] : memref<9x64xf32>
                       %484 = vector.broadcast %483 : f32 to vector<8xf32>

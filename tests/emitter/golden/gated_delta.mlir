@@ -40,21 +40,7 @@
             %265 = vector.broadcast %264 : f32 to vector<8xf32>
             %266 = arith.addi %7, %262 : index
             %267 = memref.load %m0[%156, %266] : memref<4x16xf32>
-            %268 = vector.broadcast %267 : f32 to vector<8xf32>
-            %269 = vector.load %148[%262, %c0] : memref<16x16xf32>, vector<8xf32>
-            %270 = arith.mulf %269, %211 : vector<8xf32>
-            %271 = math.fma %265, %219, %270 : vector<8xf32>
-            vector.store %271, %148[%262, %c0] : memref<16x16xf32>, vector<8xf32>
-            %272 = math.fma %268, %271, %257 : vector<8xf32>
-            %273 = vector.load %148[%262, %c22] : memref<16x16xf32>, vector<8xf32>
-            %274 = arith.mulf %273, %211 : vector<8xf32>
-            %275 = math.fma %265, %228, %274 : vector<8xf32>
-            vector.store %275, %148[%262, %c22] : memref<16x16xf32>, vector<8xf32>
-            %276 = math.fma %268, %275, %261 : vector<8xf32>
-            %277 = arith.addi %229, %c25 : index
-            %278 = arith.addi %8, %277 : index
-            %279 = memref.load %m1[%156, %278] : memref<4x16xf32>
-            %280 = vector.broadcast %279 : f32 to vector<8xf32>
+// 15 lines more
             %281 = arith.addi %7, %277 : index
             %282 = memref.load %m0[%156, %281] : memref<4x16xf32>
             %283 = vector.broadcast %282 : f32 to vector<8xf32>

@@ -1,5 +1,5 @@
 // castiron emit --kernel gemm --shape 16x64 --codec bf16 --tokens 9 --isa avx2 --threads 2
-// 634 lines, sha256 ff1852d8b9d96637c77f34ad0c43e2cf777bdcd3d6bec9e7d6adbac4e48bd3fa
+// 634 lines, sha256 7e4bb822291b6f3efee21cdf0d860222a295136a8203bbfc69b6536a24e16c0c
                 %90:10 = scf.for %79 = %c0 to %c8 step %c7 iter_args(%80 = %69, %81 = %70, %82 = %71, %83 = %72, %84 = %73, %85 = %74, %86 = %75, %87 = %76, %88 = %77, %89 = %78) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %91 = vector.load %1[%79, %54] : memref<64x16xf32>, vector<8xf32>
                   %92 = arith.addi %54, %c7 : index
@@ -40,52 +40,7 @@
                   %127 = arith.addi %17, %123 : index
                   %128 = memref.load %m0[%53, %127] : memref<9x64xf32>
                   %129 = vector.broadcast %128 : f32 to vector<8xf32>
-                  %130 = math.fma %129, %124, %97 : vector<8xf32>
-                  %131 = math.fma %129, %126, %98 : vector<8xf32>
-                  %132 = arith.addi %53, %c1 : index
-                  %133 = arith.addi %17, %123 : index
-                  %134 = memref.load %m0[%132, %133] : memref<9x64xf32>
-                  %135 = vector.broadcast %134 : f32 to vector<8xf32>
-                  %136 = math.fma %135, %124, %103 : vector<8xf32>
-                  %137 = math.fma %135, %126, %104 : vector<8xf32>
-                  %138 = arith.addi %53, %c11 : index
-                  %139 = arith.addi %17, %123 : index
-                  %140 = memref.load %m0[%138, %139] : memref<9x64xf32>
-                  %141 = vector.broadcast %140 : f32 to vector<8xf32>
-                  %142 = math.fma %141, %124, %109 : vector<8xf32>
-                  %143 = math.fma %141, %126, %110 : vector<8xf32>
-                  %144 = arith.addi %53, %c14 : index
-                  %145 = arith.addi %17, %123 : index
-                  %146 = memref.load %m0[%144, %145] : memref<9x64xf32>
-                  %147 = vector.broadcast %146 : f32 to vector<8xf32>
-                  %148 = math.fma %147, %124, %115 : vector<8xf32>
-                  %149 = math.fma %147, %126, %116 : vector<8xf32>
-                  %150 = arith.addi %53, %c4 : index
-                  %151 = arith.addi %17, %123 : index
-                  %152 = memref.load %m0[%150, %151] : memref<9x64xf32>
-                  %153 = vector.broadcast %152 : f32 to vector<8xf32>
-                  %154 = math.fma %153, %124, %121 : vector<8xf32>
-                  %155 = math.fma %153, %126, %122 : vector<8xf32>
-                  %156 = arith.addi %79, %c11 : index
-                  %157 = vector.load %1[%156, %54] : memref<64x16xf32>, vector<8xf32>
-                  %158 = arith.addi %54, %c7 : index
-                  %159 = vector.load %1[%156, %158] : memref<64x16xf32>, vector<8xf32>
-// 166 lines more
-                  %326 = memref.load %m0[%53, %325] : memref<9x64xf32>
-                  %327 = vector.broadcast %326 : f32 to vector<8xf32>
-                  %328 = math.fma %327, %322, %295 : vector<8xf32>
-                  %329 = math.fma %327, %324, %296 : vector<8xf32>
-                  %330 = arith.addi %53, %c1 : index
-                  %331 = arith.addi %17, %321 : index
-                  %332 = memref.load %m0[%330, %331] : memref<9x64xf32>
-                  %333 = vector.broadcast %332 : f32 to vector<8xf32>
-                  %334 = math.fma %333, %322, %301 : vector<8xf32>
-                  %335 = math.fma %333, %324, %302 : vector<8xf32>
-                  %336 = arith.addi %53, %c11 : index
-                  %337 = arith.addi %17, %321 : index
-                  %338 = memref.load %m0[%336, %337] : memref<9x64xf32>
-                  %339 = vector.broadcast %338 : f32 to vector<8xf32>
-                  %340 = math.fma %339, %322, %307 : vector<8xf32>
+// 211 lines more
                   %341 = math.fma %339, %324, %308 : vector<8xf32>
                   %342 = arith.addi %53, %c14 : index
                   %343 = arith.addi %17, %321 : index

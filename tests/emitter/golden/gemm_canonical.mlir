@@ -1,5 +1,5 @@
 // castiron emit --kernel gemm --shape 16x64 --codec q4_1 --tokens 9 --numerics canonical --isa avx2 --threads 2
-// 798 lines, sha256 69a53c73020af56f3980c609922737da09996d564e660d62947062368647528b
+// 798 lines, sha256 7b1efc257e6957ee62585bffde30a73a9dcbcc76d540f95ad300aa9da10cb272
                   %252:5 = scf.for %246 = %c0 to %c9 step %c29 iter_args(%247 = %c6, %248 = %c6, %249 = %c6, %250 = %c6, %251 = %c6) -> (vector<16xf32>, vector<16xf32>, vector<16xf32>, vector<16xf32>, vector<16xf32>) {
                     %253 = arith.addi %245, %246 : index
                     %254 = vector.load %1[%253, %225] : memref<64x16xf32>, vector<16xf32>
@@ -40,52 +40,7 @@
                     %289 = vector.broadcast %288 : f32 to vector<16xf32>
                     %290 = math.fma %289, %281, %263 : vector<16xf32>
                     %291 = arith.addi %224, %c8 : index
-                    %292 = arith.addi %19, %280 : index
-                    %293 = memref.load %m0[%291, %292] : memref<9x64xf32>
-                    %294 = vector.broadcast %293 : f32 to vector<16xf32>
-                    %295 = math.fma %294, %281, %268 : vector<16xf32>
-                    %296 = arith.addi %224, %c18 : index
-                    %297 = arith.addi %19, %280 : index
-                    %298 = memref.load %m0[%296, %297] : memref<9x64xf32>
-                    %299 = vector.broadcast %298 : f32 to vector<16xf32>
-                    %300 = math.fma %299, %281, %273 : vector<16xf32>
-                    %301 = arith.addi %224, %c4 : index
-                    %302 = arith.addi %19, %280 : index
-                    %303 = memref.load %m0[%301, %302] : memref<9x64xf32>
-                    %304 = vector.broadcast %303 : f32 to vector<16xf32>
-                    %305 = math.fma %304, %281, %278 : vector<16xf32>
-                    %306 = arith.addi %246, %c8 : index
-                    %307 = arith.addi %245, %306 : index
-                    %308 = vector.load %1[%307, %225] : memref<64x16xf32>, vector<16xf32>
-                    %309 = arith.addi %19, %307 : index
-                    %310 = memref.load %m0[%224, %309] : memref<9x64xf32>
-                    %311 = vector.broadcast %310 : f32 to vector<16xf32>
-                    %312 = math.fma %311, %308, %285 : vector<16xf32>
-                    %313 = arith.addi %224, %c1 : index
-                    %314 = arith.addi %19, %307 : index
-                    %315 = memref.load %m0[%313, %314] : memref<9x64xf32>
-                    %316 = vector.broadcast %315 : f32 to vector<16xf32>
-                    %317 = math.fma %316, %308, %290 : vector<16xf32>
-                    %318 = arith.addi %224, %c8 : index
-                    %319 = arith.addi %19, %307 : index
-                    %320 = memref.load %m0[%318, %319] : memref<9x64xf32>
-                    %321 = vector.broadcast %320 : f32 to vector<16xf32>
-// 118 lines more
-                    %440 = math.fma %439, %416, %413 : vector<16xf32>
-                    %441 = arith.addi %246, %c27 : index
-                    %442 = arith.addi %245, %441 : index
-                    %443 = vector.load %1[%442, %225] : memref<64x16xf32>, vector<16xf32>
-                    %444 = arith.addi %19, %442 : index
-                    %445 = memref.load %m0[%224, %444] : memref<9x64xf32>
-                    %446 = vector.broadcast %445 : f32 to vector<16xf32>
-                    %447 = math.fma %446, %443, %420 : vector<16xf32>
-                    %448 = arith.addi %224, %c1 : index
-                    %449 = arith.addi %19, %442 : index
-                    %450 = memref.load %m0[%448, %449] : memref<9x64xf32>
-                    %451 = vector.broadcast %450 : f32 to vector<16xf32>
-                    %452 = math.fma %451, %443, %425 : vector<16xf32>
-                    %453 = arith.addi %224, %c8 : index
-                    %454 = arith.addi %19, %442 : index
+// 163 lines more
                     %455 = memref.load %m0[%453, %454] : memref<9x64xf32>
                     %456 = vector.broadcast %455 : f32 to vector<16xf32>
                     %457 = math.fma %456, %443, %430 : vector<16xf32>

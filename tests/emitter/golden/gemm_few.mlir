@@ -1,5 +1,5 @@
 // castiron emit --kernel gemm_few --shape 16x64 --codec q4_0 --tokens 2 --isa avx2 --threads 2
-// 642 lines, sha256 e3829abdeaa4d327a22aaf9a23d36abe819f801192222e5c8c0401ab732faff9
+// 642 lines, sha256 75f9e2fc264930ea302f7740667f572f5e36c9593bec20752d326d6fc3d96b6a
               scf.for %57 = %c0 to %c2 step %c2 {
                 %59 = arith.subi %55, %c0 : index
                 %60 = arith.muli %59, %c3 : index
@@ -40,52 +40,7 @@
                 %90 = arith.sitofp %89 : vector<8xi32> to vector<8xf32>
                 %91 = arith.addi %60, %c2 : index
                 %92 = memref.load %1[%53, %91] : memref<2x80xf32>
-                %93 = vector.broadcast %92 : f32 to vector<8xf32>
-                %94 = math.fma %88, %93, %81 : vector<8xf32>
-                %95 = math.fma %90, %93, %82 : vector<8xf32>
-                %96 = arith.addi %60, %c2 : index
-                %97 = memref.load %1[%61, %96] : memref<2x80xf32>
-                %98 = vector.broadcast %97 : f32 to vector<8xf32>
-                %99 = math.fma %88, %98, %85 : vector<8xf32>
-                %100 = math.fma %90, %98, %86 : vector<8xf32>
-                %101 = arith.andi %72, %c16 : vector<8xi32>
-                %102 = arith.sitofp %101 : vector<8xi32> to vector<8xf32>
-                %103 = arith.andi %76, %c16 : vector<8xi32>
-                %104 = arith.sitofp %103 : vector<8xi32> to vector<8xf32>
-                %105 = arith.addi %60, %c1 : index
-                %106 = memref.load %1[%53, %105] : memref<2x80xf32>
-                %107 = vector.broadcast %106 : f32 to vector<8xf32>
-                %108 = math.fma %102, %107, %94 : vector<8xf32>
-                %109 = math.fma %104, %107, %95 : vector<8xf32>
-                %110 = arith.addi %60, %c1 : index
-                %111 = memref.load %1[%61, %110] : memref<2x80xf32>
-                %112 = vector.broadcast %111 : f32 to vector<8xf32>
-                %113 = math.fma %102, %112, %99 : vector<8xf32>
-                %114 = math.fma %104, %112, %100 : vector<8xf32>
-                %115 = arith.andi %72, %c17 : vector<8xi32>
-                %116 = arith.sitofp %115 : vector<8xi32> to vector<8xf32>
-                %117 = arith.andi %76, %c17 : vector<8xi32>
-                %118 = arith.sitofp %117 : vector<8xi32> to vector<8xf32>
-                %119 = arith.addi %60, %c18 : index
-                %120 = memref.load %1[%53, %119] : memref<2x80xf32>
-                %121 = vector.broadcast %120 : f32 to vector<8xf32>
-                %122 = math.fma %116, %121, %108 : vector<8xf32>
-// 399 lines more
-                %522 = arith.sitofp %521 : vector<8xi32> to vector<8xf32>
-                %523 = arith.addi %60, %c50 : index
-                %524 = memref.load %1[%53, %523] : memref<2x80xf32>
-                %525 = vector.broadcast %524 : f32 to vector<8xf32>
-                %526 = math.fma %520, %525, %512 : vector<8xf32>
-                %527 = math.fma %522, %525, %513 : vector<8xf32>
-                %528 = arith.addi %60, %c50 : index
-                %529 = memref.load %1[%61, %528] : memref<2x80xf32>
-                %530 = vector.broadcast %529 : f32 to vector<8xf32>
-                %531 = math.fma %520, %530, %517 : vector<8xf32>
-                %532 = math.fma %522, %530, %518 : vector<8xf32>
-                %533 = vector.load %m1[%48, %55, %c0] : memref<1x2x288xi8>, vector<16xi8>
-                %534 = vector.bitcast %533 : vector<16xi8> to vector<8xf16>
-                %535 = arith.extf %534 : vector<8xf16> to vector<8xf32>
-                %536 = vector.load %3[%53, %51] : memref<2x16xf32>, vector<8xf32>
+// 444 lines more
                 %537 = math.fma %526, %535, %536 : vector<8xf32>
                 vector.store %537, %3[%53, %51] : memref<2x16xf32>, vector<8xf32>
                 %538 = vector.load %3[%61, %51] : memref<2x16xf32>, vector<8xf32>

@@ -1,5 +1,5 @@
 // castiron emit --kernel gemm --shape 16x64 --codec q4_1 --tokens 9 --isa amx --threads 2
-// 374 lines, sha256 5a7de92e3a34e627fa7bf851b3990ce16059a027dcba219c8f5da6a1baebc4fb
+// 374 lines, sha256 d104e3d7b3cd457bd7b7bc862040915d84504c8d395322fc1e5a839376f5af59
                   scf.for %270 = %c0 to %c2 step %c1 {
                     %272 = arith.muli %220, %c2 : index
                     %273 = arith.addi %272, %270 : index

@@ -1,5 +1,5 @@
 // castiron emit --kernel gemv --shape 32x64 --codec q4_1 --isa avx2 --threads 2
-// 724 lines, sha256 64bd945f66d6812cf719b21dbf6cbf42dd26dd0984dc2e8bf48536549fc5cf79
+// 724 lines, sha256 79d15226700c5629ad9f89369d1788322933c83eb8c7eca78a4da5947a893e9f
         %55:4 = scf.for %50 = %c0 to %c2 step %c1 iter_args(%51 = %c13, %52 = %c13, %53 = %c13, %54 = %c13) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
           %56 = arith.subi %50, %c0 : index
           %57 = arith.addi %50, %c10 : index
@@ -40,52 +40,7 @@
           %90 = vector.bitcast %89 : vector<32xi8> to vector<8xi32>
           %91 = arith.andi %90, %c14 : vector<8xi32>
           %92 = arith.sitofp %91 : vector<8xi32> to vector<8xf32>
-          %93 = arith.mulf %92, %73 : vector<8xf32>
-          %94 = arith.addi %71, %c1 : index
-          %95 = memref.load %8[%c0, %94] : memref<1x64xf32>
-          %96 = vector.broadcast %95 : f32 to vector<8xf32>
-          %97 = arith.andi %75, %c16 : vector<8xi32>
-          %98 = arith.sitofp %97 : vector<8xi32> to vector<8xf32>
-          %99 = arith.mulf %98, %96 : vector<8xf32>
-          %100 = arith.andi %80, %c16 : vector<8xi32>
-          %101 = arith.sitofp %100 : vector<8xi32> to vector<8xf32>
-          %102 = arith.mulf %101, %96 : vector<8xf32>
-          %103 = arith.andi %85, %c16 : vector<8xi32>
-          %104 = arith.sitofp %103 : vector<8xi32> to vector<8xf32>
-          %105 = arith.mulf %104, %96 : vector<8xf32>
-          %106 = arith.andi %90, %c16 : vector<8xi32>
-          %107 = arith.sitofp %106 : vector<8xi32> to vector<8xf32>
-          %108 = arith.mulf %107, %96 : vector<8xf32>
-          %109 = arith.addi %71, %c2 : index
-          %110 = memref.load %8[%c0, %109] : memref<1x64xf32>
-          %111 = vector.broadcast %110 : f32 to vector<8xf32>
-          %112 = arith.andi %75, %c17 : vector<8xi32>
-          %113 = arith.sitofp %112 : vector<8xi32> to vector<8xf32>
-          %114 = math.fma %113, %111, %78 : vector<8xf32>
-          %115 = arith.andi %80, %c17 : vector<8xi32>
-          %116 = arith.sitofp %115 : vector<8xi32> to vector<8xf32>
-          %117 = math.fma %116, %111, %83 : vector<8xf32>
-          %118 = arith.andi %85, %c17 : vector<8xi32>
-          %119 = arith.sitofp %118 : vector<8xi32> to vector<8xf32>
-          %120 = math.fma %119, %111, %88 : vector<8xf32>
-          %121 = arith.andi %90, %c17 : vector<8xi32>
-          %122 = arith.sitofp %121 : vector<8xi32> to vector<8xf32>
-// 484 lines more
-          %599 = arith.extf %598 : vector<8xf16> to vector<8xf32>
-          %600 = math.fma %584, %599, %52 : vector<8xf32>
-          %601 = vector.load %m1[%43, %50, %c52] : memref<2x2x320xi8>, vector<16xi8>
-          %602 = vector.bitcast %601 : vector<16xi8> to vector<8xf16>
-          %603 = arith.extf %602 : vector<8xf16> to vector<8xf32>
-          %604 = memref.load %9[%c0, %56] : memref<1x2xf32>
-          %605 = vector.broadcast %604 : f32 to vector<8xf32>
-          %606 = math.fma %603, %605, %600 : vector<8xf32>
-          %607 = vector.load %m1[%45, %50, %c0] : memref<2x2x320xi8>, vector<16xi8>
-          %608 = vector.bitcast %607 : vector<16xi8> to vector<8xf16>
-          %609 = arith.extf %608 : vector<8xf16> to vector<8xf32>
-          %610 = math.fma %585, %609, %53 : vector<8xf32>
-          %611 = vector.load %m1[%45, %50, %c7] : memref<2x2x320xi8>, vector<16xi8>
-          %612 = vector.bitcast %611 : vector<16xi8> to vector<8xf16>
-          %613 = arith.extf %612 : vector<8xf16> to vector<8xf32>
+// 529 lines more
           %614 = memref.load %9[%c0, %56] : memref<1x2xf32>
           %615 = vector.broadcast %614 : f32 to vector<8xf32>
           %616 = math.fma %613, %615, %610 : vector<8xf32>

@@ -40,37 +40,7 @@
           %45 = math.fma %12, %43, %c11 : vector<8xf32>
           %46 = math.fma %14, %43, %c11 : vector<8xf32>
           %47 = math.fma %16, %43, %c11 : vector<8xf32>
-          %48 = arith.divf %39, %c10 : f32
-          memref.store %48, %m2[%5, %7] : memref<2x2xf32>
-          %49 = arith.subf %44, %c11 : vector<8xf32>
-          %50 = arith.subf %45, %c11 : vector<8xf32>
-          %51 = arith.subf %46, %c11 : vector<8xf32>
-          %52 = arith.subf %47, %c11 : vector<8xf32>
-          %53 = arith.addf %49, %50 : vector<8xf32>
-          %54 = arith.addf %51, %52 : vector<8xf32>
-          %55 = arith.addf %53, %54 : vector<8xf32>
-          %56 = vector.shuffle %55, %55 [0, 1, 2, 3] : vector<8xf32>, vector<8xf32>
-          %57 = vector.shuffle %55, %55 [4, 5, 6, 7] : vector<8xf32>, vector<8xf32>
-          %58 = arith.addf %56, %57 : vector<4xf32>
-          %59 = vector.shuffle %58, %58 [0, 1] : vector<4xf32>, vector<4xf32>
-          %60 = vector.shuffle %58, %58 [2, 3] : vector<4xf32>, vector<4xf32>
-          %61 = arith.addf %59, %60 : vector<2xf32>
-          %62 = vector.shuffle %61, %61 [0] : vector<2xf32>, vector<2xf32>
-          %63 = vector.shuffle %61, %61 [1] : vector<2xf32>, vector<2xf32>
-          %64 = arith.addf %62, %63 : vector<1xf32>
-          %65 = vector.extract %64[0] : f32 from vector<1xf32>
-          %66 = arith.mulf %65, %48 : f32
-          memref.store %66, %m3[%5, %7] : memref<2x2xf32>
-          %67 = arith.divui %9, %c1 : index
-          %68 = vector.bitcast %44 : vector<8xf32> to vector<8xi32>
-          %69 = arith.trunci %68 : vector<8xi32> to vector<8xi8>
-          %70 = vector.shuffle %69, %69 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
-          %71 = vector.bitcast %70 : vector<8xi8> to vector<2xi32>
-          vector.store %71, %m1[%5, %67] : memref<2x16xi32>, vector<2xi32>
-          %72 = vector.bitcast %45 : vector<8xf32> to vector<8xi32>
-          %73 = arith.trunci %72 : vector<8xi32> to vector<8xi8>
-          %74 = vector.shuffle %73, %73 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
-          %75 = vector.bitcast %74 : vector<8xi8> to vector<2xi32>
+// 31 lines more
           %76 = arith.addi %67, %c2 : index
           vector.store %75, %m1[%5, %76] : memref<2x16xi32>, vector<2xi32>
           %77 = vector.bitcast %46 : vector<8xf32> to vector<8xi32>

@@ -40,12 +40,7 @@
         %50 = arith.select %49, %48, %c7 : vector<4xi1>, vector<4xf32>
         %51 = math.fma %50, %c8, %c9 : vector<4xf32>
         %52 = arith.subf %51, %c9 : vector<4xf32>
-        %53 = math.fma %52, %c10, %50 : vector<4xf32>
-        %54 = math.fma %52, %c11, %53 : vector<4xf32>
-        %55 = math.fma %c12, %54, %c13 : vector<4xf32>
-        %56 = math.fma %55, %54, %c14 : vector<4xf32>
-        %57 = math.fma %56, %54, %c15 : vector<4xf32>
-        %58 = math.fma %57, %54, %c16 : vector<4xf32>
+// 6 lines more
         %59 = arith.mulf %54, %54 : vector<4xf32>
         %60 = math.fma %59, %58, %54 : vector<4xf32>
         %61 = arith.addf %60, %c17 : vector<4xf32>

@@ -1,31 +1,5 @@
 // castiron emit --kernel split_x --shape 64 --codec q4_1 --tokens 2 --isa amx --threads 2
 // 92 lines, sha256 536c58b0546f700bed3a79d36ef102bb6830b5f31cc0c8e9221c06c559b24a4b
-stream.executable private @split_x_2x64_3_by32_amx {
-  stream.executable.export public @split_x_2x64_3_by32_amx_fn workgroups() -> (index, index, index) {
-    %n = arith.constant 1 : index
-    %one = arith.constant 1 : index
-    stream.return %n, %one, %one : index, index, index
-  }
-  builtin.module {
-    func.func @split_x_2x64_3_by32_amx_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
-      %c0 = arith.constant 0 : index
-      %c1 = arith.constant 2 : index
-      %c2 = arith.constant 1 : index
-      %c3 = arith.constant 32 : index
-      %c4 = arith.constant 16 : index
-      %c5 = arith.constant dense<16> : vector<16xi32>
-      %c6 = arith.constant dense<-65536> : vector<16xi32>
-      %c7 = arith.constant dense<0> : vector<16xi32>
-      %m0 = stream.binding.subspan %b0[%c0] : !stream.binding -> memref<2x64xf32>
-      %m1 = stream.binding.subspan %b1[%c0] : !stream.binding -> memref<3x1x2x2x16xi32>
-      %m2 = stream.binding.subspan %b2[%c0] : !stream.binding -> memref<2x2xf32>
-      %1 = stream.dispatch.workgroup.id[0] : index
-      %2 = arith.muli %1, %c1 : index
-      %3 = arith.addi %2, %c1 : index
-      %4 = arith.minsi %3, %c1 : index
-      %5 = arith.subi %4, %2 : index
-      scf.for %6 = %c0 to %5 step %c2 {
-        %8 = arith.addi %2, %6 : index
         scf.for %9 = %c0 to %c1 step %c2 {
           %11 = arith.muli %9, %c3 : index
           %12 = vector.load %m0[%8, %11] : memref<2x64xf32>, vector<16xf32>
@@ -80,15 +54,3 @@ stream.executable private @split_x_2x64_3_by32_amx {
           vector.store %47, %m1[%c2, %1, %9, %6, %c0] : memref<3x1x2x2x16xi32>, vector<16xi32>
           vector.store %58, %m1[%c1, %1, %9, %6, %c0] : memref<3x1x2x2x16xi32>, vector<16xi32>
         }
-      }
-      scf.for %59 = %5 to %c1 step %c2 {
-        scf.for %61 = %c0 to %c1 step %c2 {
-          vector.store %c7, %m1[%c0, %1, %61, %59, %c0] : memref<3x1x2x2x16xi32>, vector<16xi32>
-          vector.store %c7, %m1[%c2, %1, %61, %59, %c0] : memref<3x1x2x2x16xi32>, vector<16xi32>
-          vector.store %c7, %m1[%c1, %1, %61, %59, %c0] : memref<3x1x2x2x16xi32>, vector<16xi32>
-        }
-      }
-      return
-    }
-  }
-}

@@ -1,0 +1,179 @@
+"""The calling convention of compiled modules: their functions, states and signatures.
+
+The emitter writes modules to this convention and vmfb runs them by it. Imports the standard library
+only.
+
+    decode_step(token i32, position i32, *states)                   -> (argmax i32, logits f32[V], *states)
+    prefill_T(tokens i32[T], start i32, length i32, *states)        -> (argmax i32, logits f32[V], *states)
+    verify_T(tokens i32[T], start i32, *states)                     -> (argmax i32[T], logits f32[T, V], *states)
+    decode_batch_T(tokens i32[T], positions i32[T], *states of T)   -> (argmax i32[T], logits f32[T, V], *states of T)
+    embed_T(tokens i32[T], start i32, length i32, *states)          -> (hidden f32[T, H], *states)
+    encode_T(tokens i32[T], start i32, length i32, *states)         -> (embedding f32[H], *states)
+
+T is the number of tokens of a call, V the vocabulary size, H the features of a hidden state or
+embedding. `length` is the number of tokens that are not padding. A call updates the states (KV
+caches, recurrent states) in place. `decode_batch_T` takes the states of T sequences, concatenated
+along dimension 0; it skips a sequence whose position is negative, so that the states of that
+sequence do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+# exact: activations stay f32. canonical: also f32, and every sum has one fixed order, so that the bits do not depend on the
+# machine or on the number of tokens in a call. fast: activations are rounded in calls of several tokens.
+NUMERICS = ("exact", "canonical", "fast")
+# Storage of states: the format's name, and the element type of the buffers. emitter/kv_cache.py has
+# the row formats.
+STORAGE: dict[str, str] = {"f32": "f32", "f16": "f16", "q8_0": "i8"}
+ELEMENT_BYTES = {"f32": 4, "f16": 2, "i8": 1, "i32": 4}
+# How dimension 1 of a state relates to positions; dimension 0 is its layers.
+#   positional  [layers, context, ...]: row p is position p, written once
+#   window      [layers, rows, ...]: a ring, position p in row p mod rows, of at least `ring_rows`
+#   recurrent   [layers, ...]: replaced at every token, zero before the first
+KINDS = ("positional", "window", "recurrent")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The name, shape and element type of an operand or result of a function."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        """Return the type as in MLIR's `tensor<...>`, without the brackets: `8x64xf32`, `i32`."""
+        return "x".join((*map(str, self.shape), self.dtype))
+
+
+@dataclass(frozen=True)
+class State:
+    """A buffer that a sequence carries from call to call and that each call updates in place.
+
+    kind: one of `KINDS`. window: for the kind `window`, how many positions a query attends to, the
+    query's position included; 0 for other kinds. storage: the format of the elements, a key of
+    `STORAGE`. layers: the model's layers whose data is in the buffer, in the order of dimension 0;
+    empty if the model family computes a layer's index in the buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str = "positional"
+    window: int = 0
+    storage: str = "f32"
+    layers: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """Return the element type of the buffer."""
+        return STORAGE[self.storage]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size in bytes of the buffer of one sequence."""
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+    def of(self, sequences: int) -> Tensor:
+        """Return the type of the buffer that has this state for each of `sequences` sequences."""
+        return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
+
+    def problem(self) -> str | None:
+        """Return an error message for this state, or None if it is valid."""
+        if self.kind not in KINDS:
+            return f"kind is {self.kind!r}, not one of {', '.join(KINDS)}"
+        if self.storage not in STORAGE:
+            return f"storage is {self.storage!r}, not one of {', '.join(STORAGE)}"
+        if len(self.shape) < (1 if self.kind == "recurrent" else 2) or min(self.shape) < 1:
+            return f"shape {list(self.shape)} is invalid for a {self.kind} state"
+        if (self.kind == "window") != (self.window > 0):
+            return f"window {self.window} is invalid for a {self.kind} state"
+        return None
+
+
+def ring_rows(window: int, tokens: int) -> int:
+    """Return the min number of rows of a ring buffer for a `window` and calls of `tokens` tokens.
+
+    With fewer rows, the last token of a call would overwrite a row that the first one attends to.
+    """
+    return window + tokens
+
+
+def cache_storage(states: Iterable[State]) -> str:
+    """Return the storage of the KV caches, as in `compile --cache`; f32 if there are none."""
+    return next((state.storage for state in states if state.kind != "recurrent"), "f32")
+
+
+@dataclass(frozen=True)
+class Role:
+    """A kind of function: its name pattern, and its operands and results without the states.
+
+    In shapes, "T" stands for the tokens of a call, "V" for the vocabulary size, and "H" for the
+    features of a hidden state or embedding.
+    """
+
+    name: str
+    operands: Mapping[str, tuple[str, ...]]
+    results: Mapping[str, tuple[str, ...]]
+    every_token: bool  # results for every token of the call, not only for the last one
+
+
+_CHUNK: dict[str, tuple[str, ...]] = {"tokens": ("T",), "start": (), "length": ()}
+_LAST: dict[str, tuple[str, ...]] = {"argmax": (), "logits": ("V",)}
+_EVERY: dict[str, tuple[str, ...]] = {"argmax": ("T",), "logits": ("T", "V")}
+ROLES: dict[str, Role] = {
+    "decode": Role("decode_step", {"token": (), "position": ()}, _LAST, False),
+    "prefill": Role("prefill_{}", _CHUNK, _LAST, False),
+    "verify": Role("verify_{}", {"tokens": ("T",), "start": ()}, _EVERY, True),
+    "batch": Role("decode_batch_{}", {"tokens": ("T",), "positions": ("T",)}, _EVERY, True),
+    "embed": Role("embed_{}", _CHUNK, {"hidden": ("T", "H")}, True),
+    "encode": Role("encode_{}", _CHUNK, {"embedding": ("H",)}, True),
+}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The operands and results of a function, states included, in order."""
+
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    """An exported function. role: a key of `ROLES`. width: the number of tokens of a call."""
+
+    role: str
+    width: int = 1
+
+    @property
+    def name(self) -> str:
+        return ROLES[self.role].name.format(self.width)
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of sequences whose states a call takes."""
+        return self.width if self.role == "batch" else 1
+
+    def signature(self, states: Iterable[State], vocab: int, hidden: int = 0) -> Signature:
+        """Return the types of the operands and results.
+
+        vocab: size of the vocabulary. hidden: features of the vectors that `embed` and `encode`
+        return.
+        """
+        extents, carried = {"T": self.width, "V": vocab, "H": hidden}, tuple(s.of(self.sequences) for s in states)
+
+        def tensors(shapes: Mapping[str, tuple[str, ...]], dtype: str | None = None) -> tuple[Tensor, ...]:
+            found = ((name, tuple(extents[n] for n in shape)) for name, shape in shapes.items())
+            return tuple(Tensor(n, shape, dtype or ("i32" if n == "argmax" else "f32")) for n, shape in found) + carried
+
+        role = ROLES[self.role]
+        return Signature(tensors(role.operands, "i32"), tensors(role.results))
+
+
+def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
+    """Return functions in the order of export; `widths` maps a role to the tokens per call."""
+    return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

@@ -1,0 +1,339 @@
+"""Compute y = W_e x for pairs of a token and one of its experts e.
+
+With few pairs for each expert, one dispatch runs a GEMV (`gemv`) for each pair with the expert's
+part of the stacked weight, and reads no other weights:
+
+    each workgroup: one pair and one share of its sets of 16-row blocks; a pair has `tiles.workgroups` shares
+      row = pair / per_row                                          of x [pairs / per_row, in]
+      if row < length:                                              or without `length`
+        base = chosen[pair] * blocks                                start of the expert's records
+        y[pair, share] = gemv(weight[base : base + blocks], x[row])
+      else:
+        y[pair] = 0                                                 by the first share
+
+With more pairs, the weights of an expert are decoded once for all of its pairs. Every workgroup
+counts the pairs of each expert and takes an equal part of the work. The kernel is like `gemm`, with
+a block of (token, expert) pairs in place of a block of tokens:
+
+    each workgroup:
+      counts [experts] = number of pairs of each, of the first per_row * `length`                        stack
+      for expert, for block of `tokens` of its pairs:
+        low, high = this workgroup's part of the sets of 16 * `row_blocks` columns
+        if low < high:
+          pairs [tokens] = pairs of the block, in order                                                    stack
+          for set in low .. high:
+            sums [tokens, set] = x[pairs / per_row] @ W_expert[set]^T                                      as in `gemm`
+            y[pairs, set] = epilogue(sums)                                                                 memory
+      y[a share of the pairs that are padding] = 0
+
+Tiles have `rows` pairs, or `rest` pairs at the end of a block. The result of a pair has the same
+bits in tiles of both sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from castiron.emitter.int8 import GROUP
+from castiron.emitter.kernels.matmul import gemm, gemm_int8
+from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
+from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles
+from castiron.emitter.kernels.matmul.gemv import Gemv, GemvTiles
+from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, even_share, panel_columns
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, Type
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import outer
+from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.panel import Decoded, units
+from castiron.emitter.kernels.weights.records import CACHE_LINE
+
+# Minimum average of pairs for each expert to group them, with x in f32 and in int8.
+MIN_PAIRS, MIN_INT8_PAIRS = 3, 2
+DECODING = 4  # cost of decoding a block's weights, in pairs
+# Maximum pairs of a block whose tiles decode weights in registers, without a panel, with x in f32 and in int8.
+DIRECT, DIRECT_INT8 = 32, 16
+UNITS = 8  # units of k of a float codec in one iteration
+
+
+class ExpertGemvs:
+    """A writer of the body of a kernel that computes a GEMV for each (token, expert) pair."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemvTiles, buffers: Buffers):
+        self.b, self.matmul, self.isa, self.tiles, self.buffers = b, matmul, isa, tiles, buffers
+
+    def write(self) -> None:
+        b, matmul, buffers, workgroups = self.b, self.matmul, self.buffers, self.tiles.workgroups
+        pair, share = b.div(b.workgroup(), workgroups), b.rem(b.workgroup(), workgroups)
+        row = b.div(pair, matmul.per_row)
+
+        def multiply() -> None:
+            base = b.mul(b.to_index(b.load(buffers["chosen"], pair)), matmul.weight_shape[0])
+            Gemv(b, matmul, self.isa, self.tiles, buffers, row, pair, base).write_share(share)
+
+        if "length" not in buffers:
+            multiply()
+            return
+        real = b.less(row, b.to_index(b.load(buffers["length"])))
+        with b.when(real):
+            multiply()
+        with b.when(b.both(b.negate(real), b.equal(share, 0))), b.loop(0, matmul.out_features) as k:
+            b.store(b.f32(0.0), buffers["y"], pair, k.index)
+
+
+@dataclass(frozen=True)
+class GroupedTiles(GemmTiles):
+    """Tiles of `Grouped`; `tokens` is the number of (token, expert) pairs in a block.
+
+    rest: number of pairs in a tile at the end of a block, a divisor of `rows`. direct: a block of
+    up to `direct` pairs is computed without a panel. few: number of pairs in a tile of such a
+    block, a divisor of `direct`.
+    """
+
+    rest: int = 1
+    few: int = 1
+    direct: int = 1
+
+    letters: ClassVar = GemmTiles.letters + "efn"
+
+    def fit(self, matmul: Matmul) -> bool:
+        return _fits_lists(self, matmul) and super().fit(matmul)
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GroupedTiles:
+        wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
+        rows = 12 if isa.lanes == LANES else 6
+        budget = (STACK_BYTES - 4 * matmul.experts) // (4 * LANES * row_blocks + 4)
+        tokens = _pairs_of_block(matmul, rows, min(gemm.MAX_TOKENS, budget * 3 // 5))
+        size = units(matmul.codec)
+        depth = even_share(-(-matmul.in_features // size), min(gemm.MAX_DEPTH, budget - tokens) // size) * size
+        small = _small_tiles(isa, rows, min(DIRECT, tokens))
+        return cls(rows, wide, row_blocks, depth, tokens, workgroups=PARTS * threads, **small)
+
+
+@dataclass(frozen=True)
+class GroupedInt8Tiles(GemmInt8Tiles):
+    """Tiles of `GroupedInt8`, for x in int8; fields as in `GroupedTiles`."""
+
+    rest: int = 1
+    few: int = 1
+    direct: int = 1
+
+    letters: ClassVar = GemmInt8Tiles.letters + "efn"
+
+    def fit(self, matmul: Matmul) -> bool:
+        return _fits_lists(self, matmul) and super().fit(matmul)
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GroupedInt8Tiles:
+        wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
+        rows = gemm_int8.MAX_ROWS[isa.lanes]
+        budget = (STACK_BYTES - 4 * matmul.experts) // (LANES * row_blocks)
+        tokens = _pairs_of_block(matmul, rows, min(gemm.MAX_TOKENS, budget // 5 * 3 // 5))
+        depth = gemm_int8.int8_depth(matmul, budget - 5 * tokens)
+        small = _small_tiles(isa, rows, min(DIRECT_INT8, tokens))
+        return cls(rows, wide, row_blocks, depth, tokens, workgroups=PARTS * threads, **small)
+
+
+def _fits_lists(tiles: GroupedTiles | GroupedInt8Tiles, matmul: Matmul) -> bool:
+    """Return whether counts and pairs fit the stack, and sizes of small tiles divide the large ones."""
+    lists = 4 * (matmul.experts + tiles.tokens)
+    fits_small = tiles.rows % tiles.rest == 0 and tiles.direct % tiles.few == 0 and tiles.direct <= tiles.tokens
+    return fits_small and tiles.stack_bytes(matmul) + lists <= STACK_BYTES
+
+
+def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
+    """Return the fields `rest`, `few` and `direct` of GroupedTiles."""
+    few = min(8 if isa.lanes == LANES else 4, direct)
+    return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
+
+
+def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
+    """Return the number of pairs in a block, a multiple of `rows`.
+
+    It is at most `limit`, but at least one tile of `rows` pairs.
+    """
+    return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
+
+
+class Grouped(Gemm):
+    """A writer of the body of a kernel that groups (token, expert) pairs by expert."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
+        super().__init__(b, matmul, isa, tiles, buffers)
+        self.counts = b.stack(matmul.experts, element="i32")
+        self.pairs = b.stack(tiles.tokens, element="i32")
+        in_order = {name: buffer for name, buffer in buffers.items() if name != "length"}
+        self.finish = Finish(b, matmul, self.lanes, in_order, self.sums, self._pair)
+
+    def write(self) -> None:
+        b, tiles, matmul = self.b, self.tiles, self.matmul
+        sets, row_blocks = self.row_blocks // tiles.row_blocks, self.row_blocks
+        real = self._real()
+        self._count(real)
+        with b.loop(0, matmul.experts, carry=[b.index(0)]) as expert:
+            count = self._at(self.counts, expert.index)
+            blocks = b.ceildiv(count, tiles.tokens)
+            expert.give(b.index(b.add(expert.values[0], b.add(count, b.mul(blocks, DECODING)))))
+        low, high = b.share(b.mul(expert.results[0], sets), b.workgroup(), tiles.workgroups)
+        with b.loop(0, matmul.experts, carry=[b.index(0)]) as expert:
+            count, base = self._at(self.counts, expert.index), b.mul(expert.index, row_blocks)
+            with b.loop(0, count, tiles.tokens, carry=expert.values) as block:
+                here = b.min(b.sub(count, block.index), tiles.tokens)
+                work, done = b.add(here, DECODING), block.values[0]
+                start, stop = (b.min(b.ceildiv(b.max(b.sub(end, done), 0), work), sets) for end in (low, high))
+                with b.when(b.less(start, stop)):
+                    self._gather(expert.index, block.index, real)
+                    with b.loop(start, stop) as item:
+                        first = b.mul(item.index, tiles.row_blocks)
+                        self._set(first, b.add(base, first), here)
+                block.give(b.index(b.add(done, b.mul(work, sets))))
+            expert.give(*block.results)
+        self._pad(real)
+
+    def _at(self, buffer: Ssa, i: Index) -> Ssa:
+        return self.b.to_index(self.b.load(buffer, i))
+
+    def _pair(self, i: Index) -> Ssa:
+        """Return the index of pair number i of the block, among all pairs."""
+        return self._at(self.pairs, i)
+
+    def _real(self) -> Index:
+        """Return the number of pairs that are not padding."""
+        b, per_row = self.b, self.matmul.per_row
+        return b.mul(b.real(self.buffers.get("length"), 0, self.T // per_row), per_row)
+
+    def _count(self, real: Index) -> None:
+        b, zero, one = self.b, self.b.constant("0", Type("i32")), self.b.constant("1", Type("i32"))
+        for buffer, size in (self.counts, self.matmul.experts), (self.pairs, self.tiles.tokens):
+            with b.loop(0, size) as i:
+                b.store(zero, buffer, i.index)
+        with b.loop(0, real) as pair:
+            expert = self._at(self.buffers["chosen"], pair.index)
+            b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
+
+    def _gather(self, expert: Index, first: Index, real: Index) -> None:
+        """Store in `self.pairs` the indices of the pairs of an expert, from its pair `first` on.
+
+        Unused entries have arbitrary valid indices. real: number of pairs that are not padding.
+        """
+        b = self.b
+        with b.loop(0, real, carry=[b.index(0)]) as pair:
+            number = pair.values[0]
+            slot, its = b.sub(number, first), b.equal(self._at(self.buffers["chosen"], pair.index), expert)
+            here = b.both(b.negate(b.less(slot, 0)), b.less(slot, self.tiles.tokens))
+            with b.when(b.both(its, here)):
+                b.store(b.to_i32(pair.index), self.pairs, slot)
+            pair.give(b.choose(its, b.add(number, 1), number))
+
+    def _set(self, first_block: Index, block: Index, count: Index) -> None:
+        """Compute the results of a set of row blocks for the `count` pairs of a block.
+
+        first_block: first row block of the set in the expert's weight. block: the same in the
+        stacked weight.
+        """
+        b = self.b
+        few = b.less(count, self.tiles.direct + 1)
+        with b.when(few):
+            self._direct(block, count)
+        with b.when(b.negate(few)):
+            self._dots(block, 0, count)
+        self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
+
+    def _direct(self, block: Index, count: Index) -> None:
+        """Compute the sums of `count` pairs; each tile decodes its weights in registers."""
+        b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
+        per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
+        sizes = sorted({max(1, few // 2), few})
+        with b.loop(0, self.columns, LANES * self.tiles.wide) as column:
+            first = b.add(block, b.div(column.index, LANES))
+            sides = [(b.add(first, i // per_block), i % per_block, b.add(column.index, i * lanes)) for i in range(vectors)]
+            with b.loop(0, full, few) as t:
+                self._direct_tile(sides, t.index, few)
+            rest = b.sub(count, full)
+            for less, size in zip([0, *sizes], sizes):
+                with b.when(b.both(b.less(less, rest), b.less(rest, size + 1))):
+                    self._direct_tile(sides, full, size)
+
+    def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
+        """Compute sums[token : token + rows] of `sides`: row block, vector of it, column in the sums."""
+        b, lanes, unit = self.b, self.lanes, self.panel.unit
+        x_row = self._x_rows(token, rows)
+
+        def add(number: Index, sums: Sequence[Ssa], limit: int) -> list[Ssa]:
+            decoded = {block: Decoded(self.panel.records, block, number) for block, _, _ in sides}
+            done = list(sums)
+            for j in range(min(unit, limit)):
+                weights = [decoded[block].weight(j, v) for block, v, _ in sides]
+                k = b.add(b.mul(number, unit), j)
+                x = (b.broadcast(b.load(self.buffers["x"], x_row(r), k), lanes) for r in range(rows))
+                done = outer(b, x, weights, done)
+            return done
+
+        together = 1 if self.matmul.format.quantised else UNITS
+        full = self.in_features // (unit * together) * together
+        with b.loop(0, full, together, carry=[b.splat(0.0, lanes)] * (rows * len(sides))) as loop:
+            self._prefetch(sides, loop.index, together)
+            sums: Sequence[Ssa] = loop.values
+            for i in range(together):
+                sums = add(b.add(loop.index, i), sums, unit)
+            loop.give(*sums)
+        sums = loop.results
+        for number in range(full, -(-self.in_features // unit)):
+            sums = add(number, sums, self.in_features - number * unit)
+        for i, total in enumerate(sums):
+            b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
+
+    def _prefetch(self, sides: Sequence[tuple[Index, Index, Index]], unit: Index, units: int) -> None:
+        """Prefetch `units` units from number `unit` on, for the row blocks after `sides`."""
+        b, records = self.b, self.panel.records
+        layout, groups = records.layout, records.layout.groups
+        record = b.div(unit, groups) if groups > 1 else unit
+        start, nbytes = (records.codes_at(b.rem(unit, groups)), layout.group_bytes) if groups > 1 else (0, layout.size * units)
+        for block in {block: None for block, _, _ in sides}:
+            for line in range(0, nbytes, CACHE_LINE):
+                records.prefetch(b.add(block, self.tiles.row_blocks), record, b.add(start, line))
+
+    def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
+        b, rows, rest = self.b, self.tiles.rows, self.tiles.rest
+        full = b.mul(b.div(count, rows), rows)
+        for low, high, size in (0, full, rows), (full, count, rest):
+            with b.loop(low, high, size) as t:
+                self._tile(t.index, t.index, size, k, depth)
+
+    def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
+        b, per_row = self.b, self.matmul.per_row
+        found = [b.div(self._pair(b.add(token, r)), per_row) for r in range(rows)]
+        return found.__getitem__
+
+    def _pad(self, real: Index) -> None:
+        b, y = self.b, self.buffers["y"]
+        if "length" in self.buffers:
+            low, high = b.share(b.sub(self.T, real), b.workgroup(), self.tiles.workgroups)
+            with b.loop(b.add(real, low), b.add(real, high)) as pair, b.loop(0, self.matmul.out_features) as k:
+                b.store(b.f32(0.0), y, pair.index, k.index)
+
+
+class GroupedInt8(Grouped, GemmInt8):
+    """A writer of a kernel that groups (token, expert) pairs by expert, with x in int8."""
+
+    def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
+        b, vectors, (block, _, column) = self.b, self.panel.records.vectors, sides[0]
+        with b.loop(0, len(sides)) as side:
+            i = side.index
+            at = b.add(block, b.div(i, vectors)), b.rem(i, vectors), b.add(column, b.mul(i, self.lanes))
+            self._direct_side(at, token, rows)
+
+    def _direct_side(self, side: tuple[Index, Index, Index], token: Index, rows: int) -> None:
+        b, records, parts = self.b, self.panel.records, self.step.parts
+        (block, v, column), groups, x_row = side, records.layout.groups, self._x_rows(token, rows)
+        with b.loop(0, self.in_features // GROUP, carry=[b.splat(0.0, self.lanes)] * rows) as loop:
+            units = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
+            at = [(b.div(unit, groups), b.rem(unit, groups)) for unit in units]
+            self._prefetch([side], units[0], parts)
+            tokens = [x_row(r) for r in range(rows)]
+            loop.give(*self.step.add_records(loop.values, tokens, loop.index, records, block, at, v))
+        for r, total in enumerate(loop.results):
+            b.vstore(total, self.sums, b.add(token, r), column)

@@ -1,0 +1,115 @@
+"""Compute Y = X W^T for bf16 weights and x rounded to bf16, in pairs (`mlir.bf16_pairs`).
+
+For 2 or more tokens. As `gemm`, but weights are not decoded: packed weights and x (`split_x`) have
+pairs of k in an i32. The weights of a step stay in the L1 cache for all tiles:
+
+    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+      for item in share:
+        sums [tokens, 16 * blocks] = 0                                                                 stack
+        for k in steps of `depth`:
+          for tile of up to 16 tokens, `rows` of them at a time, for 16 * `wide` columns:
+            acc [rows, 16 * wide] = sums[tile]                                                         registers
+            for pair of k in depth:                                   16 at a time
+              acc += pairs of x[tile, k] * W[columns, k]              x broadcast from memory
+            sums[tile] = acc
+        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from castiron.emitter.kernels.matmul.gemm import Gemm
+from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.records import Records
+from castiron.emitter.kernels.x_formats import DEPTH, tile_rows
+
+MAX_TOKENS = 128
+MAX_DEPTH = 256
+PAIRS = DEPTH // 2  # pairs of k in a step
+
+
+@dataclass(frozen=True)
+class GemmBf16Tiles(PanelTiles):
+    """Tiles of `gemm_bf16`.
+
+    tokens: a multiple of `tile_rows`, the rows of a tile of x. rows: rows of such a tile that are
+    multiplied at a time.
+    """
+
+    def depth_unit(self, matmul: Matmul) -> int:
+        return DEPTH
+
+    def token_unit(self, matmul: Matmul) -> int:
+        return tile_rows(matmul.tokens)
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GemmBf16Tiles:
+        """Return tiles whose accumulators leave two vector registers free for weights."""
+        wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
+        tile, limit = tile_rows(matmul.tokens), 8 if isa.lanes == LANES else 6
+        tokens = even_tokens(matmul.tokens, MAX_TOKENS, tile)
+        steps = even_share(-(-matmul.in_features // DEPTH), MAX_DEPTH // DEPTH)
+        workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
+        return cls(-(-tile // -(-tile // limit)), wide, row_blocks, steps * DEPTH, tokens, workgroups=workgroups)
+
+
+class GemmBf16(Gemm):
+    """A writer of the body of a `gemm_bf16` kernel."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmBf16Tiles, buffers: Buffers):
+        super().__init__(b, matmul, isa, tiles, buffers)
+        self.full_rows = tile_rows(matmul.tokens)
+
+    def _panel(self) -> _Weights:
+        return _Weights(self.b, self.matmul, self.isa, self.buffers["weight"])
+
+    def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
+        """Add x[first : first + count, k : k + depth] @ panel to the sums, in complete tiles of x."""
+        b, tile = self.b, self.full_rows
+        with b.loop(0, b.ceildiv(count, tile)) as i:
+            for row in range(0, tile, self.tiles.rows):
+                rows = min(self.tiles.rows, tile - row)
+                self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)
+
+    def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
+        """Add rows of a tile of x from `row` on, times the panel, to the sums from `sum_row` on."""
+        b, lanes, pairs = self.b, self.lanes, Pairs(self.b, self.isa)
+        first_step, count = b.div(k, DEPTH), -(-depth // 2)
+        with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
+            columns = [(b.add(block.index, n), v) for n in range(self.tiles.wide) for v in range(LANES // lanes)]
+            at = [(b.add(sum_row, r), b.add(b.mul(n, LANES), v * lanes)) for r in range(rows) for n, v in columns]
+
+            def step(sums: list[Ssa], number: Index, among: int) -> list[Ssa]:
+                for pair in range(among):
+                    weights = [self.panel.pair(n, b.add(b.mul(number, PAIRS), pair), v) for n, v in columns]
+                    for r in range(rows):
+                        x = b.broadcast(b.load(self.buffers["x"], 0, tile, b.add(first_step, number), row + r, pair), lanes)
+                        for i, weight in enumerate(weights, r * len(weights)):
+                            sums[i] = pairs.add(sums[i], x, weight)
+                return sums
+
+            with b.loop(0, count // PAIRS, carry=[b.vload(self.sums, lanes, *each) for each in at]) as loop:
+                loop.give(*step(loop.values, loop.index, PAIRS))
+            sums = step(loop.results, count // PAIRS, count % PAIRS)
+            for total, each in zip(sums, at, strict=True):
+                b.vstore(total, self.sums, *each)
+
+
+class _Weights:
+    """A view of packed bf16 weights from a row block and a k on, in place of a panel."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, weight: Ssa):
+        self.b, self.records = b, Records(b, matmul.format, isa, weight)
+
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        """Move the view to row blocks from `first_block` on and to k from `k` on."""
+        self.block, self.first = first_block, self.b.div(k, 2)
+
+    def pair(self, n: Index, pair: Index, v: int) -> Ssa:
+        return self.records.rows((self.b.add(self.block, n), self.b.add(self.first, pair), 0), v, "i32", 32)

@@ -1,0 +1,189 @@
+"""Compute Y = X W^T on a matrix unit (`mlir.matrix`), exactly by bf16 splits, or rounded to bf16.
+
+An f32 is the sum of three bf16 of 8 bits each. Products of bf16 are exact in f32. Piece i of x and
+piece j of w, counted from 0, are multiplied if i + j < 3; f32 would lose the other products. Codes
+of a quantised weight are one piece, and a group's scale is applied to its sum; bf16 weights are one
+piece, f16 two, f32 three. `--numerics fast` rounds x and weights to one piece, the nearest bf16.
+
+As `gemm`, but the panel has pairs of bf16 and x comes in pieces (`split_x`):
+
+    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+      for item in share:
+        sums [tokens, 16 * blocks] = 0                                                                 stack
+        for k in steps of `depth`:
+          panel [pieces, depth / 32, blocks, 16 pairs, 16] = W[columns, k : k + depth]^T               stack
+          for `high` tiles of `rows` tokens, for 16 * `wide` columns:
+            for group in depth, of codes; once for others:
+              part [high * wide] = 0                                                       the unit's registers
+              for 32 k of the group, for j in pieces of w, for i in pieces of x, i + j < 3:
+                part += x[i, tile, k] * panel[j, k]
+              sums[tile] += scale * part + minimum * x_sum
+        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product as pairs_of
+from typing import ClassVar
+
+from castiron.emitter.kernels.matmul.gemm import Gemm
+from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.matrix import ROW_BYTES, Block, Matrix
+from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, Bf16CodePanel, Bf16Panel, bf16_count
+from castiron.emitter.kernels.x_formats import DEPTH, EXACT, tile_rows
+
+MIN_TOKENS = 4  # with fewer tokens the matrix unit gains nothing
+MAX_TOKENS = 128
+HIGH = 2  # of eight registers, four have sums, two x and two weights
+MAX_DEPTH = 512
+
+
+@dataclass(frozen=True)
+class GemmMatrixTiles(PanelTiles):
+    """Tiles of `gemm_matrix`.
+
+    The registers of the matrix unit contain `high` x `wide` blocks of accumulators, each [rows,
+    16].
+    """
+
+    high: int
+
+    letters: ClassVar = PanelTiles.letters + "h"
+
+    def depth_unit(self, matmul: Matmul) -> int:
+        return DEPTH
+
+    def token_unit(self, matmul: Matmul) -> int:
+        return self.rows * self.high
+
+    def stack_bytes(self, matmul: Matmul) -> int:
+        parts = self.high * self.wide * self.rows * ROW_BYTES
+        return super().stack_bytes(matmul) + parts + self.depth // DEPTH * _step_bytes(matmul, self.row_blocks)
+
+    def fit(self, matmul: Matmul) -> bool:
+        fits_unit = self.high * self.wide + self.high + self.wide <= 8
+        return self.rows == tile_rows(matmul.tokens) and fits_unit and super().fit(matmul)
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GemmMatrixTiles:
+        """Return tiles of two by two blocks with the deepest panel that fits the stack."""
+        wide, row_blocks = panel_columns(matmul, True)
+        rows = tile_rows(matmul.tokens)
+        high = HIGH if rows < matmul.tokens else 1
+        tokens = even_tokens(matmul.tokens, MAX_TOKENS, rows * high)
+        space = STACK_BYTES - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
+        steps = even_share(-(-matmul.in_features // DEPTH), min(MAX_DEPTH // DEPTH, space // _step_bytes(matmul, row_blocks)))
+        workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
+        return cls(rows, wide, row_blocks, steps * DEPTH, tokens, high, workgroups=workgroups)
+
+
+def takes_codes(matmul: Matmul) -> bool:
+    """Return whether the panel has codes and scales instead of weights."""
+    return matmul.format.quantised and matmul.numerics == "bf16_split"
+
+
+def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
+    """Return the bytes of stack for 32 k of a panel."""
+    codec = matmul.format
+    if not takes_codes(matmul):
+        return bf16_count(codec, matmul.numerics == "bf16_split") * row_blocks * BLOCK_BYTES
+    return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
+
+
+class GemmMatrix(Gemm):
+    """A writer of the body of a `gemm_matrix` kernel."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
+        super().__init__(b, matmul, isa, tiles, buffers)
+        self.parts, self.codes = b.stack(tiles.high * tiles.wide, tiles.rows, LANES), takes_codes(matmul)
+        self.matrix = Matrix(b, isa, tiles.rows, self.parts)
+        self.x_at, self.panel_at = b.address(buffers["x"]), b.address(self.panel.words)
+        self.x_shape = matmul.operands()["x"].shape
+
+    def _panel(self) -> Bf16Panel | Bf16CodePanel:
+        matmul, tiles = self.matmul, self.tiles
+        given = (self.b, matmul.format, self.isa, self.buffers["weight"], tiles.depth, tiles.row_blocks)
+        if takes_codes(matmul):
+            return Bf16CodePanel(*given)
+        return Bf16Panel(*given, bf16_count(matmul.format, matmul.numerics == "bf16_split"))
+
+    def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
+        """Add x[first : first + count, k : k + depth] @ panel to the sums; the last tile may be partial."""
+        b, rows, high = self.b, self.tiles.rows, self.tiles.high
+        there, before = b.ceildiv(count, rows), b.div(first, rows)
+        full = b.mul(b.div(there, high), high)
+        for low, end, step in ((0, full, high), (full, there, 1)) if high > 1 else ((0, there, 1),):
+            with b.loop(low, end, step) as tile:
+                self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
+
+    def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
+        """Add x @ panel to the sums, for `high` tiles of x from number `tile` on.
+
+        at: first tile of the sums. k, depth: columns of x.
+        """
+        b, group = self.b, self.matmul.format.group
+        first_step = b.div(k, DEPTH)
+        with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
+            if self.codes:
+                with b.loop(0, depth // group) as step:
+                    x_step = b.add(first_step, b.div(step.index, DEPTH // group))
+                    parts = self._step(self._zeros(high), tile, x_step, step.index, block.index, high)
+                    self._add(parts, at, tile, block.index, high, (step.index, b.add(b.div(k, group), step.index)))
+            else:
+                with b.loop(0, -(-depth // DEPTH), carry=self._zeros(high)) as step:
+                    x_step = b.add(first_step, step.index)
+                    step.give(*self._step(step.values, tile, x_step, step.index, block.index, high))
+                self._add(step.results, at, tile, block.index, high)
+
+    def _zeros(self, high: int) -> list[Block]:
+        return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
+
+    def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
+        """Return accumulators `parts` [high * wide] plus the products of one step of 32 k."""
+        b, wide, matrix = self.b, self.tiles.wide, self.matrix
+        (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
+        parts = list(parts)
+        for j in range(self.panel.count):
+            at = b.add(b.mul(b.add(step, j * steps), row_blocks), block)
+            weights = [matrix.weights(self.panel_at, b.mul(b.add(at, n), BLOCK_BYTES)) for n in range(wide)]
+            for i in range(min(pieces, EXACT - j)):
+                tiles = [b.add(tile, i * x_tiles + t) for t in range(high)]
+                size = self.tiles.rows * ROW_BYTES
+                x = [matrix.x(self.x_at, b.mul(b.add(b.mul(each, x_steps), x_step), size)) for each in tiles]
+                for t, n in pairs_of(range(high), range(wide)):
+                    parts[t * wide + n] = matrix.add(parts[t * wide + n], x[t], weights[n])
+        return parts
+
+    def _add(
+        self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
+    ) -> None:
+        """Add accumulators `parts` to the sums.
+
+        of: for codes, the index of a group in the panel and in x. The kernel then multiplies
+        `parts` by the scale of the group, and adds the minimum of the group times the sum of x over
+        the group.
+        """
+        b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
+        for i, part in enumerate(parts):
+            self.matrix.store(part, i)
+        columns = [(n, c, b.add(b.mul(b.add(block, n), LANES), c)) for n in range(wide) for c in range(0, LANES, lanes)]
+        minima = self.panel.minima if of else None
+        scales = [b.vload(self.panel.scales, lanes, of[0], column) for *_, column in columns] if of else []
+        bases = [b.vload(minima, lanes, of[0], column) for *_, column in columns] if of and minima is not None else []
+        for t in range(high):
+            with b.loop(0, rows) as row:
+                sum_row = b.add(b.mul(b.add(at, t), rows), row.index)
+                if of and bases:
+                    token = b.add(b.mul(b.add(tile, t), rows), row.index)
+                    token = b.min(token, self.T - 1) if self.T % rows else token
+                    x_sum = b.broadcast(b.load(self.buffers["x_sums"], token, of[1]), lanes)
+                for i, (n, c, column) in enumerate(columns):
+                    total = b.vload(self.sums, lanes, sum_row, column)
+                    added = b.vload(self.parts, lanes, t * wide + n, row.index, c)
+                    total = b.fma(added, scales[i], total) if of else b.addf(total, added)
+                    b.vstore(b.fma(bases[i], x_sum, total) if bases else total, self.sums, sum_row, column)

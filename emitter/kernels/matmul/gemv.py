@@ -1,0 +1,356 @@
+"""Compute y = W x for one token; packed weights are decoded in registers, and sums are f32.
+
+Each lane has one of 16 rows, so there are no sums across lanes. x is prepared once per workgroup
+(`prepared_x`); a code costs a mask, a conversion and an fma.
+
+    each workgroup: a share of the sets of 16-row blocks; a set is `together` blocks; for a GLU at least gate and up
+      prefetch the first records of the first set
+      xs [in] = norm(x) * factors of the codes, sums [in / group] = sums of norm(x)                    stack
+      for set in share:
+        for `together` blocks of the set at once:
+          totals [together, 16] = 0                                                                registers
+          for record in records:                                    a codec block of 16 rows, read once
+            for group in record:                                    one, or many for K-quants
+              products [chains, together, 16] = 0                                                  registers
+              for k in group:                                       unrolled; prefetches of a record `ahead` in between
+                products[k % chains] += f32(word[k / fields] & mask[k % fields]) * xs[k]
+            totals += d * sum(products) + m * sums[group]           many groups: times their scales and minima
+        y [set] = epilogue(totals)                                                                   memory
+
+A word is loaded once for all of its fields. For codes with an offset, a chain starts with
+sums[group], which includes the factor -offset. If xs does not fit the stack, it is prepared in
+parts, and the totals of 32 sets stay on the stack for the next part. A record of a float codec is
+one k (bf16: two), whose elements are not decoded.
+
+In canonical form there is one chain, and the kernel adds d * scale * sum(x code) and m * minimum *
+sum(x) of each group to the totals, in the same order as the kernels for several tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_element
+from castiron.emitter.kernels.matmul.tiles import Buffers, Tiles, each_block
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import tree
+from castiron.emitter.kernels.weights.packing import LANES, layout
+from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
+
+AHEAD_BYTES = 5 << 10  # distance of prefetched weights
+BATCH = 32  # sets of row blocks whose sums (4 KB) stay on the stack if x is prepared in parts
+X_BYTES = STACK_BYTES - (4 << 10)
+# Bytes of weights of a workgroup. Every workgroup prepares x and starts without prefetched weights, so a small weight has
+# one part for each thread. Larger weights have up to PARTS, because threads may start late.
+MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class GemvTiles(Tiles):
+    """Tiles of `gemv`.
+
+    together: row blocks that share every load of x; 1 or 2 with a GLU. chains: independent
+    accumulators of a row, to hide the latency of fma. ahead: distance in records of prefetched
+    weights. unroll: records of a float codec in one iteration.
+    """
+
+    together: int = 2
+    chains: int = 2
+    ahead: int = 16
+    unroll: int = 4
+
+    letters: ClassVar = "gbcau"
+
+    def fit(self, matmul: Matmul) -> bool:
+        return self.together <= 2 or not matmul.glu
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GemvTiles:
+        """Return the default tiles; with experts, at most about two workgroups per thread."""
+        blocks, records, size = matmul.weight_shape
+        nbytes, codec = blocks * records * size, matmul.format
+        workgroups = threads * max(1, min(PARTS, nbytes // (threads * ENOUGH_BYTES)))
+        workgroups = min(workgroups, max(1, nbytes // MIN_BYTES), -(-blocks // 2))
+        if matmul.experts:
+            workgroups = min(workgroups, -(-2 * threads // matmul.tokens))
+        ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
+        if isa.canonical:
+            return cls(2 if matmul.glu or not isa.roomy else 4, 1, ahead, workgroups=workgroups)
+        # Two row blocks together overflow the registers for K-quants, with two levels of scales, and for all codecs on NEON.
+        together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
+        chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
+        return cls(together, chains, ahead, workgroups=workgroups)
+
+
+class Gemv:
+    """A writer of a GEMV, which computes row `y_row` of y from row `x_row` of x.
+
+    base: first row block of the weight, for an expert.
+    """
+
+    def __init__(
+        self,
+        b: Body,
+        matmul: Matmul,
+        isa: Isa,
+        tiles: GemvTiles,
+        buffers: Buffers,
+        x_row: Index = 0,
+        y_row: Index = 0,
+        base: Index = 0,
+    ):
+        self.b, self.codec, self.tiles, self.epilogue, self.buffers = b, matmul.format, tiles, matmul.epilogue, buffers
+        self.chains = 1 if isa.canonical else tiles.chains
+        self.canonical = isa.canonical
+        self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
+        self.matmul, self.out_features, self.in_features = matmul, matmul.out_features, matmul.in_features
+        self.row_blocks, self.count, self.size = matmul.weight_shape
+        self.records = Records(b, self.codec, isa, buffers["weight"], base)
+        self.layout = self.records.layout
+        self.together = min(tiles.together, self.row_blocks)
+        self.set = max(self.together, self.epilogue.row_blocks)  # row blocks whose results are computed together
+        self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
+
+    def write(self) -> None:
+        self.write_share(self.b.workgroup())
+
+    def write_share(self, share: Index) -> None:
+        """Write the work of share number `share` of `tiles.workgroups` equal shares."""
+        b, elements = self.b, self.layout.elements
+        chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
+        chunk = -(-self.count // chunks)  # records
+        sets = -(-self.row_blocks // self.set)
+        low, high = b.share(sets, share, self.tiles.workgroups)
+        self._prefetch_first(low)
+        self.x = PreparedX(b, self.matmul, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
+        if chunks == 1:
+            self._sets(low, high, 0, self.count, None)
+            return
+        parts = b.stack(BATCH * self.set, LANES)
+        with b.loop(low, high, BATCH) as batch:
+            end = b.min(b.add(batch.index, BATCH), high)
+            for first in range(0, self.count, chunk):
+                self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
+
+    def _prefetch_first(self, low: Index) -> None:
+        """Prefetch the first weights of set `low`, to use memory bandwidth while x is prepared."""
+        b = self.b
+        row_blocks = self._blocks_of(low)[: self.together]
+        with b.loop(0, min(self.tiles.ahead, self.count)) as record:
+            for line in range(0, self.size, CACHE_LINE):
+                for block in row_blocks:
+                    self.records.prefetch(block, record.index, line)
+
+    def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
+        """Compute sets low .. high - 1 of row blocks over records first .. last - 1.
+
+        parts: stack buffer for the totals of these sets between parts of x, or None if x has one
+        part.
+        """
+        b = self.b
+        self.x.fill(first * self.layout.elements, last * self.layout.elements)
+        with b.loop(low, high) as row:
+            row_blocks, dots = self._blocks_of(row.index), []
+            for at in range(0, self.set, self.together):
+                slot = b.add(b.mul(b.sub(row.index, low), self.set), at)
+                stored_at = [(b.add(slot, i), v * self.lanes) for i, v in self.sides]
+                if parts is None or first == 0:
+                    totals = [b.splat(0.0, self.lanes)] * len(self.sides)
+                else:
+                    totals = [b.vload(parts, self.lanes, *at_sum) for at_sum in stored_at]
+                totals = self._dots(row_blocks[at : at + self.together], first, last, totals)
+                if parts is not None and last < self.count:
+                    for total, at_sum in zip(totals, stored_at, strict=True):
+                        b.vstore(total, parts, *at_sum)
+                dots += totals
+            if last == self.count:
+                self._finish(row_blocks, dots)
+
+    def _blocks_of(self, row: Index) -> list[Index]:
+        """Return the row blocks of set `row`; an incomplete last set repeats its last block."""
+        b = self.b
+        row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
+        return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
+
+    def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
+        """Return `totals` plus the dot products over records first .. last - 1.
+
+        There is a total for each vector of each row block (`self.sides`).
+        """
+        if not self.codec.quantised:
+            return self._float_dots(row_blocks, first, last, totals)
+        with self.b.loop(first, last, carry=totals) as record:
+            slot = self.b.sub(record.index, first)
+            record.give(*self._record(row_blocks, record.index, slot, record.values))
+        return record.results
+
+    def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
+        """Return functions that prefetch the cache lines that are read `tiles.ahead` records later.
+
+        These may belong to the next set of row blocks. offset, nbytes: bytes of a record to
+        prefetch.
+        """
+        b = self.b
+        then = b.add(record, self.tiles.ahead)
+        skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
+        lines = range(0, nbytes, CACHE_LINE)
+        return [
+            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
+            for line in lines
+            for block in row_blocks
+        ]
+
+    def _record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
+        """Return `totals` plus the dot products over one record.
+
+        slot: index of the record in the prepared part of x.
+        """
+        if self.layout.groups == 1:
+            return self._group_record(row_blocks, record, slot, totals)
+        return (self._canonical_record if self.canonical else self._super_record)(row_blocks, record, slot, totals)
+
+    def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
+        """Return `totals` plus a record that has one group: d * sum(x code) + m * sum(x).
+
+        slot: index of the record in the prepared part of x.
+        """
+        b, records = self.b, self.records
+        dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
+        done = []
+        for (i, v), matmul, total in zip(self.sides, dots, totals, strict=True):
+            total = b.fma(matmul, records.d(row_blocks[i], record, v), total)
+            minimum = records.m(row_blocks[i], record, v)
+            if minimum is not None:
+                total = b.fma(minimum, self.x.sum_of(slot), total)
+            done.append(total)
+        return done
+
+    def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
+        """Return `totals` plus a record of many groups.
+
+        It adds d * sum(scale * sum(x code)) + m * sum(minimum * sum(x)), with outer sums over the
+        groups.
+        """
+        b, records, groups = self.b, self.records, self.layout.groups
+        minima = self.codec.minimum != 0
+        zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
+        with b.loop(0, groups, carry=zeros * (1 + minima)) as g:
+            soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
+            at = b.add(b.mul(slot, groups), g.index)
+            dots = self._group(row_blocks, record, g.index, at, soon)
+            sums, lows = list(g.values[: len(self.sides)]), list(g.values[len(self.sides) :])
+            for n, (i, v) in enumerate(self.sides):
+                scale = records.group_scale(row_blocks[i], record, g.index, v)
+                sums[n] = b.addf(dots[n], sums[n]) if scale is None else b.fma(dots[n], scale, sums[n])
+                low = records.group_minimum(row_blocks[i], record, g.index, v)
+                if low is not None:
+                    lows[n] = b.fma(low, self.x.sum_of(at), lows[n])
+            g.give(*sums, *lows)
+        done = []
+        for n, (i, v) in enumerate(self.sides):
+            total = b.fma(g.results[n], records.d(row_blocks[i], record, v), totals[n])
+            minimum = records.m(row_blocks[i], record, v)
+            if minimum is not None:
+                total = b.fma(g.results[len(self.sides) + n], minimum, total)
+            done.append(total)
+        return done
+
+    def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
+        """Return `totals` plus a record of many groups, one group after another.
+
+        For each group, it adds d * scale * sum(x code) + m * minimum * sum(x).
+        """
+        b, records, groups = self.b, self.records, self.layout.groups
+        with b.loop(0, groups, carry=totals) as g:
+            soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
+            at = b.add(b.mul(slot, groups), g.index)
+            dots, done = self._group(row_blocks, record, g.index, at, soon), []
+            for (i, v), matmul, total in zip(self.sides, dots, g.values, strict=True):
+                scale, minimum = records.scale_and_minimum(row_blocks[i], record, g.index, v)
+                total = b.fma(matmul, scale, total)
+                done.append(total if minimum is None else b.fma(minimum, self.x.sum_of(at), total))
+            g.give(*done)
+        return g.results
+
+    def _group(
+        self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
+    ) -> list[Ssa]:
+        """Return sum(x code) of a group, as a vector for each of `self.sides`.
+
+        slot: index of the group in the prepared part of x. soon: prefetches, spread over the group
+        because a burst of prefetches stalls.
+        """
+        b, chains = self.b, self.chains
+        codes = [self.records.group_codes(block, record, group) for block in row_blocks]
+        start = b.mul(slot, self.codec.group)
+        offset = self.x.sum_of(slot) if self.codec.offset else None
+        sums: list[list[Ssa | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
+        for k in range(self.codec.group):
+            if k % 8 == 0:
+                for prefetch in _share(soon, k // 8, self.codec.group // 8):
+                    prefetch()
+            x = self.x.at(b.add(start, k))
+            for n, (i, v) in enumerate(self.sides):
+                code, so_far = codes[i].code(k, v), sums[n][k % chains]
+                sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
+        return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
+
+    def _float_dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
+        b, chains, unroll, elements = self.b, self.chains, self.tiles.unroll, self.layout.elements
+        zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
+
+        def add(record: Index, sums: list[Ssa], number: int) -> None:
+            weights = [self.records.elements(row_blocks[i], record, v) for i, v in self.sides]
+            for e in range(elements):
+                x = self.x.at(b.add(b.mul(b.sub(record, first), elements), e))
+                chain = (number * elements + e) % chains * len(self.sides)
+                for n, weight in enumerate(weights):
+                    sums[chain + n] = b.fma(weight[e], x, sums[chain + n])
+
+        full = (last - first) // unroll * unroll
+        with b.loop(first, first + full, unroll, carry=totals + zeros * (chains - 1)) as loop:
+            soon = self._prefetches(row_blocks, loop.index, 0, self.size * unroll)
+            sums = list(loop.values)
+            for i in range(unroll):
+                for prefetch in _share(soon, i, unroll):
+                    prefetch()
+                add(b.add(loop.index, i), sums, i)
+            loop.give(*sums)
+        sums = list(loop.results)
+        for i, record in enumerate(range(first + full, last)):
+            add(record, sums, i)
+        return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
+
+    def _finish(self, row_blocks: list[Index], totals: list[Ssa]) -> None:
+        """Store the results of a set of row blocks."""
+        vectors = self.records.vectors
+        dots = [totals[i : i + vectors] for i in range(0, len(totals), vectors)]
+        if self.epilogue.glu:
+            self._store(self.b.div(row_blocks[0], 2), self.epilogue.combine(self.b, dots))
+            return
+        for block, matmul in zip(row_blocks, dots, strict=True):
+            self._store(block, matmul)
+
+    def _store(self, block: Index, results: list[Ssa]) -> None:
+        """Store 16 results from 16 * block on, or fewer in the last row block."""
+        b, buffers, row = self.b, self.buffers, self.y_row
+        column = b.mul(block, LANES)
+
+        def store(ragged: int) -> None:
+            for lane in range(0, ragged or LANES, 1 if ragged else self.lanes):
+                at, y = b.add(column, lane), results[lane // self.lanes]
+                y = b.extract(y, lane % self.lanes) if ragged else y
+                y = self.epilogue.finish(b, y, buffers, row, at)
+                (b.store if ragged else b.vstore)(y, buffers["y"], row, at)
+
+        each_block(b, self.out_features, block, store)
+
+
+def _share(items: list, i: int, parts: int) -> list:
+    """Return part i of `parts` equal parts of the items."""
+    return items[len(items) * i // parts : len(items) * (i + 1) // parts]

@@ -1,0 +1,133 @@
+"""Prepare x on the stack for matmuls with codes: apply the norm, multiply by `code_factors`.
+
+The stack also has the sums over groups of x that minima and offsets of codes need. For canonical
+GEMMs, the kernel `group_sums` computes these sums once for all matmuls of x, in the same order:
+
+each workgroup: up to 16 rows of x [T, in]
+  for row, for group: sums = sum(x of the group) * the sign of the codec's minimum, or minus its offset       memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+
+import numpy as np
+
+from castiron.emitter.codecs import Codec
+from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import inverse_rms, lane_sums, tree
+from castiron.emitter.kernels.weights.records import code_factors
+from castiron.emitter.types import F32, TensorType
+
+PAD = 16  # elements between rows of x on the stack
+ROWS = 16  # rows of a workgroup of `group_sums`
+
+
+def bytes_per_element(codec: Codec) -> float:
+    """Return the bytes of stack for an element of x."""
+    return 4 + (4 / codec.group if codec.summed else 0)
+
+
+def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
+    """Return the sum of a group of x, times the sign of the codec's minimum or its -offset."""
+    total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
+    return b.mulf(total, b.f32(codec.minimum or -codec.offset))
+
+
+@cache
+def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
+    """Return the kernel: x [rows, in] -> sums f32 [rows, in / group], each a `group_sum`."""
+    count, factor = in_features // codec.group, codec.minimum or -codec.offset
+
+    def write(b: Body, x: Ssa, sums: Ssa) -> None:
+        low = b.mul(b.workgroup(), ROWS)
+        with b.loop(low, b.min(b.add(low, ROWS), rows)) as row, b.loop(0, count) as g:
+            start = b.mul(g.index, codec.group)
+            parts = [b.vload(x, isa.lanes, row.index, b.add(start, k)) for k in range(0, codec.group, isa.lanes)]
+            b.store(group_sum(b, codec, parts), sums, row.index, g.index)
+
+    return write_kernel(
+        f"group_sums_{rows}x{in_features}_{codec.group}_{'m' * (factor < 0)}{abs(factor)}_{isa.name}",
+        {"x": TensorType((rows, in_features), F32)},
+        {"sums": TensorType((rows, count), F32)},
+        -(-rows // ROWS),
+        write,
+        reference=lambda x: {"sums": (factor * x.reshape(rows, count, -1).sum(axis=2, dtype=np.float64)).astype(np.float32)},
+        flops=rows * in_features,
+        nbytes=4 * rows * (in_features + count),
+        fenced=isa.canonical,
+    )
+
+
+class PreparedX:
+    """A stack buffer of prepared x: up to `capacity` elements of T rows of x from `row` on.
+
+    If the matmul has `rms_eps`, x has one row, which is RMS-normalised.
+    """
+
+    def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0):
+        self.b, self.codec, self.lanes, self.in_features, self.T = b, matmul.format, lanes, matmul.in_features, T
+        self.source, self.norm, self.row = buffers["x"], buffers.get("norm"), row
+        # Without PAD, rows whose length is a power of two would share cache sets.
+        self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
+        self.sums = b.stack(T, capacity // self.codec.group) if self.codec.summed else None
+        self.inverse = None
+        if matmul.rms_eps is not None:
+            self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, matmul.rms_eps, lanes)
+
+    def at(self, k: Index, token: Index = 0) -> Ssa:
+        """Return element k of the last `fill`, in every lane."""
+        return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
+
+    def sum_of(self, group: Index, token: Index = 0) -> Ssa:
+        """Return `group_sum` of a group of the last `fill`, in every lane."""
+        assert self.sums is not None, "only codecs with an offset or a minimum have sums"
+        return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
+
+    def fill(self, first: int, last: int) -> None:
+        """Prepare elements first .. last - 1 of every row, with zeros past the end of x."""
+        fill = self._fill_groups if self.codec.quantised else self._fill_elements
+        if self.T == 1:
+            fill(0, first, last)
+            return
+        with self.b.loop(0, self.T) as token:
+            fill(token.index, first, last)
+
+    def _read(self, token: Index, k: Index, width: int) -> Ssa:
+        return self.b.vload(self.source, width, self.b.add(token, self.row), k)
+
+    def _normalised(self, token: Index, k: Index, width: int) -> Ssa:
+        b, x = self.b, self._read(token, k, width)
+        if self.inverse is None or self.norm is None:
+            return x
+        return b.mulf(b.mulf(x, b.broadcast(self.inverse, width)), b.vload(self.norm, width, k))
+
+    def _fill_elements(self, token: Index, first: int, last: int) -> None:
+        b, lanes = self.b, self.lanes
+        end = min(last, self.in_features)
+        full = (end - first) // lanes * lanes
+        with b.loop(0, full, lanes) as vector:
+            b.vstore(self._normalised(token, b.add(vector.index, first), lanes), self.values, token, vector.index)
+        for k in range(full, end - first):
+            b.vstore(self._normalised(token, first + k, 1), self.values, token, k)
+        for k in range(end - first, last - first):
+            b.vstore(b.splat(0.0, 1), self.values, token, k)
+
+    def _fill_groups(self, token: Index, first: int, last: int) -> None:
+        b, lanes, group = self.b, self.lanes, self.codec.group
+        factors = code_factors(self.codec)
+        with b.loop(0, (last - first) // group) as g:
+            start, parts = b.mul(g.index, group), []
+            for k in range(0, group, lanes):
+                x = self._normalised(token, b.add(b.add(start, first), k), lanes)
+                parts.append(x)
+                if (factors[k : k + lanes] != 1).any():
+                    listed = ", ".join(f"{factor:.9e}" for factor in factors[k : k + lanes])
+                    x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
+                b.vstore(x, self.values, token, b.add(start, k))
+            if self.sums is not None:
+                b.store(group_sum(b, self.codec, parts), self.sums, token, g.index)

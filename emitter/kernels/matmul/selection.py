@@ -1,0 +1,104 @@
+"""Choose the kernel of a matmul: the first row of a table whose predicate is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, fields
+from functools import cache
+from typing import Any
+
+from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.matmul import experts, gemm_matrix, small_batch
+from castiron.emitter.kernels.matmul.experts import ExpertGemvs, Grouped, GroupedInt8, GroupedInt8Tiles, GroupedTiles
+from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
+from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16, GemmBf16Tiles
+from castiron.emitter.kernels.matmul.gemm_canonical import GemmCanonical, GemmCanonicalTiles
+from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles
+from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrix, GemmMatrixTiles
+from castiron.emitter.kernels.matmul.gemv import Gemv, GemvTiles
+from castiron.emitter.kernels.matmul.small_batch import SmallBatch, SmallBatchTiles
+from castiron.emitter.kernels.matmul.small_batch_int8 import SmallBatchInt8, SmallBatchInt8Tiles
+from castiron.emitter.kernels.matmul.tiles import Tiles
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.isa import Isa
+
+# Rows: a predicate of matmuls, the prefix of the kernel's name, the class of its tiles, and of the writer of its body.
+_CHOICES: tuple[tuple[Callable[[Matmul], bool], str, type[Tiles], type[Any]], ...] = (
+    (lambda m: m.experts > 0 and m.numerics == "int8", "grouped", GroupedInt8Tiles, GroupedInt8),
+    (lambda m: 0 < experts.MIN_PAIRS * m.experts <= m.tokens and m.numerics == "exact", "grouped", GroupedTiles, Grouped),
+    (lambda m: m.experts > 0, "gemv", GemvTiles, ExpertGemvs),
+    (lambda m: m.tokens == 1, "gemv", GemvTiles, Gemv),
+    (lambda m: m.numerics == "int8" and m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchInt8Tiles, SmallBatchInt8),
+    (lambda m: m.numerics == "int8", "gemm", GemmInt8Tiles, GemmInt8),
+    (lambda m: m.numerics in ("bf16_split", "bf16_matrix"), "gemm", GemmMatrixTiles, GemmMatrix),
+    (lambda m: m.numerics == "bf16_pairs", "gemm", GemmBf16Tiles, GemmBf16),
+    (lambda m: m.numerics == "canonical", "gemm", GemmCanonicalTiles, GemmCanonical),
+    (lambda m: m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchTiles, SmallBatch),
+    (lambda m: True, "gemm", GemmTiles, Gemm),
+)
+
+
+def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
+    return next(choice[1:] for choice in _CHOICES if choice[0](matmul))
+
+
+def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
+    """Return the best of `matmul_spec.NUMERICS` for a matmul; x is rounded only if `is_fast`.
+
+    x is not rounded where rounding gains nothing: for a single token, which is limited by memory
+    bandwidth, and for few pairs of a token and an expert, which rarely share the expert. For an
+    Isa's canonical form, "exact" kernels for few tokens and for float weights are canonical too.
+    """
+    if isa.canonical:
+        is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
+        return "canonical" if is_batched else "exact"
+    if matmul.experts:
+        is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
+        return "int8" if is_fast and is_grouped and matmul.format.quantised else "exact"
+    if matmul.tokens == 1:
+        return "exact"
+    if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS:
+        return "bf16_matrix" if is_fast else "bf16_split"
+    # AVX2 widens codes of 8 bits, or of a table, to s16: int8 measured 0.8 to 0.95 times as fast as f32.
+    is_slow_in_int8 = matmul.format.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
+    if is_fast and matmul.format.quantised and not is_slow_in_int8:
+        return "int8"
+    return "bf16_pairs" if is_fast and isa.pairs and matmul.codec == "bf16" else "exact"
+
+
+def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
+    """Return tiles that measured well for a kernel that is expected to run on `threads` threads."""
+    _, kind, _ = _choice(matmul)
+    return kind.default(matmul, isa, threads)
+
+
+def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
+    """Return tiles from their fields; ValueError for unknown fields or non-integer values."""
+    _, kind, _ = _choice(matmul)
+    if set(values) != {field.name for field in fields(kind)} or any(type(v) is not int for v in values.values()):
+        raise ValueError(f"{dict(values)} are not the fields of {kind.__name__}; give an integer for each of them")
+    return kind(**values)
+
+
+@cache
+def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
+    """Return the kernel of a matmul; tiles: None for the default tiles.
+
+    Raises ValueError if the tiles do not fit the matmul.
+    """
+    prefix, _, writer = _choice(matmul)
+    tiles = tiles or default_tiles(matmul, isa, threads)
+    if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
+        raise ValueError(f"tiles {tiles.name} do not fit {matmul.name}: see {type(tiles).__name__}")
+    return write_kernel(
+        f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",
+        matmul.operands(),
+        matmul.results(),
+        tiles.workgroups * (matmul.tokens if writer is ExpertGemvs else 1),
+        lambda b, **buffers: writer(b, matmul, isa, tiles, buffers).write(),
+        reference=matmul.define,
+        flops=matmul.flops,
+        nbytes=matmul.nbytes,
+        matmul=matmul,
+        fenced=isa.canonical,
+    )

@@ -1,0 +1,233 @@
+"""Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
+
+For so few tokens, decoding to memory as in `gemm` takes as long as the fma. Here a code costs a
+mask and a conversion, which do not compete with fma, and a group costs the decoding of its scale.
+Tiles of tokens times vectors of outputs share loads of x and decoded codes, and have enough
+accumulators to hide the latency of fma.
+
+    each workgroup: a share of the sets of 16-row blocks
+      xs [T, in] = x * factors of the codes, sums [T, in / group]                                      stack
+      for set in share:
+        acc [T, 16 * blocks] = 0                                                                       stack
+        for tile of `rows` tokens x `vectors` vectors of outputs:
+          for group in groups of all records:
+            prefetch the group of the next blocks
+            products [rows, vectors] = 0                                                           registers
+            for k in group:                                         unrolled
+              code [vectors] = f32(word & mask)                                                    registers
+              products[t] += code * xs[t, k]                        for each token t of the tile
+            acc[t] += d * scale * products[t] + m * minimum * sums[t, group]
+        y [T, 16 * blocks] = epilogue(acc)                                                           memory
+
+If xs does not fit the stack, it is prepared in parts, each for a batch of sets whose acc are on the
+stack. Float codecs need no xs: x is read from memory, and the sums of a tile stay in
+registers over all k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import lcm
+from typing import ClassVar
+
+from castiron.emitter.kernels.matmul.prepared_x import PAD, PreparedX, bytes_per_element
+from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, Tiles
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
+
+MAX_TOKENS = 8
+SUMS_BYTES = 8 << 10  # stack for the sums that share a prepared part of x
+PARTS = 2  # workgroups for each thread
+
+
+@dataclass(frozen=True)
+class SmallBatchTiles(Tiles):
+    """Tiles of `small_batch`.
+
+    Accumulators of `rows` tokens x `vectors` vectors of outputs are in registers. unroll: k of a
+    float codec in one iteration.
+    """
+
+    rows: int
+    vectors: int
+    unroll: int = 4
+
+    letters: ClassVar = "grvu"
+
+    def row_blocks(self, isa: Isa, shared: int) -> int:
+        """Return the row blocks that a workgroup finishes at a time.
+
+        shared: `Epilogue.row_blocks`.
+        """
+        per_block = LANES // isa.lanes
+        return lcm(lcm(per_block, self.vectors) // per_block, shared)
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> SmallBatchTiles:
+        vectors = 1 if isa.canonical and not isa.roomy else 4 if isa.lanes < 8 else 2
+        max_rows = (20 if isa.registers == 32 else isa.registers * 5 // 8) // vectors
+        rows = -(-matmul.tokens // -(-matmul.tokens // max_rows))
+        row_blocks = cls(rows, vectors).row_blocks(isa, matmul.epilogue.row_blocks)
+        return cls(rows, vectors, workgroups=min(-(-matmul.weight_shape[0] // row_blocks), PARTS * threads))
+
+    def fit(self, matmul: Matmul) -> bool:
+        return self.rows <= matmul.tokens
+
+
+class SmallBatch:
+    """A writer of the body of a `small_batch` kernel."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
+        self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
+        self.lanes, self.T, self.in_features = isa.lanes, matmul.tokens, matmul.in_features
+        self.row_blocks, self.count, _ = matmul.weight_shape
+        self.records = Records(b, self.codec, isa, buffers["weight"])
+        self.layout = self.records.layout
+        self.set = tiles.row_blocks(isa, matmul.epilogue.row_blocks)
+        self.unit = tiles.row_blocks(isa, 1)
+        set_bytes = 4 * self.T * LANES * self.set
+        self.chunk, self.batch = self.count, 1  # records of x prepared at once, and sets that share them
+        if self.codec.quantised:
+            x_bytes = self.T * self.layout.elements * bytes_per_element(self.codec)
+            space = STACK_BYTES - 4 * self.T * PAD - set_bytes
+            if x_bytes * self.count > space:
+                self.batch = max(1, SUMS_BYTES // set_bytes)
+                chunks = -(-self.count // int((space - (self.batch - 1) * set_bytes) // x_bytes))
+                self.chunk = -(-self.count // chunks)
+            capacity = self.chunk * self.layout.elements
+            self.x = PreparedX(b, matmul, self.lanes, buffers, capacity, self.T)
+        self.sums = b.stack(self.T, self.batch * self.set * LANES)
+        self.finish = Finish(b, matmul, self.lanes, buffers, self.sums)
+
+    def write(self) -> None:
+        b = self.b
+        end = b.real(self.buffers.get("length"), 0, self.T)
+        if self.codec.quantised and self.chunk == self.count:
+            self.x.fill(0, self.count * self.layout.elements)
+        sets = -(-self.row_blocks // self.set)
+        low, high = b.share(sets, b.workgroup(), self.tiles.workgroups)
+        with b.loop(low, high, self.batch) as batch:
+            first = b.mul(batch.index, self.set)
+            last = b.min(b.mul(b.min(b.add(batch.index, self.batch), high), self.set), self.row_blocks)
+            if self.codec.quantised:
+                self._add_chunks(first, last, end)
+            else:
+                self._tiles(first, last, end, self._float_tile)
+            self.finish.store(first, b.sub(last, first), 0, end, self.T)
+
+    def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
+        """Compute the sums of row blocks `first` to `last`, with x in parts that fit the stack."""
+        b = self.b
+        zero = b.splat(0.0, self.lanes)
+        with b.loop(0, self.T) as t, b.loop(0, self.batch * self.set * LANES, self.lanes) as column:
+            b.vstore(zero, self.sums, t.index, column.index)
+        for start in range(0, self.count, self.chunk):
+            stop = min(start + self.chunk, self.count)
+            if self.chunk < self.count:
+                self.x.fill(start * self.layout.elements, stop * self.layout.elements)
+
+            def add(sides: list[tuple[Index, int, Index]], token: Index, rows: int) -> None:
+                with b.loop(start, stop) as record, b.loop(0, self.layout.groups) as group:
+                    number = 0 if self.layout.groups == 1 else group.index
+                    self._add_group(sides, token, rows, record.index, number, b.sub(record.index, start))
+
+            self._tiles(first, last, end, add)
+
+    def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
+        """Call add(sides, token, rows) for each tile of row blocks first .. last - 1.
+
+        Tiles have tokens below `end`, rounded up to a complete tile. A side is a row block, a
+        vector of it, and its column in the sums. A short set computes its last block twice.
+        """
+        b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
+        full = self.T // rows * rows
+        with b.loop(first, last, unit) as block:
+            numbers = [b.add(block.index, i) for i in range(unit)]
+            columns = [b.mul(b.sub(number, first), LANES) for number in numbers]
+            if self.row_blocks % unit:
+                numbers = [b.min(number, self.row_blocks - 1) for number in numbers]
+            sides = [(numbers[i], v, b.add(columns[i], v * self.lanes)) for i in range(unit) for v in range(per_block)]
+            tiles = [sides[i : i + vectors] for i in range(0, len(sides), vectors)]
+            with b.loop(0, b.min(b.mul(b.ceildiv(end, rows), rows), full), rows) as t:
+                for tile in tiles:
+                    add(tile, t.index, rows)
+            if full < self.T:
+                with b.when(b.less(full, end)):
+                    for tile in tiles:
+                        add(tile, full, self.T - full)
+
+    def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
+        """Add d * scale * sum(x code) + m * minimum * sum(x) of a group to the sums.
+
+        slot: index of the record in the prepared part of x.
+        """
+        b, records, codec = self.b, self.records, self.codec
+        number = b.add(b.mul(slot, self.layout.groups), group)
+        start = b.mul(number, codec.group)
+        tokens = [b.add(token, t) for t in range(rows)]
+        codes = {block: records.group_codes(block, record, group) for block, _, _ in sides}
+        soon = (0, self.layout.size) if self.layout.groups == 1 else (records.codes_at(group), self.layout.group_bytes)
+        self._prefetch(sides, record, *soon)
+        dots: list[list[Ssa | None]] = [[None] * len(sides) for _ in tokens]
+        if codec.offset:
+            dots = [[self.x.sum_of(number, t)] * len(sides) for t in tokens]
+        for k in range(codec.group):
+            weights = [codes[block].code(k, v) for block, v, _ in sides]
+            for mine, t in zip(dots, tokens, strict=True):
+                x = self.x.at(b.add(start, k), t)
+                mine[:] = [
+                    b.mulf(weight, x) if so_far is None else b.fma(weight, x, so_far)
+                    for weight, so_far in zip(weights, mine, strict=True)
+                ]
+        for i, (block, v, column) in enumerate(sides):
+            scale, minimum = records.scale_and_minimum(block, record, group, v)
+            for mine, t in zip(dots, tokens, strict=True):
+                matmul = mine[i]
+                assert matmul is not None, "a group has codes"
+                total = b.fma(matmul, scale, b.vload(self.sums, self.lanes, t, column))
+                if minimum is not None:
+                    total = b.fma(minimum, self.x.sum_of(number, t), total)
+                b.vstore(total, self.sums, t, column)
+
+    def _prefetch(self, sides: list, record: Index, offset: Index, nbytes: int) -> None:
+        """Prefetch `nbytes` bytes of a record, for the row blocks after those of `sides`.
+
+        offset: first byte in the record.
+        """
+        for block in {block: None for block, _, _ in sides}:
+            for line in range(0, nbytes, CACHE_LINE):
+                self.records.prefetch(self.b.add(block, self.unit), record, self.b.add(offset, line))
+
+    def _float_tile(self, sides: list, token: Index, rows: int) -> None:
+        """Compute the sums of `sides` and of tokens `token` to `token + rows`."""
+        b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
+
+        def add(record: Index, sums: list[Ssa], limit: int) -> list[Ssa]:
+            weights = [self.records.elements(block, record, v) for block, v, _ in sides]
+            for e in range(min(elements, limit)):
+                k, done = b.add(b.mul(record, elements), e), []
+                for t in range(rows):
+                    x = b.broadcast(b.load(self.buffers["x"], b.add(token, t), k), self.lanes)
+                    mine = sums[t * len(sides) : (t + 1) * len(sides)]
+                    done += [b.fma(weight[e], x, total) for weight, total in zip(weights, mine, strict=True)]
+                sums = done
+            return sums
+
+        full = self.in_features // (elements * unroll) * unroll
+        zeros = [b.splat(0.0, self.lanes)] * (rows * len(sides))
+        with b.loop(0, full, unroll, carry=zeros) as loop:
+            sums = loop.values
+            self._prefetch(sides, loop.index, 0, self.layout.size * unroll)
+            for u in range(unroll):
+                sums = add(b.add(loop.index, u), sums, elements)
+            loop.give(*sums)
+        sums = loop.results
+        for record in range(full, self.count):
+            sums = add(record, sums, self.in_features - record * elements)
+        for n, total in enumerate(sums):
+            t, side = divmod(n, len(sides))
+            b.vstore(total, self.sums, b.add(token, t), sides[side][2])

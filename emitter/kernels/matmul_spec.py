@@ -1,0 +1,200 @@
+"""The specification of a matmul of activations with packed weights, without tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from castiron.emitter.codecs import Codec, codec_of
+from castiron.emitter.kernels.epilogue import Epilogue
+from castiron.emitter.kernels.mlir.body import number
+from castiron.emitter.kernels.mlir.vector_math import rms_normed
+from castiron.emitter.kernels.weights.packing import packed_shape, unpack
+from castiron.emitter.kernels.x_formats import EXACT, joined, nearest, of_bytes, rounded_types, split_type
+from castiron.emitter.types import F32, I8, I32, TensorType
+
+# How a kernel receives x.
+# exact: f32. int8: quantised by `round_x`. canonical: f32, and additions have the same order for every number of tokens.
+# bf16_pairs, bf16_matrix: rounded to the nearest bf16 by `split_x`, for a vector unit, or for a matrix unit, for which
+# weights are rounded to bf16 too. bf16_split: split by `split_x` into three bf16 whose sum is x, for a matrix unit.
+NUMERICS = ("exact", "int8", "bf16_pairs", "bf16_matrix", "bf16_split", "canonical")
+FAST = ("int8", "bf16_pairs", "bf16_matrix")
+PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
+
+    codec: name of the codec of W. rms_eps: epsilon of an RMS norm of x, for one token, or None.
+    glu: activation in act(gate) * up, or None; W then contains gate and up
+    (`Epilogue.weight_rows`). bias, residual: whether the kernel adds a bias or a residual to y.
+    length: whether a run-time length limits the real rows of x; later rows are padding, and their
+    results are zero. numerics: one of NUMERICS.
+
+    experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
+    number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
+
+    Raises ValueError for an unknown codec, activation or numerics, if `in_features` is not a
+    multiple of the codec block, if `tokens` is not a multiple of `per_row`, and if no kernel
+    supports the combination.
+    """
+
+    codec: str
+    tokens: int
+    out_features: int
+    in_features: int
+    rms_eps: float | None = None
+    bias: bool = False
+    residual: bool = False
+    glu: str | None = None
+    length: bool = False
+    experts: int = 0
+    per_row: int = 1
+    numerics: str = "exact"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"unknown numerics: {self.numerics!r}; use one of {', '.join(NUMERICS)}")
+        if self.tokens % self.per_row:
+            raise ValueError(f"{self.tokens} pairs are not a multiple of {self.per_row} pairs for each row of x")
+        packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
+        single = self.tokens == 1 and not self.experts
+        quantised = self.format.quantised
+        taken = {"int8": quantised, "bf16_pairs": self.codec == "bf16", "canonical": quantised or self.experts > 0}
+        of_experts = self.numerics in ("int8", "canonical")
+        if self.numerics != "exact" and (single or not taken.get(self.numerics, True) or (self.experts and not of_experts)):
+            what = f"{self.tokens} tokens, {self.experts} experts and {self.codec}"
+            raise ValueError(f"no kernel computes {self.numerics} for {what}")
+        for option, there, fits in (
+            ("rms_eps", self.rms_eps is not None, single),
+            ("length", self.length, not single),
+            ("bias", self.bias, not self.experts),
+            ("residual", self.residual, not self.experts),
+        ):
+            if there and not fits:
+                raise ValueError(f"no kernel fuses {option} with {self.tokens} tokens and {self.experts} experts")
+
+    @property
+    def name(self) -> str:
+        """Return a unique name of the fields, such as `q4_1_1x960x576_rms1em05`."""
+        sizes = f"{self.codec}_{self.tokens}x{self.out_features}x{self.in_features}"
+        if self.experts:
+            sizes += f"_of{self.experts}by{self.per_row}"
+        norm = "" if self.rms_eps is None else f"_rms{number(self.rms_eps)}"
+        return sizes + f"_{self.numerics}" * (self.numerics != "exact") + norm + self.epilogue.name + "_length" * self.length
+
+    @property
+    def format(self) -> Codec:
+        return codec_of(self.codec)
+
+    @property
+    def epilogue(self) -> Epilogue:
+        return Epilogue(self.bias, self.residual, self.glu)
+
+    @property
+    def weight_rows(self) -> int:
+        """Return the number of rows of the packed weight; with experts, of one expert."""
+        return self.epilogue.weight_rows(self.out_features)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """Return [row blocks, records, record bytes] of the weight; with experts, of one expert."""
+        return packed_shape(self.codec, self.weight_rows, self.in_features)
+
+    def operands(self) -> dict[str, TensorType]:
+        """Return the types of the operands by name, in the order of the kernel's operands.
+
+        x, (x_scales, x_sums), (norm), weight, (chosen), (bias), (residual), (length)
+
+        Operands in parentheses depend on the fields. x, x_scales and x_sums are results of
+        `round_x`, `split_x` or `prepared_x.group_sums`; norm [in] is the weight of the RMS norm;
+        chosen i32 [tokens] is the expert of each (token, expert) pair; length i32 is the number of
+        real rows of x.
+        """
+        row_blocks, *record = self.weight_shape
+        y, scalar = self.results()["y"], TensorType((), I32)
+        every = {
+            **{name: (True, type_) for name, type_ in self._x_operands().items()},
+            "norm": (self.rms_eps is not None, TensorType((self.in_features,), F32)),
+            "weight": (True, TensorType((max(1, self.experts) * row_blocks, *record), I8)),
+            "chosen": (self.experts > 0, TensorType((self.tokens,), I32)),
+            "bias": (self.bias, TensorType((self.out_features,), F32)),
+            "residual": (self.residual, y),
+            "length": (self.length, scalar),
+        }
+        return {name: type_ for name, (there, type_) in every.items() if there}
+
+    def _x_operands(self) -> dict[str, TensorType]:
+        shape = self.tokens // self.per_row, self.in_features
+        if self.numerics == "int8":
+            made = rounded_types(*shape, self.format)
+            return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        x = split_type(*shape, PIECES[self.numerics]) if self.numerics in PIECES else TensorType(shape, F32)
+        given = {"x": x}
+        if self.summed_groups:
+            given["x_sums"] = TensorType((shape[0], shape[1] // self.format.group), F32)
+        return given
+
+    @property
+    def summed_groups(self) -> int:
+        """Return how many elements of x each element of `x_sums` adds, or 0 without `x_sums`.
+
+        For numerics "int8", for which `round_x` computes `x_sums`, the result is 0 too.
+        """
+        if self.numerics == "canonical" and not self.experts:
+            return self.format.group if self.format.summed else 0
+        return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
+
+    def results(self) -> dict[str, TensorType]:
+        return {"y": TensorType((self.tokens, self.out_features), F32)}
+
+    def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        """Compute y in NumPy with f64 accumulation, as a reference, from the `operands`."""
+        x = self.x_of(x, given.get("x_scales"))
+        if self.rms_eps is not None:
+            x = rms_normed(x, given["norm"], self.rms_eps)
+        real = self.per_row * int(given["length"]) if self.length else self.tokens
+        dots = np.zeros((self.tokens, self.weight_rows))
+        if not self.experts:
+            dots = x @ self._unpacked(weight).T
+        else:
+            weights = weight.reshape(self.experts, *self.weight_shape)
+            for pair in range(real):
+                dots[pair] = x[pair // self.per_row] @ self._unpacked(weights[given["chosen"][pair]]).T
+        y = self.epilogue.define(dots, self.out_features, given.get("bias"), given.get("residual"))
+        y[real:] = 0
+        return {"y": y}
+
+    def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
+        """Return the operand x, which may be quantised or split, as f64 [rows, in].
+
+        scales: the operand `x_scales`, if x is int8.
+        """
+        if self.numerics == "int8" and scales is not None:
+            return of_bytes(x, scales)
+        if self.numerics in PIECES:
+            return joined(x, self.tokens // self.per_row, self.in_features)
+        return x.astype(np.float64)
+
+    def _unpacked(self, weight: np.ndarray) -> np.ndarray:
+        values = unpack(self.codec, weight, self.weight_rows, self.in_features)
+        return (nearest(values) if self.numerics == "bf16_matrix" else values).astype(np.float64)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.tokens * self.weight_rows * self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of operands and result.
+
+        With experts, the weight of one expert counts for each pair, up to the weights of all
+        experts.
+        """
+        types = self.operands() | self.results()
+        weight = types.pop("weight").nbytes
+        if self.experts:
+            weight = weight * min(self.tokens, self.experts) // self.experts
+        return weight + sum(t.nbytes for t in types.values())

@@ -1,0 +1,77 @@
+"""Emit dot products of pairs of bf16, lane by lane; an i32 contains a pair, lower half first.
+
+dpbf16  vdpbf16ps of AVX-512: adds both products to an f32, each rounded to nearest, denormals as zero
+bfdot   NEON's instruction for the same sum, which rounds differently
+plain   shifts and two fma in f32, for any CPU
+"""
+
+from __future__ import annotations
+
+from castiron.emitter.kernels.mlir.body import Body, Ssa
+from castiron.emitter.kernels.mlir.isa import Isa
+
+_DPBF16 = {8: "llvm.x86.avx512bf16.dpbf16ps.256", 16: "llvm.x86.avx512bf16.dpbf16ps.512"}
+HIGH_HALF = -(1 << 16)
+HALF_ULP = 1 << 15  # half a unit in the last place of bf16, in the bits of an f32
+
+
+class Pairs:
+    """A writer of MLIR that adds products of bf16 pairs to f32 totals."""
+
+    def __init__(self, b: Body, isa: Isa):
+        self.b, self.lanes, self.instruction = b, isa.lanes, isa.pairs
+
+    def add(self, total: Ssa, a: Ssa, c: Ssa) -> Ssa:
+        """Return `total` f32 plus both products of the bf16 pairs in each lane of a and c."""
+        if self.instruction == "plain":
+            for left, right in zip(halves(self.b, a), halves(self.b, c), strict=True):
+                total = self.b.fma(left, right, total)
+            return total
+        name = "llvm.aarch64.neon.bfdot.v4f32.v8bf16" if self.instruction == "bfdot" else _DPBF16[self.lanes]
+        a, c = (self.b.bitcast(each, 2 * self.lanes, "bf16") for each in (a, c))
+        return self.b.intrinsic(name, total.type, total, a, c)
+
+
+def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
+    """Return the two bf16 of each i32 as f32, the lower half first."""
+    width = words.width
+    low = b.binary("shli", words, b.isplat(16, width))
+    return b.bitcast(low, width, "f32"), b.bitcast(_high(b, words), width, "f32")
+
+
+def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
+    """Round two vectors of f32 to bf16 towards zero; return i32 pairs, `low` in the lower half."""
+    low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
+    return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
+
+
+def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
+    """Round two vectors of f32 to the nearest bf16; return i32 pairs, `low` in the lower half.
+
+    Ties are rounded away from zero.
+    """
+    return cut(b, *(_up(b, each) for each in (low, high)))
+
+
+def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
+    """Split two vectors of f32 into `count` vectors of bf16 pairs, largest parts first.
+
+    For `count` 3, the parts of an element add up to it exactly. For `count` 1, elements are rounded
+    to the nearest bf16.
+    """
+    if count == 1:
+        return [nearest(b, low, high)]
+    found = [cut(b, low, high)]
+    while len(found) < count:
+        low, high = (b.subf(each, first) for each, first in zip((low, high), halves(b, found[-1]), strict=True))
+        found.append(cut(b, low, high))
+    return found
+
+
+def _high(b: Body, words: Ssa) -> Ssa:
+    return b.binary("andi", words, b.isplat(HIGH_HALF, words.width))
+
+
+def _up(b: Body, x: Ssa) -> Ssa:
+    bits = b.bitcast(x, x.width, "i32")
+    return b.bitcast(b.binary("addi", bits, b.isplat(HALF_ULP, x.width)), x.width, "f32")

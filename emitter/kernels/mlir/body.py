@@ -1,0 +1,394 @@
+"""Build the MLIR text of a kernel: typed SSA values, shared constants, and loops."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+STACK_BYTES = 30 << 10  # limit for buffers on the stack; IREE allows a kernel 32 KB
+PARTS = 6  # workgroups per thread; with 8 or more, IREE hands out 8 at a time
+
+
+@dataclass(frozen=True)
+class Type:
+    """An MLIR type; kind: "vector", "memref", or "" for a scalar of type `element`."""
+
+    element: str
+    shape: tuple[int, ...] = ()
+    kind: str = ""
+
+    def __str__(self) -> str:
+        """Return the type in MLIR: `index`, `vector<8xf32>`, `memref<i32>`."""
+        return f"{self.kind}<{'x'.join((*map(str, self.shape), self.element))}>" if self.kind else self.element
+
+    def of(self, element: str) -> Type:
+        return Type(element, self.shape, self.kind)
+
+
+INDEX, I1, I32, I64, F32, POINTER = map(Type, ("index", "i1", "i32", "i64", "f32", "!llvm.ptr"))
+
+
+def vector_type(width: int, element: str = "f32") -> Type:
+    return Type(element, (width,), "vector")
+
+
+def memref_type(shape: Sequence[int], element: str = "f32") -> Type:
+    return Type(element, tuple(shape), "memref")
+
+
+class Ssa(str):
+    """The name of an SSA value, such as `%3`, with its type."""
+
+    type: Type
+
+    def __new__(cls, name: str, type: Type) -> Ssa:
+        value = super().__new__(cls, name)
+        value.type = type
+        return value
+
+    @property
+    def width(self) -> int:
+        """Return the number of elements of a vector."""
+        return self.type.shape[0]
+
+
+Index = int | Ssa
+Value = TypeVar("Value")
+
+
+def f32_literal(x: float) -> str:
+    """Return the f32 nearest to x as MLIR's hexadecimal literal, which is exact for infinities too."""
+    return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
+
+
+def number(x: float) -> str:
+    """Format a float with nine digits, in characters that an MLIR symbol may contain."""
+    return f"{x:.9g}".replace("-", "m").replace(".", "p").replace("+", "")
+
+
+def largest_width(limit: int, *extents: int) -> int:
+    """Return the largest power of two up to `limit` that divides every extent except 0."""
+    width = limit
+    while any(n % width for n in extents):
+        width //= 2
+    return width
+
+
+def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
+    """Return the values in consecutive parts of `size`."""
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+class Loop:
+    """An open `scf.for`: its `index`, the carried `values` inside it, and the `results` after it."""
+
+    def __init__(self, index: Ssa, values: list[Ssa]):
+        self.index, self.values = index, values
+        self.results: list[Ssa] = []
+        self.given: list[Ssa] = []
+
+    def give(self, *values: Ssa) -> None:
+        """Carry these values to the next iteration."""
+        self.given = list(values)
+
+
+class Body:
+    """The body of one kernel function under construction.
+
+    fenced: whether to keep compilers from fusing `mulf` and an addition into an fma. Operations on
+    indices fold Python integers: `add(0, x)` is `x`.
+    """
+
+    def __init__(self, fenced: bool = False) -> None:
+        self._fenced = fenced
+        self._head: list[str] = []
+        self._constants: dict[str, Ssa] = {}
+        self._lines: list[str] = []
+        self._names = 0
+        self._depth = 3
+
+    def text(self) -> str:
+        return "\n".join(["      " + line for line in self._head] + self._lines)
+
+    def name(self) -> str:
+        self._names += 1
+        return f"%{self._names}"
+
+    def do(self, line: str) -> None:
+        self._lines.append("  " * self._depth + line)
+
+    def let(self, expression: str, type: Type) -> Ssa:
+        name = self.name()
+        self.do(f"{name} = {expression}")
+        return Ssa(name, type)
+
+    def intrinsic(self, name: str, type: Type, *operands: Ssa) -> Ssa:
+        """Call an LLVM intrinsic and return its result."""
+        types = ", ".join(str(operand.type) for operand in operands)
+        return self.let(f'llvm.call_intrinsic "{name}"({", ".join(operands)}) : ({types}) -> {type}', type)
+
+    def constant(self, literal: str, type: Type) -> Ssa:
+        key = f"{literal} : {type}"
+        if key not in self._constants:
+            self._constants[key] = Ssa(f"%c{len(self._constants)}", type)
+            literal_type = literal if type == I1 else key
+            self._head.append(f"{self._constants[key]} = arith.constant {literal_type}")
+        return self._constants[key]
+
+    def f32(self, x: float) -> Ssa:
+        return self.constant(f32_literal(x), F32)
+
+    def splat(self, x: float, width: int) -> Ssa:
+        return self.constant(f"dense<{f32_literal(x)}>", vector_type(width))
+
+    def isplat(self, n: int, width: int) -> Ssa:
+        return self.constant(f"dense<{n}>", vector_type(width, "i32"))
+
+    def steps(self, width: int) -> Ssa:
+        """Return the i32 vector 0, 1, ..., width - 1."""
+        return self.constant(f"dense<{list(range(width))}>", vector_type(width, "i32"))
+
+    def stack(self, *shape: int, element: str = "f32") -> Ssa:
+        """Allocate a buffer on the stack; all buffers of a kernel together may have STACK_BYTES."""
+        buffer = Ssa(self.name(), memref_type(shape, element))
+        self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
+        return buffer
+
+    def index(self, i: Index) -> Ssa:
+        return i if isinstance(i, Ssa) else self.constant(str(i), INDEX)
+
+    def _integer(self, op: str, a: Index, b: Index) -> Ssa:
+        return self.let(f"arith.{op} {self.index(a)}, {self.index(b)} : index", INDEX)
+
+    def add(self, a: Index, b: Index) -> Index:
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        if a == 0 and isinstance(a, int):
+            return b
+        if b == 0 and isinstance(b, int):
+            return a
+        return self._integer("addi", a, b)
+
+    def sub(self, a: Index, b: Index) -> Index:
+        return a - b if isinstance(a, int) and isinstance(b, int) else self._integer("subi", a, b)
+
+    def mul(self, a: Index, b: Index) -> Index:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if b == 1 and isinstance(b, int):
+            return a
+        return self._integer("muli", a, b)
+
+    def div(self, a: Index, b: Index) -> Index:
+        """Return the quotient of non-negative indices, rounded down."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a // b
+        return a if b == 1 and isinstance(b, int) else self._integer("divui", a, b)
+
+    def rem(self, a: Index, b: int) -> Index:
+        """Return the remainder of a non-negative index divided by b."""
+        if isinstance(a, int):
+            return a % b
+        return 0 if b == 1 else self._integer("remui", a, b)
+
+    def ceildiv(self, a: Index, b: Index) -> Index:
+        return self.div(self.add(a, self.sub(b, 1)), b)
+
+    def min(self, a: Index, b: Index) -> Index:
+        return min(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("minsi", a, b)
+
+    def max(self, a: Index, b: Index) -> Index:
+        return max(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("maxsi", a, b)
+
+    def less(self, a: Index, b: Index) -> Ssa:
+        return self.let(f"arith.cmpi slt, {self.index(a)}, {self.index(b)} : index", I1)
+
+    def equal(self, a: Index, b: Index) -> Ssa:
+        return self.let(f"arith.cmpi eq, {self.index(a)}, {self.index(b)} : index", I1)
+
+    def both(self, a: Ssa, b: Ssa) -> Ssa:
+        return self.let(f"arith.andi {a}, {b} : {a.type}", a.type)
+
+    def either(self, a: Ssa, b: Ssa) -> Ssa:
+        return self.let(f"arith.ori {a}, {b} : {a.type}", a.type)
+
+    def negate(self, a: Ssa) -> Ssa:
+        """Return the logical negation of an i1."""
+        return self.let(f"arith.xori {a}, {self.constant('true', I1)} : i1", I1)
+
+    def to_i32(self, i: Index) -> Ssa:
+        return self.let(f"arith.index_cast {self.index(i)} : index to i32", I32)
+
+    def to_index(self, i: Ssa) -> Ssa:
+        return self.let(f"arith.index_cast {i} : {i.type} to index", INDEX)
+
+    def workgroup(self) -> Ssa:
+        return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
+
+    def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
+        """Return the first item and the end of a workgroup's share of `count` items.
+
+        If `count` is a Python integer and does not divide evenly, the first workgroups get one item
+        more. Threads take workgroups in turn, so that they finish within one item of each other.
+        """
+        if isinstance(count, Ssa):
+            low = self.div(self.mul(workgroup, count), workgroups)
+            return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
+        each, more = divmod(count, workgroups)
+
+        def first(n: Index) -> Index:
+            return self.add(self.mul(n, each), self.min(n, more) if more else 0)
+
+        return first(workgroup), first(self.add(workgroup, 1))
+
+    def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
+        """Return the end of the real rows among low .. high - 1; rows from `length` on are padding.
+
+        length: an i32 in memory, or None if there is no padding.
+        """
+        return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
+
+    def binary(self, op: str, a: Ssa, b: Ssa) -> Ssa:
+        return self.let(f"arith.{op} {a}, {b} : {a.type}", a.type)
+
+    def addf(self, a: Ssa, b: Ssa) -> Ssa:
+        return self.binary("addf", a, b)
+
+    def subf(self, a: Ssa, b: Ssa) -> Ssa:
+        return self.binary("subf", a, b)
+
+    def mulf(self, a: Ssa, b: Ssa) -> Ssa:
+        y = self.binary("mulf", a, b)
+        return self.intrinsic("llvm.arithmetic.fence", y.type, y) if self._fenced else y
+
+    def divf(self, a: Ssa, b: Ssa) -> Ssa:
+        return self.binary("divf", a, b)
+
+    def bitcast(self, vector: Ssa, width: int, element: str) -> Ssa:
+        """Return the same bits as `width` elements of another type."""
+        type = vector_type(width, element)
+        return self.let(f"vector.bitcast {vector} : {vector.type} to {type}", type)
+
+    def widened(self, x: Ssa) -> Ssa:
+        """Convert a float, or a vector of floats, to f32, which is exact."""
+        type = x.type.of("f32")
+        return x if type == x.type else self.let(f"arith.extf {x} : {x.type} to {type}", type)
+
+    def narrowed(self, x: Ssa, buffer: Ssa) -> Ssa:
+        """Round f32 values to the element type of `buffer`, to nearest even."""
+        type = x.type.of(buffer.type.element)
+        return x if type == x.type else self.let(f"arith.truncf {x} : {x.type} to {type}", type)
+
+    def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
+        return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
+
+    def sqrt(self, a: Ssa) -> Ssa:
+        return self.let(f"math.sqrt {a} : {a.type}", a.type)
+
+    def compare(self, predicate: str, a: Ssa, b: Ssa) -> Ssa:
+        op = "cmpi" if a.type.element.startswith("i") else "cmpf"
+        type = a.type.of("i1")
+        return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", type)
+
+    def choose(self, condition: Ssa, a: Index, b: Index) -> Ssa:
+        """Return index a if a condition is true, else index b."""
+        return self.select(condition, self.index(a), self.index(b))
+
+    def select(self, condition: Ssa, a: Ssa, b: Ssa) -> Ssa:
+        head = f"arith.select {condition}, {a}, {b} : "
+        condition_type = f"{condition.type}, " if condition.type.kind else ""
+        return self.let(f"{head}{condition_type}{a.type}", a.type)
+
+    def maxf(self, a: Ssa, b: Ssa) -> Ssa:
+        """Return the maximum, or b if either is NaN, in one x86 instruction."""
+        # `arith.maximumf` takes four instructions.
+        return self.select(self.compare("ogt", a, b), a, b)
+
+    def broadcast(self, scalar: Ssa, width: int) -> Ssa:
+        type = vector_type(width, scalar.type.element)
+        return self.let(f"vector.broadcast {scalar} : {scalar.type} to {type}", type)
+
+    def extract(self, vector: Ssa, lane: int) -> Ssa:
+        element = Type(vector.type.element)
+        return self.let(f"vector.extract {vector}[{lane}] : {element} from {vector.type}", element)
+
+    def shuffle(self, a: Ssa, b: Ssa, lanes: Sequence[int]) -> Ssa:
+        listed = ", ".join(map(str, lanes))
+        type = vector_type(len(lanes), a.type.element)
+        return self.let(f"vector.shuffle {a}, {b} [{listed}] : {a.type}, {b.type}", type)
+
+    def _at(self, buffer: Ssa, indices: Sequence[Index]) -> str:
+        return f"{buffer}[{', '.join(self.index(i) for i in indices)}]"
+
+    def load(self, buffer: Ssa, *indices: Index) -> Ssa:
+        return self.let(f"memref.load {self._at(buffer, indices)} : {buffer.type}", Type(buffer.type.element))
+
+    def store(self, value: Ssa, buffer: Ssa, *indices: Index) -> None:
+        self.do(f"memref.store {value}, {self._at(buffer, indices)} : {buffer.type}")
+
+    def vload(self, buffer: Ssa, width: int, *indices: Index) -> Ssa:
+        type = vector_type(width, buffer.type.element)
+        return self.let(f"vector.load {self._at(buffer, indices)} : {buffer.type}, {type}", type)
+
+    def vstore(self, value: Ssa, buffer: Ssa, *indices: Index) -> None:
+        self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
+
+    def atomic_add(self, value: Ssa, buffer: Ssa, *indices: Index) -> Ssa:
+        """Add to an i32 that workgroups share, atomically, and return its previous value.
+
+        The memory order is acquire-release: after this call, a workgroup sees everything that other
+        workgroups wrote before they called `atomic_add` on the same i32.
+        """
+        target = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
+        return self.let(f"memref.atomic_rmw addi {value}, {target}", value.type)
+
+    def address(self, buffer: Ssa) -> Ssa:
+        """Return the address of a memref as i64."""
+        base = self.let(f"memref.extract_aligned_pointer_as_index {buffer} : {buffer.type} -> index", INDEX)
+        return self.let(f"arith.index_cast {base} : index to i64", I64)
+
+    def touch(self, address: Ssa, offset: Index) -> None:
+        """Load the word at `address` + `offset` bytes and discard it; compilers keep the load."""
+        bytes_ = self.let(f"arith.index_cast {self.index(offset)} : index to i64", I64)
+        at = self.binary("addi", address, bytes_)
+        pointer = self.let(f"llvm.inttoptr {at} : i64 to !llvm.ptr", POINTER)
+        self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", I32)
+
+    def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
+        """Prefetch the cache line of an element into L1 if `near`, otherwise into L2 only."""
+        self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<{3 if near else 2}>, data : {buffer.type}")
+
+    @contextmanager
+    def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
+        """Open `scf.for` from low to high - 1; carry: initial values, which `Loop.give` updates."""
+        bounds = f"{self.index(low)} to {self.index(high)} step {self.index(step)}"
+        loop = Loop(Ssa(self.name(), INDEX), [Ssa(self.name(), v.type) for v in carry])
+        group = self.name()
+        head = f"scf.for {loop.index} = {bounds}"
+        types = ", ".join(str(v.type) for v in carry)
+        if carry:
+            pairs = ", ".join(f"{inside} = {first}" for inside, first in zip(loop.values, carry, strict=True))
+            head = f"{group}:{len(carry)} = {head} iter_args({pairs}) -> ({types})"
+        self.do(head + " {")
+        self._depth += 1
+        yield loop
+        if carry:
+            if [v.type for v in loop.given] != [v.type for v in carry]:
+                raise ValueError(
+                    f"loop carries ({types}), but its body gives {[v.type for v in loop.given]}; give values of the same types"
+                )
+            self.do(f"scf.yield {', '.join(loop.given)} : {types}")
+        self._depth -= 1
+        self.do("}")
+        loop.results = [Ssa(f"{group}#{i}", v.type) for i, v in enumerate(carry)]
+
+    @contextmanager
+    def when(self, condition: Ssa) -> Iterator[None]:
+        self.do(f"scf.if {condition} {{")
+        self._depth += 1
+        yield
+        self._depth -= 1
+        self.do("}")

@@ -1,0 +1,192 @@
+"""Emit dot products of bytes with the vector unit's instruction for them.
+
+A quad is four bytes in an i32, lowest first: codes of one output, or signed bytes of one row of x.
+Sums are s32 for each row and output, which is exact, so all instructions give the same numbers:
+
+    vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
+    sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
+    madd   vpmaddubsw: u8 x s8, adds two products to s16. s16 saturates, so only as many products as fit are added in
+           s16; then vpmaddwd with ones widens them to s32. Codes of 8 bits are widened to s16 and multiplied by vpmaddwd
+    smmla  NEON's smmla: s8 x s8, two rows of eight bytes times two outputs, adds eight products to each of four s32
+    plain  multiplications of i32, for any CPU; `plain blocks` is the plain form of smmla
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from castiron.emitter.int8 import MAX_BYTE
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.isa import Isa
+
+_DPBUSD = {8: "llvm.x86.avx512.vpdpbusd.256", 16: "llvm.x86.avx512.vpdpbusd.512"}
+_MADD_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
+_MADD_WORDS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+_SDOT = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+_SMMLA = "llvm.aarch64.neon.smmla.v4i32.v16i8"
+_BLOCKS = ("smmla", "plain blocks")
+# Shuffles that return the first, and the last, two lanes of two vectors.
+LOW, HIGH = (0, 1, 4, 5), (2, 3, 6, 7)
+
+
+@dataclass(frozen=True)
+class Total:
+    """The accumulators of a dot product.
+
+    words: vectors of s32. halves: for `madd`, also a vector of s16 sums of `pairs` pairs of
+    products.
+    """
+
+    words: tuple[Ssa, ...]
+    halves: Ssa | None = None
+    pairs: int = 0
+
+
+class Dot:
+    """A writer of dot products of weight codes with bytes of x; lane l of a vector is output l.
+
+    bits: bits of a code. Bytes of x are at most MAX_BYTE. One `add` takes `self.rows` rows of x and
+    `self.quads` quads along k.
+    """
+
+    rows: ClassVar[int] = 1
+    quads: ClassVar[int] = 1
+
+    def __init__(self, b: Body, isa: Isa, bits: int):
+        self.b, self.lanes, self.dot, self.bits = b, isa.lanes, isa.dot, bits
+        # The bias added to stored codes, which makes signed codes of 8 bits unsigned.
+        self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
+
+    def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
+        """Reorder vectors of codes, which have a quad in each lane, for `code`."""
+        return list(quads)
+
+    def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
+        """Convert codes from `arranged` to the form that `add` takes."""
+        (quad,) = arranged
+        if self.dot == "plain":
+            return tuple(self._byte(quad, j, "shrui") for j in range(4))
+        if self._wide:
+            low = self.b.isplat(0x00FF00FF, self.lanes)
+            odd = self.b.binary("shrui", quad, self.b.isplat(8, self.lanes))
+            return tuple(self._halves(self.b.binary("andi", each, low)) for each in (quad, odd))
+        return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
+
+    def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
+        """Load quads of x, from quad `quad` on, in the form that `add` takes.
+
+        x: memref [rows, quads]. rows: indices of up to `self.rows` rows.
+        """
+        (row,) = rows
+        every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
+        if self.dot == "plain":
+            return tuple(self._byte(every, j, "shrsi") for j in range(4))
+        if self._wide:
+            halves = self._halves(every)
+            eight = self.b.constant("dense<8>", halves.type)
+            even = self.b.binary("shrsi", self.b.binary("shli", halves, eight), eight)
+            return even, self.b.binary("shrsi", halves, eight)
+        return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
+
+    def start(self, words: Sequence[Ssa]) -> Total:
+        """Return initial totals of up to `self.rows` rows, from one i32 for each row."""
+        (word,) = words
+        return Total((self.b.broadcast(word, self.lanes),))
+
+    def add(self, total: Total, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Total:
+        """Return `total` plus the products of 4 * `self.quads` codes and bytes of x along k."""
+        (words,) = total.words
+        if self.dot == "plain" or self._wide:
+            for pair in zip(code, x, strict=True):
+                words = self.b.binary("addi", words, self._multiply(*pair))
+            return Total((words,))
+        if self.dot == "madd":
+            pairs = self._call(_MADD_BYTES[self.lanes], "i16", 2, code[0], x[0])
+            if total.halves is not None:
+                pairs = self.b.binary("addi", total.halves, pairs)
+            total = Total(total.words, pairs, total.pairs + 1)
+            return total if total.pairs < self._max_pairs else Total(tuple(self.words(total)))
+        name = _SDOT if self.dot == "sdot" else _DPBUSD[self.lanes]
+        return Total((self._call(name, "i32", 1, words, code[0], x[0]),))
+
+    def words(self, total: Total) -> list[Ssa]:
+        """Return the s32 sums of a total: a vector [outputs] for each row."""
+        (words,) = total.words
+        if total.halves is None:
+            return [words]
+        ones = self.b.constant("dense<1>", total.halves.type)
+        return [self.b.binary("addi", words, self._call(_MADD_WORDS[self.lanes], "i32", 1, total.halves, ones))]
+
+    @property
+    def _wide(self) -> bool:
+        """Return whether codes are widened to s16, because u8 products would saturate."""
+        return self.dot == "madd" and self.bits == 8
+
+    @property
+    def _max_pairs(self) -> int:
+        """Return how many pairs of products fit s16."""
+        return (2**15 - 1) // (2 * MAX_BYTE * (2**self.bits - 1))
+
+    def _multiply(self, code: Ssa, x: Ssa) -> Ssa:
+        return self._call(_MADD_WORDS[self.lanes], "i32", 1, code, x) if self._wide else self.b.binary("muli", code, x)
+
+    def _byte(self, quad: Ssa, j: int, shift: str) -> Ssa:
+        """Return byte j of each lane as i32; shift: shrsi if bytes are signed, otherwise shrui."""
+        high = self.b.binary("shli", quad, self.b.isplat(24 - 8 * j, self.lanes)) if j < 3 else quad
+        return self.b.binary(shift, high, self.b.isplat(24, self.lanes))
+
+    def _halves(self, quad: Ssa) -> Ssa:
+        return self.b.bitcast(quad, 2 * self.lanes, "i16")
+
+    def _call(self, name: str, element: str, per_lane: int, *operands: Ssa) -> Ssa:
+        return self.b.intrinsic(name, vector_type(self.lanes * per_lane, element), *operands)
+
+
+class BlockDot(Dot):
+    """The writer for `smmla`, whose totals have two vectors.
+
+    Lane 2 i + j has row i of x, and output j in the first vector or 2 + j in the second.
+    """
+
+    rows = quads = 2
+
+    def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
+        """Return vectors of eight codes of outputs 0 and 1, and of outputs 2 and 3."""
+        first, second = quads
+        return [self.b.shuffle(first, second, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]
+
+    def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
+        return tuple(arranged)
+
+    def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
+        words = [self.b.vload(x, self.quads, row, quad) for row in rows]
+        return (self.b.shuffle(words[0], words[-1], range(4)),)
+
+    def start(self, words: Sequence[Ssa]) -> Total:
+        rows = [self.b.broadcast(word, self.lanes) for word in words]
+        both = self.b.shuffle(rows[0], rows[-1], LOW)
+        return Total((both, both))
+
+    def add(self, total: Total, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Total:
+        return Total(tuple(self._block(words, each, *x) for words, each in zip(total.words, code, strict=True)))
+
+    def words(self, total: Total) -> list[Ssa]:
+        first, second = total.words
+        return [self.b.shuffle(first, second, lanes) for lanes in (LOW, HIGH)]
+
+    def _block(self, words: Ssa, code: Ssa, x: Ssa) -> Ssa:
+        if self.dot == "smmla":
+            return self._call(_SMMLA, "i32", 1, words, *(self.b.bitcast(each, 16, "i8") for each in (x, code)))
+        for q in range(self.quads):
+            of_rows, of_outputs = self.b.shuffle(x, x, (q, q, 2 + q, 2 + q)), self.b.shuffle(code, code, (q, 2 + q, q, 2 + q))
+            for j in range(4):
+                partial = self._multiply(self._byte(of_outputs, j, "shrsi"), self._byte(of_rows, j, "shrsi"))
+                words = self.b.binary("addi", words, partial)
+        return words
+
+
+def dot_of(isa: Isa) -> type[Dot]:
+    """Return the class that sums products of bytes on this vector unit."""
+    return BlockDot if isa.dot in _BLOCKS else Dot

@@ -1,0 +1,63 @@
+"""Vector units of CPUs; their lanes and registers determine tile sizes and the order of additions.
+
+In canonical form, the order of additions is the same for all units, so that every CPU computes the
+same bits: vectors have 16 lanes, each output has one accumulator, and compilers fuse no operations
+into an fma that the MLIR text does not contain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+CANONICAL_LANES = 16
+
+
+@dataclass(frozen=True)
+class Isa:
+    """The vector unit of a CPU: its register sizes and special instructions.
+
+    lanes: f32 elements of a vector register. registers: number of vector registers. dot:
+    instruction for dot products of bytes (`mlir.dot`). pairs: instruction for pairs of bf16
+    (`mlir.bf16_pairs`), or "". matrix: instruction for blocks of bf16 (`mlir.matrix`), or "".
+    canonical: whether kernels add in the canonical order (module docstring).
+    """
+
+    name: str
+    lanes: int
+    registers: int
+    dot: str
+    pairs: str = ""
+    matrix: str = ""
+    canonical: bool = False
+
+    @property
+    def roomy(self) -> bool:
+        """Return whether 24 accumulators of 16 lanes fit in the registers."""
+        return self.lanes * self.registers >= 512
+
+    @property
+    def plain(self) -> Isa:
+        """Return a copy without special instructions.
+
+        Its kernels have the same shapes and run on every CPU.
+        """
+        dot = "plain blocks" if self.dot == "smmla" else "plain"
+        return replace(self, dot=dot, pairs=self.pairs and "plain", matrix=self.matrix and "plain")
+
+    @property
+    def in_canonical_form(self) -> Isa:
+        """Return this unit in canonical form: vectors of 16 lanes, each in 1, 2 or 4 registers."""
+        registers = self.registers * self.lanes // CANONICAL_LANES
+        return Isa(f"{self.name}_canonical", CANONICAL_LANES, registers, "plain", canonical=True)
+
+
+AVX2 = Isa("avx2", 8, 16, "madd")
+AVXVNNI = Isa("avxvnni", 8, 16, "vnni")
+AVX512 = Isa("avx512", 16, 32, "madd")
+AVX512VNNI = Isa("avx512vnni", 16, 32, "vnni")
+AVX512BF16 = Isa("avx512bf16", 16, 32, "vnni", "dpbf16")
+AMX = Isa("amx", 16, 32, "vnni", "dpbf16", "amx")
+NEON = Isa("neon", 4, 32, "sdot")
+NEONI8MM = Isa("neoni8mm", 4, 32, "smmla", "bfdot")
+
+ISAS: dict[str, Isa] = {isa.name: isa for isa in (AVX2, AVXVNNI, AVX512, AVX512VNNI, AVX512BF16, AMX, NEON, NEONI8MM)}

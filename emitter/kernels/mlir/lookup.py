@@ -1,0 +1,75 @@
+"""Look up each lane of a vector in a table of 16 entries, by permuting lanes or bytes.
+
+AVX-512, AVX2  vpermps of 16 or twice 8 lanes, vpshufb of bytes
+NEON           tbl of bytes
+plain          a tree of selects by the bits of the index, for any CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from castiron.emitter.kernels.mlir.body import Body, Ssa, vector_type
+from castiron.emitter.kernels.mlir.isa import NEON, Isa
+
+ENTRIES = 16
+_BYTES = {4: "llvm.aarch64.neon.tbl1.v16i8", 8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}
+
+
+def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
+    """Return table[indices] as f32, for indices i32 [lanes]."""
+    lanes = isa.lanes
+    if _plain(isa):
+        return _tree(b, table, lambda entry: b.splat(float(entry), lanes), lambda bit: b.isplat(1 << bit, lanes), indices)
+    if lanes == NEON.lanes:
+        found = b.bitcast(byte_entries(b, isa, table, indices), lanes, "i32")
+        up = b.isplat(24, lanes)
+        full = b.binary("shrsi", b.binary("shli", found, up), up)
+        return b.let(f"arith.sitofp {full} : {full.type} to {vector_type(lanes)}", vector_type(lanes))
+    if lanes == ENTRIES:
+        return _call(b, "llvm.x86.avx512.permvar.sf.512", _floats(b, table), indices)
+    low, high = (_call(b, "llvm.x86.avx2.permps", _floats(b, half), indices) for half in (table[:8], table[8:]))
+    return b.select(b.compare("ugt", indices, b.isplat(7, lanes)), high, low)
+
+
+def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
+    """Replace each byte of `indices`, i32 [lanes], by the entry of `table` at that index."""
+    width = 4 * isa.lanes
+    bytes_ = b.bitcast(indices, width, "i8")
+
+    def splat(n: int) -> Ssa:
+        return b.constant(f"dense<{_signed(n)}>", bytes_.type)
+
+    if _plain(isa):
+        found = _tree(b, table, splat, lambda bit: splat(1 << bit), bytes_)
+    else:
+        entry = b.constant(f"dense<{[_signed(n) for n in (*table,) * (width // ENTRIES)]}>", bytes_.type)
+        found = _call(b, _BYTES[isa.lanes], entry, bytes_)
+    return b.bitcast(found, isa.lanes, "i32")
+
+
+def _plain(isa: Isa) -> bool:
+    return isa.dot.startswith("plain")
+
+
+def _signed(n: int) -> int:
+    """Return the i8 with the bits of a u8."""
+    return (n + 128) % 256 - 128
+
+
+def _floats(b: Body, table: Sequence[int]) -> Ssa:
+    return b.constant(f"dense<[{', '.join(f'{float(n):.1f}' for n in table)}]>", vector_type(len(table)))
+
+
+def _tree(b: Body, table: Sequence[int], splat: Callable[[int], Ssa], mask: Callable[[int], Ssa], indices: Ssa) -> Ssa:
+    found, bit = [splat(entry) for entry in table], 0
+    zero = b.constant("dense<0>", indices.type)
+    while len(found) > 1:
+        there = b.compare("ne", b.binary("andi", indices, mask(bit)), zero)
+        found = [b.select(there, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
+        bit += 1
+    return found[0]
+
+
+def _call(b: Body, name: str, table: Ssa, indices: Ssa) -> Ssa:
+    return b.intrinsic(name, table.type, table, indices)

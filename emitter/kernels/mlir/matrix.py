@@ -1,0 +1,111 @@
+"""Emit matmuls of bf16 blocks with f32 accumulators: x [rows, 32 k] times weights [32 k, 16].
+
+Both blocks are contiguous in memory, with a pair of k in each i32: x is [rows, 16 pairs of k], and
+weights are [16 pairs of k, 16 columns]. Accumulators [rows, 16] stay in the matrix unit's eight
+registers until they are stored.
+
+    amx    tdpbf16ps on Intel's AMX tiles: sums rounded to nearest, denormals as zero. The process must first request
+           the use of tiles from Linux (`vmfb.cpu.can_use_tiles`).
+    plain  shifts and fma, for every CPU: accumulators are in the memory of the results
+"""
+
+from __future__ import annotations
+
+from castiron.emitter.kernels.mlir.bf16_pairs import halves
+from castiron.emitter.kernels.mlir.body import POINTER, Body, Index, Ssa, Type, vector_type
+from castiron.emitter.kernels.mlir.isa import Isa
+
+COLUMNS = 16
+DEPTH = 32  # k of one `add`
+ROW_BYTES = 64  # bytes of a row of x, of weights and of sums
+_TILE = Type("!llvm.x86_amx")
+_ROW = vector_type(COLUMNS)
+
+Block = Ssa  # sums, x or weights: a tile, or an address
+
+
+class Matrix:
+    """A writer of block matmuls, which stores accumulators in `results` f32 [blocks, rows, 16].
+
+    rows: number of rows in a block of x, up to 16.
+    """
+
+    def __init__(self, b: Body, isa: Isa, rows: int, results: Ssa):
+        self.b, self.rows, self.tiled, self.results = b, rows, isa.matrix == "amx", b.address(results)
+
+    def zero(self, number: int) -> Block:
+        """Return accumulators of zero for block `number` of the results."""
+        if self.tiled:
+            return self._tile("tilezero", self.rows)
+        address = self._address(self.results, number * self.rows * ROW_BYTES)
+        with self.b.loop(0, self.rows) as row:
+            self._put(self.b.splat(0.0, COLUMNS), address, self.b.mul(row.index, ROW_BYTES))
+        return address
+
+    def x(self, base: Ssa, offset: Index) -> Block:
+        """Load the block [rows, 16 pairs of k] of x at `offset` bytes from address `base`."""
+        return self._load(self.rows, base, offset)
+
+    def weights(self, base: Ssa, offset: Index) -> Block:
+        """Load the block [16 pairs of k, 16] of weights at `offset` bytes from address `base`."""
+        return self._load(DEPTH // 2, base, offset)
+
+    def add(self, sums: Block, x: Block, weights: Block) -> Block:
+        """Return accumulators `sums` plus x @ weights."""
+        if self.tiled:
+            return self._tile("tdpbf16ps", self.rows, self._width, sums, x, weights)
+        b = self.b
+        with b.loop(0, self.rows) as row:
+            at = b.mul(row.index, ROW_BYTES)
+            with b.loop(0, DEPTH // 2, carry=[self._at(sums, at, _ROW)]) as pair:
+                (total,) = pair.values
+                word = self._at(x, b.add(at, b.mul(pair.index, 4)), Type("i32"))
+                columns = self._at(weights, b.mul(pair.index, ROW_BYTES), vector_type(COLUMNS, "i32"))
+                for k, column in zip(halves(b, b.broadcast(word, COLUMNS)), halves(b, columns), strict=True):
+                    total = b.fma(k, column, total)
+                pair.give(total)
+            self._put(pair.results[0], sums, at)
+        return sums
+
+    def store(self, sums: Block, number: int) -> None:
+        """Store accumulators `sums` as block `number` of the results."""
+        if self.tiled:
+            address = self._pointer(self.results, number * self.rows * ROW_BYTES)
+            self.b.do(self._call("tilestored64", "()", self._extent(self.rows), self._width, address, self._stride, sums))
+
+    def _load(self, rows: int, base: Ssa, offset: Index) -> Block:
+        if self.tiled:
+            return self._tile("tileloadd64", rows, self._pointer(base, offset), self._stride)
+        return self._address(base, offset)
+
+    def _at(self, base: Ssa, offset: Index, type: Type) -> Ssa:
+        return self.b.let(f"llvm.load {self._pointer(base, offset)} : !llvm.ptr -> {type}", type)
+
+    def _put(self, value: Ssa, base: Ssa, offset: Index) -> None:
+        self.b.do(f"llvm.store {value}, {self._pointer(base, offset)} : {value.type}, !llvm.ptr")
+
+    def _address(self, base: Ssa, offset: Index) -> Ssa:
+        offset = self.b.index(offset)
+        return self.b.binary("addi", base, self.b.let(f"arith.index_cast {offset} : index to i64", Type("i64")))
+
+    def _pointer(self, base: Ssa, offset: Index) -> Ssa:
+        return self.b.let(f"llvm.inttoptr {self._address(base, offset)} : i64 to !llvm.ptr", POINTER)
+
+    @property
+    def _width(self) -> Ssa:
+        return self._extent(ROW_BYTES)
+
+    @property
+    def _stride(self) -> Ssa:
+        return self.b.constant(str(ROW_BYTES), Type("i64"))
+
+    def _extent(self, n: int) -> Ssa:
+        return self.b.constant(str(n), Type("i16"))
+
+    def _tile(self, name: str, rows: int, *operands: Ssa) -> Ssa:
+        return self.b.let(self._call(name, _TILE, self._extent(rows), self._width, *operands), _TILE)
+
+    @staticmethod
+    def _call(name: str, result: Type | str, *operands: Ssa) -> str:
+        listed, types = ", ".join(operands), ", ".join(str(operand.type) for operand in operands)
+        return f'llvm.call_intrinsic "llvm.x86.{name}.internal"({listed}) : ({types}) -> {result}'

@@ -1,0 +1,192 @@
+"""Vector functions that kernels share: exp, tanh, sums and maxima across lanes, RMS, int8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width, vector_type
+
+LOG2_E = 1.44269504088896341
+# ln 2 in two parts; the first has so few bits that its product with a small integer is exact in f32 (Cody and Waite).
+LN_2_HIGH, LN_2_LOW = 0.693359375, -2.12194440054690583e-4
+# Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the sum.
+ROUND = 12582912.0
+EXP_LOW, EXP_HIGH = -88.0, 88.0
+# exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: P by minimax of the relative error, highest power first.
+EXP_POLYNOMIAL = (1.381459860e-3, 8.368716914e-3, 4.166838805e-2, 1.666652063e-1, 4.999999345e-1)
+# 2^r = 1 + r * Q(r) for |r| <= 1/2: Q like P.
+EXP2_LOW = -127.0
+EXP2_POLYNOMIAL = (1.53533619e-4, 1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2.40226479e-1, 6.93147203e-1)
+
+
+def exp(b: Body, x: Ssa) -> Ssa:
+    """Return e^x of a vector of f32 within 1.1 ulp; exactly 0 below -87.7, and e^88 above 88."""
+    width = x.width
+    x = b.maxf(x, b.splat(EXP_LOW, width))
+    x = b.select(b.compare("olt", x, b.splat(EXP_HIGH, width)), x, b.splat(EXP_HIGH, width))
+    shifted = b.fma(x, b.splat(LOG2_E, width), b.splat(ROUND, width))
+    n = b.subf(shifted, b.splat(ROUND, width))
+    r = b.fma(n, b.splat(-LN_2_HIGH, width), x)
+    r = b.fma(n, b.splat(-LN_2_LOW, width), r)
+    p = b.splat(EXP_POLYNOMIAL[0], width)
+    for coefficient in EXP_POLYNOMIAL[1:]:
+        p = b.fma(p, r, b.splat(coefficient, width))
+    p = b.fma(b.mulf(r, r), p, r)
+    p = b.addf(p, b.splat(1.0, width))
+    return b.mulf(p, _power(b, shifted))
+
+
+def exp2(b: Body, x: Ssa) -> Ssa:
+    """Return 2^x of a vector of f32 up to 127 within 1 ulp; exactly 0 below -126.5. Faster than exp."""
+    width = x.width
+    x = b.maxf(x, b.splat(EXP2_LOW, width))
+    shifted = b.addf(x, b.splat(ROUND, width))
+    r = b.subf(x, b.subf(shifted, b.splat(ROUND, width)))
+    p = b.splat(EXP2_POLYNOMIAL[0], width)
+    for coefficient in (*EXP2_POLYNOMIAL[1:], 1.0):
+        p = b.fma(p, r, b.splat(coefficient, width))
+    return b.mulf(p, _power(b, shifted))
+
+
+def _power(b: Body, shifted: Ssa) -> Ssa:
+    """Return 2^n for integers n from -127 (which gives 0) to 127, from `shifted` = n + ROUND."""
+    width = shifted.width
+    bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
+    return b.bitcast(b.binary("addi", bits, b.isplat(127 << 23, width)), width, "f32")
+
+
+def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
+    """Sum the lanes of each vector; return the sums as the lanes of one vector.
+
+    vectors: 1, 2, 4, ... up to `width` of them. Lanes are added in the same order, by folding a
+    vector in halves, for every number of vectors. On x86 most shuffles stay within 128 bits.
+    """
+    vectors = list(vectors)
+    width = vectors[0].width
+    count = len(vectors)
+    lanes = range(width)
+    fold = width // 2
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        if fold >= 4:
+            pairs = list(zip(vectors[:half], vectors[half:], strict=True))
+        else:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+        if fold > 1:
+            low = [lane if not lane & fold else lane - fold + width for lane in lanes]
+            high = [i + fold for i in low]
+        else:
+            quad = min(4, width)
+            low = [lane // quad * quad + (lane % quad * 2) % quad + (lane % quad * 2 // quad) * width for lane in lanes]
+            high = [i + 1 for i in low]
+        vectors = [b.addf(b.shuffle(x, y, low), b.shuffle(x, y, high)) for x, y in pairs]
+        fold //= 2
+    (total,) = vectors
+    while width > count:
+        half = width // count // 2
+        low = [lane for lane in range(width) if lane % (2 * half) < half]
+        total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, [lane + half for lane in low]))
+        width //= 2
+    return total
+
+
+def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
+    """Return the sum of `count` elements, with up to four vector accumulators.
+
+    lanes: max width of a vector. read(index, width): returns `width` elements from `index` on.
+    """
+    width = largest_width(lanes, count)
+    ways = largest_width(4, count // width)
+    with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
+        loop.give(*[b.addf(s, read(b.add(loop.index, i * width), width)) for i, s in enumerate(loop.values)])
+    return b.extract(lane_sums(b, [tree(b.addf, loop.results)]), 0)
+
+
+def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
+    """Combine parts pair by pair, as a balanced tree, until one is left, and return it."""
+    while len(parts) > 1:
+        parts = [combine(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[Ssa]) -> list[Ssa]:
+    """Return `sums` [rows * columns] plus the outer product of rows and columns, row by row."""
+    totals = iter(sums)
+    return [b.fma(row, column, next(totals)) for row in rows for column in columns]
+
+
+def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
+    """Transpose a square matrix of row vectors, whose width is a power of two."""
+    rows = list(rows)
+    width = len(rows)
+    fold = width // 2
+    while fold:
+        for i in range(width):
+            if i & fold:
+                continue
+            x, y = rows[i], rows[i + fold]
+            low = [lane if not lane & fold else lane - fold + width for lane in range(width)]
+            rows[i] = b.shuffle(x, y, low)
+            rows[i + fold] = b.shuffle(x, y, [lane + fold for lane in low])
+        fold //= 2
+    return rows
+
+
+def lane_max(b: Body, vector: Ssa) -> Ssa:
+    """Return the maximum of the lanes as a scalar."""
+    width = vector.width
+    while width > 1:
+        width //= 2
+        low = b.shuffle(vector, vector, range(width))
+        vector = b.maxf(low, b.shuffle(vector, vector, range(width, 2 * width)))
+    return b.extract(vector, 0)
+
+
+def tanh(b: Body, x: Ssa) -> Ssa:
+    """Return the hyperbolic tangent of a vector of f32, by IREE's rational approximation."""
+    return b.let(f"math.tanh {x} : {x.type}", x.type)
+
+
+def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float, lanes: int) -> Ssa:
+    """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements; `read` as in `row_sum`."""
+
+    def square(d: Index, width: int) -> Ssa:
+        x = read(d, width)
+        return b.mulf(x, x)
+
+    mean = b.divf(row_sum(b, count, lanes, square), b.f32(count))
+    return b.divf(b.f32(1.0), b.sqrt(b.addf(mean, b.f32(eps))))
+
+
+def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Compute the RMS norm of rows in NumPy in f64 (Zhang and Sennrich 2019; HF `LlamaRMSNorm`)."""
+    x = x.astype(np.float64)
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
+    """Quantise a group of f32 vectors to int8; return the shifted vectors and the scale.
+
+    A shifted vector is x / scale + ROUND, whose low bits are the bytes (`numbers_of`, `low_bytes`).
+    """
+    width = parts[0].width
+    peak = lane_max(b, tree(b.maxf, [b.let(f"math.absf {part} : {part.type}", part.type) for part in parts]))
+    zero = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
+    inverse = b.broadcast(b.select(zero, b.f32(0.0), b.divf(b.f32(MAX_BYTE), peak)), width)
+    return [b.fma(part, inverse, b.splat(ROUND, width)) for part in parts], b.divf(peak, b.f32(MAX_BYTE))
+
+
+def numbers_of(b: Body, shifted: Ssa) -> Ssa:
+    """Return the quantised integers of a shifted vector (`as_bytes`) as f32."""
+    return b.subf(shifted, b.splat(ROUND, shifted.width))
+
+
+def low_bytes(b: Body, shifted: Ssa) -> Ssa:
+    """Return the quantised integers of a shifted vector (`as_bytes`) as i8, in lane order."""
+    width = shifted.width
+    words, bytes_ = vector_type(width, "i32"), vector_type(width, "i8")
+    bits = b.let(f"vector.bitcast {shifted} : {shifted.type} to {words}", words)
+    return b.let(f"arith.trunci {bits} : {words} to {bytes_}", bytes_)

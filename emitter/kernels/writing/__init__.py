@@ -1,1 +1,0 @@
-"""Writing a kernel: its text, vectors of f32, what registers there are, and the names of symbols."""

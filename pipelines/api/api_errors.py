@@ -1,0 +1,115 @@
+"""Errors in the shapes of OpenAI's and Anthropic's APIs."""
+
+from dataclasses import dataclass
+
+from castiron.pipelines.api.async_engine import QueueFull, Stopping
+from castiron.pipelines.engine.scheduler import ModelFailed
+from castiron.pipelines.errors import PipelineError
+
+# OpenAI's error types, by status.
+TYPES = {
+    401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 502: "server_error", 503: "server_error",
+    504: "server_error",
+}  # fmt: skip
+# Anthropic's error types, by its status.
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "api_error", 502: "api_error", 504: "timeout_error", 529: "overloaded_error",
+}  # fmt: skip
+# Paths that clients add to their base URL.
+ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models")
+# Max characters of a message and of a field's name, because both may quote megabytes of a request.
+MAX_MESSAGE, MAX_PARAM = 1000, 200
+
+
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 + 3 :]}"
+
+
+@dataclass
+class ApiError(Exception):
+    """An error response.
+
+    status: OpenAI's HTTP status. param: path of the invalid field. code: constant for programs.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    def __post_init__(self) -> None:
+        self.message = _shortened(self.message, MAX_MESSAGE)
+        self.param = self.param and _shortened(self.param, MAX_PARAM)
+
+    @property
+    def body(self) -> dict:
+        """The JSON body in OpenAI's shape: {"error": {message, type, param, code}}."""
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_status(self) -> int:
+        return 529 if self.status == 503 else self.status
+
+    @property
+    def anthropic_body(self) -> dict:
+        """The JSON body in Anthropic's shape: {"type": "error", "error": {type, message}}.
+
+        An error about threads has details, from which Anthropic's clients learn to send the
+        complete conversation.
+        """
+        kind = ANTHROPIC_TYPES.get(self.anthropic_status, "invalid_request_error")
+        is_thread = self.code == "thread_unsupported_request"
+        details = {"details": {"error_code": self.code, "unsupported": [self.param]}} if is_thread else {}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
+
+    def response(self, path: str) -> tuple[int, dict]:
+        """Return the HTTP status and JSON body in the shape of the API that `path` belongs to."""
+        return (self.anthropic_status, self.anthropic_body) if is_anthropic(path) else (self.status, self.body)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether `path` belongs to Anthropic's API."""
+    return path.startswith("/v1/messages")
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """Return the error for a field with an invalid value."""
+    return ApiError(400, message, param, "invalid_value")
+
+
+def unsupported(param: str, reason: str) -> ApiError:
+    """Return the error for a field or value that this server does not support."""
+    return ApiError(400, f"{param}: {reason}", param, "unsupported_parameter")
+
+
+# Status and code of errors that the request did not cause.
+FAILURES: dict[type[PipelineError], tuple[int, str]] = {
+    QueueFull: (503, "queue_full"), Stopping: (503, "shutting_down"), ModelFailed: (500, "model_failure"),
+}  # fmt: skip
+
+
+def api_error(error: PipelineError) -> ApiError:
+    """Return the error response for `error`."""
+    status, code = FAILURES.get(type(error), (400, None))
+    return ApiError(status, str(error), code=code)
+
+
+def http_error(status: int, detail: str, path: str) -> ApiError:
+    """Return the error for an unknown path or method; a 404 suggests the right base URL."""
+    message = {404: "no such path on this server", 405: "this path does not support that method"}.get(status, detail)
+    if status == 404 and path in ENDPOINTS:
+        message += f"; end the base URL in /v1, so that it is /v1{path}"
+    elif status == 404 and path.startswith("/v1/v1/"):
+        message += f"; leave /v1 out of the base URL, so that it is {path.removeprefix('/v1')}"
+    return ApiError(status, message)

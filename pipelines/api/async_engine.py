@@ -1,0 +1,133 @@
+"""An engine for asyncio: it runs on its own thread and delivers events on the event loop."""
+
+import asyncio
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable
+
+from castiron.pipelines.engine.chooser import ConstraintError
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.request import Event, Failed, Finished, Request
+from castiron.pipelines.engine.scheduler import Events
+from castiron.pipelines.errors import PipelineError
+
+Listener = Callable[[Request, Event], None]
+
+# The queue of all clients is this many times as long as the queue of one client.
+QUEUES = 4
+
+
+class QueueFull(PipelineError):
+    """An error for requests that do not fit into the queue now."""
+
+
+class Stopping(PipelineError):
+    """An error for requests to a server that is shutting down."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
+class AsyncEngine:
+    """An `Engine` on its own thread, which delivers events on the event loop.
+
+    At most `queue` requests of one client wait for a slot, and `QUEUES * queue` of all clients.
+    """
+
+    def __init__(self, engine: Engine, queue: int):
+        self.engine, self.queue, self.slots = engine, queue, engine.slots
+        self._stream = engine.stream()
+        self._listeners: dict[Request, Listener] = {}
+        self._wake = threading.Condition()
+        self._draining = self._ended = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="model")
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread runs and accepts requests."""
+        return self._thread.is_alive() and not self._draining
+
+    @property
+    def unfinished(self) -> int:
+        """The number of requests that run or wait."""
+        return len(self._listeners)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread; it delivers events on `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def submit(self, requests: list[Request], listener: Listener) -> None:
+        """Queue all `requests`, which are of one client; their events are passed to `listener`.
+
+        Raises QueueFull or Stopping, and then queues none of them.
+        """
+        with self._wake:
+            if self._draining:
+                raise Stopping
+            own = sum(live.client == request.client for request in requests[:1] for live in self._listeners)
+            for count, limit in ((own, self.queue), (len(self._listeners), QUEUES * self.queue)):
+                if count + len(requests) > self.slots + limit:
+                    waiting = max(0, count - self.slots)
+                    raise QueueFull(
+                        f"the queue of {limit} requests is full: {count - waiting} run and {waiting} wait, so "
+                        f"{len(requests)} more do not fit; try again later"
+                    )
+            self._listeners.update(dict.fromkeys(requests, listener))
+            for request in requests:
+                self._stream.submit(request)
+            self._wake.notify()
+
+    def cancel(self, requests: list[Request]) -> None:
+        """Cancel the requests that have not finished; their listener is not called again."""
+        with self._wake:
+            for request in requests:
+                self._listeners.pop(request, None)
+                self._stream.cancel(request)
+            self._wake.notify()
+
+    def drain(self) -> None:
+        """Reject new requests; accepted ones continue."""
+        with self._wake:
+            self._draining = True
+
+    def abort(self) -> None:
+        """End every request with an error; call it after `drain`, on the event loop."""
+        live = dict(self._listeners)
+        self.cancel(list(live))
+        for request, listener in live.items():
+            listener(request, Failed(Stopping()))
+
+    def stop(self) -> None:
+        """Cancel all requests and wait for the thread to end."""
+        with self._wake:
+            self._draining = self._ended = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while self._stream.idle and not self.engine.cancelled and not self._ended:
+                    self._wake.wait()
+                if self._ended:
+                    return
+            events = self._stream.read()
+            for failure in {event.error for _, event in events if isinstance(event, Failed)}:
+                if not isinstance(failure, ConstraintError):
+                    traceback.print_exception(failure)
+            # The loop may be closed by now.
+            with contextlib.suppress(RuntimeError):
+                if events and self._loop:
+                    self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: Events) -> None:
+        for request, event in events:
+            listener = self._listeners.get(request)
+            if isinstance(event, Finished | Failed):
+                self._listeners.pop(request, None)
+            if listener:
+                listener(request, event)

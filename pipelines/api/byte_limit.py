@@ -1,0 +1,92 @@
+"""Memory limits for the requests in flight of one client and of all clients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextvars import ContextVar
+
+from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.engine.memory import total_bytes
+from castiron.pipelines.terminal import megabytes
+from castiron.pipelines.text.grammar import Grammar
+
+# Client of the request that the current asyncio task handles.
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+# Bytes of a token's log-probability and of each of its top_logprobs, from the logits to the JSON of the answer.
+TOKEN_BYTES, TOP_BYTES = 1_200, 800
+# Log-probabilities and grammars may use 1/PART of the machine's memory, and those of one client 1/CLIENT_PART of that.
+PART, CLIENT_PART = 8, 2
+
+
+class ByteLimit:
+    """A limit of `total` bytes for all requests in flight, and `per_client` for one client."""
+
+    def __init__(self, content: str, total: int, per_client: int):
+        """`content`: description of what the bytes hold, for error messages."""
+        self.content, self.total, self.per_client, self.used = content, total, per_client, 0
+        self.clients: Counter[str] = Counter()
+
+    def share(self, client: str) -> ByteShare:
+        """Return an empty share for one request of `client`."""
+        return ByteShare(self, client)
+
+
+class ByteShare:
+    """The bytes that one request has reserved under a `ByteLimit`."""
+
+    def __init__(self, limit: ByteLimit, client: str):
+        self.limit, self.client, self.count = limit, client, 0
+
+    def take(self, count: int) -> None:
+        """Add `count` bytes; ApiError 429 if that exceeds a limit."""
+        limit, own = self.limit, self.limit.clients[self.client]
+        for whose, used, limit_bytes in (("this client", own, limit.per_client), ("all clients", limit.used, limit.total)):
+            if used + count > limit_bytes:
+                message = f"{limit.content} of requests in flight exceed {limit_bytes} bytes for {whose}; retry later"
+                raise ApiError(429, message, code="too_many_bytes")
+        limit.used += count
+        limit.clients[self.client] += count
+        self.count += count
+
+    def release(self) -> None:
+        """Return all bytes to the limit; further calls do nothing."""
+        limit, count, self.count = self.limit, self.count, 0
+        limit.used -= count
+        limit.clients[self.client] -= count
+        if not limit.clients[self.client]:
+            del limit.clients[self.client]
+
+
+def answer_limit(limit_bytes: int | None = None) -> ByteLimit:
+    """Return the limit for log-probabilities and grammars of one model's answers.
+
+    `limit_bytes`: None for 1/PART of the machine's memory.
+    """
+    total = total_bytes() // PART if limit_bytes is None else limit_bytes
+    return ByteLimit("log-probabilities and grammars", total, total // CLIENT_PART)
+
+
+def reserve_answer(
+    share: ByteShare, tokens: int, top: int | None, prompt: int, prompt_top: int | None, grammar: Grammar | None
+) -> None:
+    """Reserve memory for the log-probabilities and grammar of one answer.
+
+    Args:
+        tokens: max tokens of the answer.
+        top: top_logprobs of each token of the answer, None without log-probabilities.
+        prompt: tokens of the prompt.
+        prompt_top: top_logprobs of each token of the prompt, None without log-probabilities.
+
+    Raises:
+        ApiError: 400 if the request can never fit, 429 if it does not fit now.
+    """
+    count = sum(n * (TOKEN_BYTES + TOP_BYTES * each) for n, each in ((tokens, top), (prompt, prompt_top)) if each is not None)
+    count += grammar.nbytes if grammar else 0
+    if share.count + count > share.limit.per_client:
+        message = (
+            f"{share.limit.content} of this request need {megabytes(share.count + count)} or more; the limit is "
+            f"{megabytes(share.limit.per_client)} for a client: use a smaller max_tokens, n, top_logprobs or grammar"
+        )
+        raise ApiError(400, message, "max_tokens", "too_many_bytes")
+    if count:
+        share.take(count)

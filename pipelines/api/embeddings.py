@@ -1,0 +1,190 @@
+"""The endpoints of an embedding model or reranker: /v1/embeddings and /v1/rerank."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from castiron.pipelines.api.api_errors import ApiError, invalid
+from castiron.pipelines.api.async_engine import QUEUES, QueueFull, Stopping
+from castiron.pipelines.api.byte_limit import CLIENT
+from castiron.pipelines.api.model_api import Limits, ModelApi, run_in_thread
+from castiron.pipelines.api.schemas import Document, EmbeddingsRequest, RerankRequest
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.embedder import Embedder, Given, Tokens, ranked
+
+
+class EmbeddingsEngine:
+    """A thread that runs an embedding model, one text at a time, so that requests alternate.
+
+    At most `queue` requests of one client wait, and `QUEUES * queue` of all clients.
+    """
+
+    slots = 1
+
+    def __init__(self, embedder: Embedder, queue: int, count_text: Callable[[int], None]):
+        """`count_text`: callback that gets the number of tokens of each text."""
+        self.embedder, self.queue, self.count_text = embedder, queue, count_text
+        self._thread = ThreadPoolExecutor(1, "model")
+        self._in_flight = Counter[str]()
+        self._draining = self._aborted = False
+
+    @property
+    def healthy(self) -> bool:
+        return not self._draining
+
+    @property
+    def unfinished(self) -> int:
+        return self._in_flight.total()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Do nothing, because the thread starts with the first text."""
+
+    def drain(self) -> None:
+        """Reject new requests; accepted ones continue."""
+        self._draining = True
+
+    def abort(self) -> None:
+        """End every request with an error, after the text in progress."""
+        self._aborted = True
+
+    def stop(self) -> None:
+        self._draining = self._aborted = True
+        self._thread.shutdown(cancel_futures=True)
+
+    async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
+        """Return the embedding of each text, f32 [dimensions].
+
+        `dimensions`: None for the model's size. Raises QueueFull or Stopping.
+        """
+        if self._draining:
+            raise Stopping
+        client, total = CLIENT.get(), self._in_flight.total()
+        if self._in_flight[client] > self.queue or total > QUEUES * self.queue:
+            raise QueueFull(f"the queue is full: {total} embedding requests are in flight; try again later")
+        self._in_flight[client] += 1
+        try:
+            return [await self._vector(text, dimensions) for text in texts]
+        finally:
+            self._in_flight[client] -= 1
+            if not self._in_flight[client]:
+                del self._in_flight[client]
+
+    async def _vector(self, text: Tokens, dimensions: int | None) -> np.ndarray:
+        if self._aborted:
+            raise Stopping
+        self.count_text(len(text.ids))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
+
+
+class EmbeddingsJob:
+    """A request in progress: its tokenized texts and the function that computes its answer."""
+
+    def __init__(self, texts: Sequence[Tokens], answer: Callable[[], Any]):
+        self.texts, self.answer = texts, answer
+
+    @property
+    def summary(self) -> str:
+        """Number of texts and tokens, for the log."""
+        count = len(self.texts)
+        return f"{count} text{'s' * (count != 1)} of {sum(len(text.ids) for text in self.texts)} tokens"
+
+
+class EmbeddingsApi(ModelApi):
+    """The endpoints of an embedding model or reranker."""
+
+    has_chat = False
+
+    def __init__(self, engine: EmbeddingsEngine, names: list[str], limits: Limits):
+        embedder = engine.embedder
+        if embedder.tokenizer is None:
+            raise PipelineError(f"{embedder.name} has no tokenizer, because its checkpoint had none: it cannot serve text")
+        super().__init__(engine, embedder.tokenizer, names, embedder.bundle.manifest, limits)
+        self.engine: EmbeddingsEngine = engine
+        self.embedder, self.context = embedder, embedder.facts.max_tokens
+        if embedder.facts.relevance:
+            self.endpoint = "/v1/rerank"
+
+    async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
+        """Tokenize the texts of a request and return its job; raise ApiError if it is invalid."""
+        try:
+            self.embedder.check_vectors()
+        except PipelineError as error:
+            raise ApiError(400, f"{error}, at /v1/rerank", "model", "model_not_supported") from None
+        with _field("dimensions"):
+            self.embedder.check_dimensions(body.dimensions)
+        with _field("prompt_name"):
+            prompt = self.embedder.prompt(body.prompt_name)
+        given: Any = body.input
+        texts: list[Given] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        tokens = await run_in_thread(lambda: [self._tokens(i, text, prompt, body) for i, text in enumerate(texts)])
+
+        async def answer() -> dict:
+            vectors = await self.engine.vectors(tokens, body.dimensions)
+            return await run_in_thread(lambda: self._answer(tokens, vectors, body.encoding_format == "base64"))
+
+        return EmbeddingsJob(tokens, answer)
+
+    async def rerank(self, body: RerankRequest) -> EmbeddingsJob:
+        """Tokenize the query with each document and return the job."""
+        texts = [document if isinstance(document, str) else document.text for document in body.documents]
+        tokens = await run_in_thread(self.embedder.relevance_inputs, body.query, texts)
+
+        async def answer() -> dict:
+            found = ranked(self.embedder.relevance(await self.engine.vectors(tokens, None)))
+            results = [
+                {"index": index, "relevance_score": score}
+                | ({} if body.return_documents is False else {"document": self._document(body.documents[index])})
+                for index, score in found[: body.top_n]
+            ]
+            return {
+                "id": f"rerank-{uuid.uuid4().hex}", "model": self.names[0], "results": results, "usage": _usage(tokens)
+            }  # fmt: skip
+
+        return EmbeddingsJob(tokens, answer)
+
+    @staticmethod
+    def _document(document: str | Document) -> dict:
+        return {"text": document} if isinstance(document, str) else document.model_dump()
+
+    def _tokens(self, index: int, text: Given, prompt: str, body: EmbeddingsRequest) -> Tokens:
+        name, limit = f"input[{index}]", self.embedder.facts.max_tokens
+        if not isinstance(text, str):
+            self.check_ids(list(text), name)
+            text = text[:limit] if body.truncate else text
+        with _field("input", f"{name}: "):
+            found = self.embedder.tokens(text, prompt)
+        if found.cut and not body.truncate:
+            message = f"{name} has more than {limit} tokens, the limit of this model; shorten it, or send truncate"
+            raise ApiError(400, message, "input", "context_length_exceeded")
+        return found
+
+    def _answer(self, tokens: Sequence[Tokens], vectors: Sequence[np.ndarray], as_base64: bool) -> dict:
+        # Base64 of f32 values, little-endian.
+        encode: Callable[[np.ndarray], Any] = lambda v: v.astype(np.float64).tolist()
+        if as_base64:
+            encode = lambda v: base64.b64encode(v.astype("<f4").tobytes()).decode()
+        data = [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)]
+        return {"object": "list", "data": data, "model": self.names[0], "usage": _usage(tokens)}
+
+
+def _usage(tokens: Sequence[Tokens]) -> dict[str, int]:
+    count = sum(len(text.ids) for text in tokens)
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+@contextlib.contextmanager
+def _field(param: str, prefix: str = "") -> Iterator[None]:
+    """Convert a PipelineError to an ApiError 400 about the field `param`."""
+    try:
+        yield
+    except PipelineError as error:
+        raise invalid(param, f"{prefix}{error}") from None

@@ -1,0 +1,392 @@
+"""Conversion of chat and completion requests to engine requests, and of their events to answers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+from weakref import WeakValueDictionary
+
+from castiron.pipelines.api.api_errors import ApiError, api_error, invalid, unsupported
+from castiron.pipelines.api.async_engine import AsyncEngine
+from castiron.pipelines.api.byte_limit import CLIENT, ByteShare, answer_limit, reserve_answer
+from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
+from castiron.pipelines.api.replies import BlocksReply, ChatReply, ChoicesReply, CompletionReply, Echo, Reply
+from castiron.pipelines.api.response_format import ANY_OBJECT, requested_format
+from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, NamedTool, StreamOptions
+from castiron.pipelines.engine.context import default_limit, free_positions
+from castiron.pipelines.engine.request import Event, Failed, Finished, Request
+from castiron.pipelines.engine.sampling import Sampling
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.chat_template import check_variables, reads_tools
+from castiron.pipelines.text.grammar import Grammar, GrammarError
+from castiron.pipelines.text.text_output import Delta, TextOutput, text_request
+from castiron.pipelines.text.tokenizer import Tokenizer
+from castiron.pipelines.text.tool_calls import Tools
+from castiron.pipelines.text.vocabulary import TokenBytes
+from castiron.vmfb.manifest import Manifest
+
+# The schema of a function without parameters.
+NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+# OpenAI's default.
+COMPLETION_TOKENS = 16
+
+
+@dataclass
+class Job:
+    """An API request in progress, with an engine request for each choice of its answer.
+
+    reply: builder of the answer. share: memory of log-probabilities and grammars. requests: engine
+    requests, one for each choice. prompts: for each engine request the index of its prompt. events:
+    events that have not been read. ended: engine requests that have finished.
+    """
+
+    engine: AsyncEngine
+    reply: Reply
+    share: ByteShare
+    requests: list[Request] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    events: asyncio.Queue[tuple[Request, Event]] = field(default_factory=asyncio.Queue)
+    ended: list[Request] = field(default_factory=list)
+
+    @property
+    def summary(self) -> str:
+        """Token counts and times so far, for the log."""
+        if not self.ended:
+            return "no answer finished"
+        tokens, seconds = sum(len(r.tokens) for r in self.ended), max(r.timing.last - r.timing.first for r in self.ended)
+        speed = f" at {(tokens - len(self.ended)) / seconds:.1f} tok/s" if seconds > 0 and tokens > len(self.ended) else ""
+        first, latency = self.ended[0], min(r.timing.first - r.timing.arrived for r in self.ended)
+        return (
+            f"{len(first.prompt)} prompt tokens ({first.cached} cached), first token after {latency * 1e3:.0f} ms, "
+            f"{tokens} tokens{speed}"
+        )
+
+    @property
+    def usage(self) -> dict:
+        """Token counts so far in OpenAI's shape; a prompt counts once for all its choices."""
+        prompts = dict(reversed(list(zip(self.prompts, self.requests)))).values()
+        prompt, generated = sum(len(r.prompt) for r in prompts), sum(len(r.tokens) for r in self.requests)
+        outputs = [request.output for request in self.requests]
+        reasoning = sum(output.reasoning_tokens for output in outputs if isinstance(output, TextOutput))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(r.cached for r in prompts)},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+    async def answer(self) -> dict:
+        """Return the complete answer as JSON; raise ApiError if a request failed."""
+        if isinstance(self.reply, BlocksReply):
+            async for _ in self.chunks():
+                pass
+            return self.reply.answer
+        deltas: list[list[Delta]] = [[] for _ in self.requests]
+        ends = [Finished("")] * len(self.requests)
+        async for index, event in self._events():
+            if isinstance(event, Delta):
+                deltas[index].append(event)
+            else:
+                ends[index] = event
+        choices = [self.reply.choice(index, Delta.joined(parts), end) for index, (parts, end) in enumerate(zip(deltas, ends))]
+        return self.reply.complete(choices, self.usage)
+
+    async def chunks(self) -> AsyncIterator[dict]:
+        """Yield the JSON events of a streamed answer; raise ApiError if a request failed."""
+        reply, opened, sent = self.reply, set(), 0
+        async for index, event in self._events():
+            opening = [] if index in opened else reply.begin(index, self.usage)
+            opened.add(index)
+            delta, end = (event, None) if isinstance(event, Delta) else (Delta(), event)
+            sent += len(delta.tokens)
+            for chunk in chain(opening, reply.extend(index, delta, end)):
+                if reply.continuous_usage:
+                    # The counts include sent tokens only; the model may be ahead.
+                    counts = self.usage
+                    counts |= {"completion_tokens": sent, "total_tokens": counts["prompt_tokens"] + sent}
+                    chunk = chunk | {"usage": counts}
+                yield chunk
+        for chunk in reply.finish(self.usage):
+            yield chunk
+
+    async def _events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
+        """Yield events with the index of their request until all requests have finished.
+
+        Raises ApiError if one fails.
+        """
+        while len(self.ended) < len(self.requests):
+            request, event = await self.events.get()
+            if isinstance(event, Failed):
+                raise api_error(event.error)
+            if isinstance(event, Finished):
+                self.ended.append(request)
+            yield self.requests.index(request), event
+
+    def close(self) -> None:
+        """Cancel unfinished requests and release the memory; call it at the end of every job."""
+        self.engine.cancel([request for request in self.requests if request not in self.ended])
+        self.share.release()
+
+
+class GenerationApi(ModelApi):
+    """The endpoints of a generative model."""
+
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
+        """Raise PipelineError for an invalid generation_config in the manifest."""
+        super().__init__(engine, tokenizer, names, manifest, limits)
+        self.engine: AsyncEngine = engine
+        self.sampling = default_sampling(manifest, limits)
+        self.token_bytes = TokenBytes(tokenizer.backend)
+        self.retained = answer_limit(limits.retained_bytes)
+        # One process compiles grammars, one at a time per client, so that no client waits for all grammars of another.
+        self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def chat(
+        self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, clamp: bool = False, continue_last: bool = False
+    ) -> Job:
+        """Start a chat completion.
+
+        Args:
+            reply: constructor of another API's reply; None for OpenAI's chat completion.
+            clamp: whether a max_tokens above the free positions is lowered instead of rejected.
+            continue_last: whether the answer continues the last message.
+        """
+        tools, forced = self._tools(body)
+        prompt = await self._prompt(body, tools, continue_last or bool(body.continue_final_message))
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        built = reply() if reply else ChatReply(self.names[0], self.token_bytes, top is not None)
+        form = requested_format(body)
+        grammar, schema = ({form.kind: form.value}, form.schema) if form else ({}, None)
+        if forced and form and schema is None:
+            raise invalid("tool_choice", "tool_choice requires calls, and another field text in another form; give one of them")
+        # Harmony's grammar begins with its final channel, after any calls.
+        if tools and (forced or schema is not None and tools.form.kind != "harmony"):
+            # An answer that must be calls has no text for a response_format.
+            grammar = {"tools": tools.grammar(forced or tools.schemas, answer=None if forced else schema)}
+        elif tools and not form and (schemas := _schemas_of_optional_calls(body, tools)):
+            grammar = {"tools": tools.grammar(schemas, free=True)}
+        compiled = await self._grammar(grammar, form.param if form else "tools", bool(body.compact_json))
+        return self._start(
+            body, [prompt], "messages", built, top, limit=None if clamp else limit, default=limit, reasoning=True,
+            grammar=compiled, tools=tools,
+        )  # fmt: skip
+
+    async def count(self, body: ChatRequest, *, continue_last: bool = False) -> int:
+        """Return the number of tokens of the chat's prompt."""
+        return len(await self._prompt(body, self._tools(body)[0], continue_last))
+
+    async def _prompt(self, body: ChatRequest, tools: Tools | None, continue_last: bool) -> list[int]:
+        variables = self._template_args(body)
+        if tools:
+            variables["tools"] = [tool.plain() for tool in body.tools or ()]
+        if body.add_generation_prompt is not None:
+            if body.add_generation_prompt and continue_last:
+                message = "add_generation_prompt begins an answer, but this one continues the last message; leave it out"
+                raise invalid("add_generation_prompt", message)
+            variables["add_generation_prompt"] = body.add_generation_prompt
+        return await self.render(body.messages, variables, continue_last=continue_last)
+
+    async def complete(self, body: CompletionRequest) -> Job:
+        """Start the completions of all prompts of the request."""
+        given: Any = body.prompt
+        parts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        prompts = [await self._prompt_ids(part, body.max_tokens) for part in parts]
+        if body.best_of not in (None, body.n or 1):
+            raise unsupported("best_of", "values other than n are not supported by this server")
+        if body.max_tokens == 0 and not body.echo:
+            raise invalid("max_tokens", "max_tokens is 0, which needs echo; give at least 1")
+        is_scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+
+        def echo(part: str | list[int]) -> Echo:
+            text = part if isinstance(part, str) else self.tokenizer.decode(part)
+            return Echo(text, self.tokenizer.offsets(part) if is_scored else ())
+
+        echoes = await run_in_thread(lambda: list(map(echo, parts))) if body.echo else [Echo()] * len(parts)
+        each_choice = [echo for echo in echoes for _ in range(body.n or 1)]
+        reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, each_choice)
+        form = requested_format(body)
+        grammar = await self._grammar({form.kind: form.value}, form.param, bool(body.compact_json)) if form else None
+        job = self._start(
+            body, prompts, "prompt", reply, body.logprobs, limit=body.max_tokens, default=COMPLETION_TOKENS,
+            grammar=grammar, prompt_logprobs=(body.logprobs or 0) if is_scored else None,
+        )  # fmt: skip
+        reply.requests = job.requests
+        return job
+
+    async def _prompt_ids(self, prompt: str | list[int], limit: int | None) -> list[int]:
+        """Return the prompt's token ids; raise ApiError 400 unless `limit` more fit."""
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            self.check_length(len(prompt), "prompt")
+            ids = await run_in_thread(self.tokenizer.encode, prompt)
+        self._free_positions(ids, limit, "prompt")
+        self.check_ids(ids, "prompt")
+        return ids
+
+    def _tools(self, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:
+        """Return the tools, and the schemas of functions if the answer must call one of them."""
+        form, choice = self.tokenizer.tool_format, body.tool_choice
+        if not body.tools:
+            if choice not in (None, "none", "auto"):
+                raise invalid("tool_choice", "tool_choice needs tools")
+            return None, {}
+        if form is None or not reads_tools(self.tokenizer.chat_template):
+            reason = "does not read tools; leave them out"
+            if reads_tools(self.tokenizer.chat_template):
+                reason = "calls tools in an unknown form; describe them in a message instead"
+            raise unsupported("tools", f"this model's chat template {reason}")
+        if choice == "none":
+            return None, {}
+        schemas = {tool.function.name: tool.function.parameters or NO_PARAMETERS for tool in body.tools}
+        forced: dict[str, Any] = schemas if choice == "required" else {}
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            if name not in schemas:
+                raise invalid("tool_choice", f"tool_choice names {name!r}, but tools has no such function")
+            forced = {name: schemas[name]}
+        return Tools(form, schemas, single=body.parallel_tool_calls is False or isinstance(choice, NamedTool)), forced
+
+    async def _grammar(self, source: Mapping[str, Any], param: str, compact: bool) -> Grammar | None:
+        """Compile the grammar of an answer; raise ApiError if it is invalid.
+
+        `source`: keyword argument of the grammar compiler; empty for free text, which returns None.
+        """
+        if not source:
+            return None
+        grammars = await run_in_thread(lambda: self.tokenizer.grammars)
+        async with self._compiling.setdefault(CLIENT.get(), asyncio.Lock()):
+            try:
+                return await grammars.compile_async(**source, compact_json=compact)
+            except GrammarError as error:
+                raise ApiError(400, str(error), "tools" if "tools" in source else param, "unsupported_parameter") from None
+
+    def _template_args(self, body: ChatRequest) -> dict[str, Any]:
+        """Return the chat template's variables from chat_template_kwargs and reasoning_effort.
+
+        Raises ApiError for a variable that the template does not read.
+        """
+        given, name = dict(body.chat_template_kwargs or {}), "chat_template_kwargs"
+        try:
+            check_variables(self.tokenizer.chat_template, given)
+        except PipelineError as error:
+            raise unsupported(name, str(error)) from None
+        effort, name = body.reasoning_effort, "reasoning_effort"
+        if effort is None:
+            return given
+        if name in self.variables:
+            return {name: effort} | given
+        # medium is OpenAI's default, and a model without reasoning always does none.
+        if effort not in ("none", "medium"):
+            raise unsupported(name, "this model's chat template has no reasoning effort; leave it out")
+        return {"enable_thinking": False} | given if effort == "none" and "enable_thinking" in self.variables else given
+
+    def _start(
+        self, body: CompletionFields, prompts: list[list[int]], param: str, reply: Reply, top: int | None, *,
+        limit: int | None, default: int | None = None, grammar: Grammar | None = None, prompt_logprobs: int | None = None,
+        **options: Any,
+    ) -> Job:  # fmt: skip
+        """Queue an engine request for every choice and return the job.
+
+        Args:
+            param: field that holds the prompts, for error messages.
+            top: top_logprobs of generated tokens, None without log-probabilities.
+            limit: max tokens of an answer, an error if they do not fit in the context.
+            default: max tokens if `limit` is None; None for all free positions.
+            prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
+            options: further options of `text_request`.
+        """
+        if isinstance(reply, ChoicesReply):
+            stream_options = body.stream_options or StreamOptions()
+            reply.include_usage = bool(stream_options.include_usage)
+            reply.continuous_usage = bool(stream_options.continuous_usage_stats)
+        if body.priority and not self.limits.priorities:
+            raise unsupported("priority", "needs a server that runs with --scheduling-policy priority")
+        min_tokens = body.min_tokens or 0
+        if min_tokens and grammar:
+            message = "min_tokens is not supported with a grammar, which decides where the answer ends; leave it out"
+            raise invalid("min_tokens", message)
+        for token in (more := body.stop_token_ids or []):
+            self._check_token("stop_token_ids", str(token))
+        client, bias = CLIENT.get(), dict[int, float]()
+        for name, value in (body.logit_bias or {}).items():
+            self._check_token("logit_bias", name)
+            bias[int(name)] = value
+        options |= {
+            "stop_strings": body.stop or (), "stop_tokens": (*(() if body.ignore_eos else self.tokenizer.eos), *more),
+            "top_logprobs": top, "prompt_logprobs": prompt_logprobs, "min_tokens": min_tokens, "grammar": grammar,
+            "repetition_stop": bool(body.repetition_stop), "client": client, "priority": body.priority or 0,
+        }  # fmt: skip
+        job = Job(self.engine, reply, self.retained.share(client))
+        try:
+            for index, prompt in enumerate(prompts):
+                free = self._free_positions(prompt, limit, param)
+                max_tokens = default_limit(default, free) if limit is None else limit
+                if max_tokens is not None and min_tokens > max_tokens:
+                    message = f"min_tokens is {min_tokens}, but the answer has at most {max_tokens} tokens; use a smaller one"
+                    raise invalid("min_tokens", message)
+                for choice in range(body.n or 1):
+                    longest = free if max_tokens is None else max_tokens
+                    reserve_answer(job.share, longest, top, len(prompt), prompt_logprobs, grammar)
+                    sampling = replace(self.sampling_of(body, choice), logit_bias=bias)
+                    request = text_request(
+                        prompt, self.context, self.tokenizer, max_tokens=max_tokens, sampling=sampling, **options
+                    )  # fmt: skip
+                    job.prompts.append(index)
+                    job.requests.append(request)
+            self.engine.submit(job.requests, lambda request, event: job.events.put_nowait((request, event)))
+        except BaseException:
+            job.share.release()
+            raise
+        return job
+
+    def _check_token(self, param: str, token: str) -> None:
+        if not (token.isascii() and token.isdigit() and int(token[:20]) < self.vocab):
+            raise invalid(param, f"{param} names {token[:40]!r}, which is not a token id below {self.vocab}")
+
+    def _free_positions(self, prompt: list[int], limit: int | None, param: str) -> int:
+        """Return how many tokens may follow `prompt`; raise ApiError 400 if fewer than `limit`."""
+        if not prompt:
+            raise invalid(param, "the prompt has no tokens; give at least one")
+        free = free_positions(self.context, len(prompt))
+        if free < 1 or limit is not None and limit > free:
+            requested = "" if limit is None else f" and {limit} more are asked for"
+            advice = f"ask for at most {free}" if free >= 1 else f"shorten the {param}"
+            message = (
+                f"this model's maximum context length is {self.context} tokens; the {param} "
+                f"{'have' if param == 'messages' else 'has'} {len(prompt)} tokens{requested}: {advice}"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return free
+
+    def sampling_of(self, body: CompletionFields, choice: int = 0) -> Sampling:
+        """Return the sampling options of one choice, without logit_bias."""
+        names = ("temperature", "top_p", "min_p", "repeat_penalty")
+        options = [("repeat_penalty", body.repetition_penalty), *((name, getattr(body, name)) for name in names)]
+        given = {name: value for name, value in options if value is not None}
+        if body.top_k is not None:
+            given["top_k"] = max(body.top_k, 0)
+        return replace(
+            self.sampling, **given,
+            # Choices of one request differ, and each is reproducible.
+            seed=None if body.seed is None else (body.seed + choice) % 2**64,
+            frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
+        )  # fmt: skip
+
+
+def _schemas_of_optional_calls(body: ChatRequest, tools: Tools) -> dict[str, Any]:
+    """Return the schemas that optional calls must match, by function name.
+
+    Returns no schemas if no function is strict, or if the tool format has no token that marks the
+    beginning of a call. A function that is not strict accepts any object if the format allows it.
+    """
+    strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
+    form = tools.form
+    if not strict or not form.begin or form.kind == "harmony":
+        return {}
+    loose = form.kind in ("json", "list", "named")
+    return {name: ANY_OBJECT if loose and name not in strict else schema for name, schema in tools.schemas.items()}

@@ -1,0 +1,363 @@
+"""Anthropic's /v1/messages: conversion of its request bodies to chats, and its answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from castiron.pipelines.api.api_errors import ApiError, unsupported
+from castiron.pipelines.api.model_api import ModelApi
+from castiron.pipelines.api.parse_body import (
+    Content,
+    Item,
+    OneOf,
+    TextPart,
+    fields_renamed,
+    parse_item,
+    parse_one_of,
+    text_of,
+    text_of_part,
+)
+from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.schemas import (
+    Body,
+    ChatRequest,
+    DirectCallers,
+    FunctionIdentifier,
+    GenerationFields,
+    Objects,
+    StopString,
+    Unsupported,
+)
+from castiron.pipelines.engine.request import Finished
+from castiron.pipelines.text.text_output import Delta
+from castiron.pipelines.text.vocabulary import TokenBytes
+
+# Names of this API's fields, by the chat fields that they are converted to.
+FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Anthropic's stop reasons, by the engine's finish reasons; an answer with calls has tool_use.
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "context": "model_context_window_exceeded"}
+DELTAS = {
+    "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json"),
+}  # fmt: skip
+
+
+class CacheableItem(Item):
+    """`cache_control` changes nothing, because shared prefixes are always cached."""
+
+    cache_control: Any = None
+
+
+class ThinkingBlock(Item):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Item):
+    """Reasoning that another server has encrypted."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(CacheableItem):
+    expected: ClassVar[dict[str, str]] = {"input": "an object"}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+
+
+class ToolResultBlock(CacheableItem):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Content | None = None
+    is_error: bool | None = None
+
+
+# Types of blocks besides text, by role.
+BLOCKS: dict[str, dict[str, type[Item]]] = {
+    "assistant": {"thinking": ThinkingBlock, "redacted_thinking": RedactedThinkingBlock, "tool_use": ToolUseBlock},
+    "user": {"tool_result": ToolResultBlock},
+    "system": {},
+}
+AnyBlock = Annotated[dict[str, Any], OneOf(TextPart, *(block for blocks in BLOCKS.values() for block in blocks.values()))]
+
+
+class Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[AnyBlock], Field(fail_fast=True)]
+
+    def has_block(self, kind: str) -> bool:
+        return not isinstance(self.content, str) and any(block.get("type") == kind for block in self.content)
+
+
+class CustomTool(CacheableItem):
+    type: Literal["custom"] | None = None
+    name: FunctionIdentifier
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: DirectCallers | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """budget_tokens is an upper limit of reasoning; max_tokens limits reasoning too."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Body):
+    user_id: str | None = None
+
+
+class PromptOfMessage(Body):
+    """The fields that make the prompt."""
+
+    expected: ClassVar[dict[str, str]] = {
+        "content": "a string or a list of blocks",
+        "system": "a string or a list of blocks of type text",
+    }
+
+    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    system: Content | None = None
+    tools: Annotated[list[Annotated[dict[str, Any], OneOf(CustomTool)]], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: Any = None
+    # Labels of the customer, which are ignored.
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    # Not supported, unless the value changes nothing.
+    speed: Annotated[Any, Unsupported("standard")] = None
+    mcp_servers: Annotated[Any, Unsupported([])] = None
+    context_management: dict[str, Objects] | None = None
+    # From this code Anthropic's clients learn to send the complete conversation.
+    thread: Annotated[Any, Unsupported(code="thread_unsupported_request")] = None
+
+    @property
+    def continues_last_message(self) -> bool:
+        """Whether the answer continues the last message, a text of the assistant."""
+        last = self.messages[-1]
+        has_text = bool(last.content) if isinstance(last.content, str) else last.has_block("text")
+        return last.role == "assistant" and has_text and not last.has_block("tool_use")
+
+
+class CountTokensRequest(PromptOfMessage):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+
+
+class MessagesRequest(PromptOfMessage, GenerationFields):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Annotated[Any, Unsupported("auto", "standard_only")] = None
+    container: Annotated[Any, Unsupported()] = None
+    inference_geo: Annotated[Any, Unsupported()] = None
+    diagnostics: Annotated[Any, Unsupported()] = None
+
+
+async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
+    """Start the answer to a /v1/messages request and return its job."""
+    shows_reasoning = not (body.thinking and body.thinking.display == "omitted")
+    reply = lambda: MessagesReply(api.names[0], api.token_bytes, shows_reasoning)
+    with fields_renamed(FIELDS):
+        chat = chat_request(body, api.variables)
+        return await api.chat(chat, reply, clamp=True, continue_last=body.continues_last_message)
+
+
+async def count_message_tokens(api: ModelApi, body: PromptOfMessage) -> int:
+    """Return the number of tokens of the request's prompt."""
+    with fields_renamed(FIELDS):
+        return await api.count(chat_request(body, api.variables), continue_last=body.continues_last_message)
+
+
+def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatRequest:
+    """Convert a request to a chat request.
+
+    `variables`: names of the chat template's variables. Raises ApiError for unsupported blocks and
+    fields.
+    """
+    for index, edit in enumerate((body.context_management or {}).get("edits", ())):
+        # The template decides which reasoning of earlier turns is read.
+        if not str(edit.get("type")).startswith("clear_thinking"):
+            raise unsupported(f"context_management.edits.{index}", "this server does not edit conversations; leave it out")
+    system = text_of(body.system, "system")
+    messages = [{"role": "system", "content": system}] if system else []
+    for index, turn in enumerate(body.messages):
+        messages += _messages_of(turn, f"messages.{index}.content")
+    given = {"messages": messages, "chat_template_kwargs": body.chat_template_kwargs}
+    given |= _tools(body) | _reasoning_fields(body, variables)
+    if body.output_config and (form := body.output_config.format):
+        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+    if isinstance(body, MessagesRequest):
+        given |= {name: getattr(body, name) for name in GenerationFields.model_fields}
+        given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
+    return parse_item(ChatRequest, given, "")
+
+
+def _messages_of(turn: Turn, path: str) -> list[dict[str, Any]]:
+    """Convert a turn to chat messages; each tool result becomes a separate message."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    found: list[dict[str, Any]] = []
+    for index, block in enumerate(turn.content):
+        here, blocks = f"{path}.{index}", BLOCKS[turn.role]
+        # A list, because the value may be unhashable.
+        item = parse_one_of(blocks, block, here) if block.get("type") in [*blocks] else None
+        if isinstance(item, ToolResultBlock):
+            text = text_of(item.content, f"{here}.content")
+            text = f"Error: {text}" if item.is_error else text
+            found.append({"role": "tool", "tool_call_id": item.tool_use_id, "content": text})
+            continue
+        if not (found and found[-1]["role"] == turn.role):
+            found.append({"role": turn.role, "content": ""})
+        message = found[-1]
+        match item:
+            case None:
+                message["content"] += text_of_part(block, here)
+            case ThinkingBlock(thinking=text):
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
+            case ToolUseBlock(id=call, name=name):
+                function = {"name": name, "arguments": json.dumps(item.input, ensure_ascii=False)}
+                message.setdefault("tool_calls", []).append({"id": call, "type": "function", "function": function})
+    return found or [{"role": turn.role, "content": ""}]
+
+
+def _tools(body: PromptOfMessage) -> dict[str, Any]:
+    """Return the chat fields tools, tool_choice and parallel_tool_calls."""
+    tools, choice = [], body.tool_choice
+    for index, given in enumerate(body.tools or ()):
+        tool = parse_one_of({"custom": CustomTool}, given, f"tools.{index}", "custom")
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+        tools.append({"type": "function", "function": function})
+    if choice is None:
+        return {"tools": tools or None}
+    if choice.type == "tool" and choice.name is None:
+        raise unsupported("tool_choice.name", "is required for the type tool")
+    return {
+        "tools": tools or None,
+        "tool_choice": CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}},
+        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+    }
+
+
+def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict[str, Any]:
+    """Return the chat fields reasoning_effort and chat_template_kwargs."""
+    thinking, effort = body.thinking, body.output_config.effort if body.output_config else None
+    if thinking and thinking.type == "disabled":
+        return {"reasoning_effort": "none"}
+    found: dict[str, Any] = {}
+    if thinking and thinking.type == "enabled" and "enable_thinking" in variables:
+        found["chat_template_kwargs"] = {"enable_thinking": True} | (body.chat_template_kwargs or {})
+    # Anthropic's default is high.
+    if effort and (effort != "high" or "reasoning_effort" in variables):
+        found["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    return found
+
+
+class MessagesReply(BlocksReply):
+    """A message, and the events of its stream."""
+
+    prefix = "msg_"
+
+    def __init__(self, model: str, token_bytes: TokenBytes, shows_reasoning: bool):
+        """`shows_reasoning`: whether the answer includes thinking blocks."""
+        super().__init__(model, token_bytes)
+        self.shows_reasoning = shows_reasoning
+        self.answer = {
+            "id": self.head["id"], "type": "message", "role": "assistant", "model": model, "content": [],
+            "stop_reason": None, "stop_sequence": None,
+        }  # fmt: skip
+
+    def begin(self, index: int, usage: dict) -> Iterable[dict]:
+        yield {"type": "message_start", "message": {**self.answer, "usage": _usage(usage)}}
+        yield {"type": "ping"}
+
+    def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
+        if not self.shows_reasoning:
+            delta = Delta(delta.text, delta.tokens, "", delta.calls)
+        return super().extend(index, delta, end)
+
+    def open(self, block: Block) -> Iterable[dict]:
+        yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": _content(block)}
+
+    def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
+        kind, name = DELTAS[block.kind]
+        yield {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, name: text}}
+
+    def close(self, block: Block) -> Iterable[dict]:
+        self.answer["content"].append(_content(block))
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+
+    def finish(self, usage: dict) -> Iterable[dict]:
+        end, has_calls = self.end or Finished("stop"), any(block.kind == "call" for block in self.blocks)
+        reason = "tool_use" if has_calls and end.reason == "stop" else STOP_REASONS[end.reason]
+        stop = {"stop_reason": "stop_sequence" if end.stop_string else reason, "stop_sequence": end.stop_string}
+        self.answer |= stop | {"usage": _usage(usage)}
+        yield {"type": "message_delta", "delta": stop, "usage": _usage(usage)}
+        yield {"type": "message_stop"}
+
+    def fail(self, error: ApiError) -> Iterable[dict]:
+        yield error.anthropic_body
+
+
+def _content(block: Block) -> dict:
+    """Convert a block, complete or in progress, to Anthropic's content block."""
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+    try:
+        arguments = json.loads(block.text)
+    except (ValueError, RecursionError):
+        # A call in progress, or one that was cut off.
+        arguments = None
+    arguments = arguments if isinstance(arguments, dict) else {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+
+def _usage(usage: dict) -> dict:
+    """Convert OpenAI's usage; Anthropic's input_tokens exclude cached ones."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+    }

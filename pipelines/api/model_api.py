@@ -1,0 +1,263 @@
+"""Endpoints that every model has, without HTTP: model names, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
+from castiron.pipelines.api.schemas import EmbeddingsRequest, Message, RerankRequest, TokenizeRequest
+from castiron.pipelines.engine.sampling import Sampling, model_sampling
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.chat_template import variables_of
+from castiron.pipelines.text.embedder import NO_RERANKER
+from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_errors
+from castiron.vmfb.manifest import Manifest
+
+# Max characters of a /tokenize request; each takes 200 bytes of memory.
+MAX_TOKENIZE_CHARACTERS = 1_000_000
+# OpenAI's default temperature.
+TEMPERATURE = 1.0
+# Fields of messages that a template may ignore: some templates leave earlier reasoning out, a call's id only links two
+# messages, shared prefixes are always cached, and litellm's clients send back its own fields.
+MAY_BE_IGNORED = {"role", "reasoning_content", "reasoning", "tool_call_id", "cache_control", "provider_specific_fields"}
+# Values of message fields that mean the same as leaving the field out.
+EMPTY: tuple[Any, ...] = (None, [], "")
+# Max distinct fields of messages: each costs a rendering of the conversation, and no template reads more.
+MAX_FIELDS = 24
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits and defaults of requests.
+
+    seconds: max duration of a request, including the wait in the queue. body_bytes: max size of a
+    request body. temperature: default temperature, None for the model's own. priorities: whether
+    requests may set `priority`. retained_bytes: max bytes of log-probabilities and grammars of all
+    requests in flight, None for a fraction of the machine's memory.
+    """
+
+    seconds: float = 600.0
+    body_bytes: int = 4_000_000
+    temperature: float | None = None
+    priorities: bool = False
+    retained_bytes: int | None = None
+
+
+class ModelEngine(Protocol):
+    """An engine that runs one model of a server.
+
+    slots: max sequences that run at once. healthy: whether it accepts requests. unfinished: number
+    of requests in flight.
+    """
+
+    slots: int
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def unfinished(self) -> int: ...
+    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
+    def drain(self) -> None: ...
+    def abort(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class ModelApi:
+    """The endpoints of a model; an endpoint that this kind of model lacks raises ApiError."""
+
+    # Whether the chat page can talk to the model.
+    has_chat = True
+    # Main endpoint of a model that cannot chat.
+    endpoint = "/v1/embeddings"
+
+    def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
+        """`names`: the name that answers contain, then other names that requests may use."""
+        self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
+        self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 if `name` is another model's."""
+        if name is not None and name not in self.names:
+            raise unknown_model(name, self.names[:1])
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the chat template's variables besides messages and tools."""
+        return frozenset(variables_of(self.tokenizer.chat_template or ""))
+
+    async def _cannot_generate(self, *_: Any, **__: Any) -> Any:
+        message = f"{self.names[0]} is an embedding model and cannot generate text; use {self.endpoint}"
+        raise ApiError(400, message, "model", "model_not_supported")
+
+    chat = count = complete = _cannot_generate
+
+    async def embeddings(self, body: EmbeddingsRequest) -> Any:
+        message = f"{self.names[0]} is not an embedding model; serve one, or use another endpoint"
+        raise ApiError(400, message, "model", "model_not_supported")
+
+    async def rerank(self, body: RerankRequest) -> Any:
+        raise ApiError(400, f"{self.names[0]} {NO_RERANKER}", "model", "model_not_supported")
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Return the token ids of a text or of messages."""
+        given = {name: value for name in ("content", "prompt", "messages") if (value := getattr(body, name)) is not None}
+        if len(given) != 1:
+            raise invalid("content", "give one of content, prompt and messages")
+        special = body.add_special if body.add_special is not None else body.add_special_tokens
+        if body.messages is not None:
+            if special is not None:
+                raise invalid("add_special", "messages get special tokens from the chat template; leave add_special out")
+            return await self.render(body.messages)
+        ((name, text),) = given.items()
+        if len(text) > MAX_TOKENIZE_CHARACTERS:
+            message = f"{name} has {len(text)} characters, and the limit is {MAX_TOKENIZE_CHARACTERS}; send it in parts"
+            raise invalid(name, message)
+        # By default llama.cpp, whose name is content, adds none, and vLLM, whose name is prompt, does.
+        if name == "prompt" if special is None else special:
+            return await run_in_thread(self.tokenizer.encode, text)
+        return await run_in_thread(self.tokenizer.encode, text, False)
+
+    @property
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's description for lm-eval, with vLLM's field names."""
+        text = self.tokenizer
+        ids = {"bos_token": text.bos, "eos_token": text.eos[0] if text.eos else None}
+        special = {name: None if index is None else text.backend.id_to_token(index) for name, index in ids.items()}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **special, "pad_token": None,
+                "chat_template": text.chat_template, "model_max_length": self.context}  # fmt: skip
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Return the text of token ids, including special tokens."""
+        self.check_ids(tokens, "tokens")
+
+        def decode() -> str:
+            with tokenizer_errors():
+                return self.tokenizer.backend.decode(tokens, False)
+
+        return await run_in_thread(decode)
+
+    async def render(
+        self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({}), *, continue_last: bool = False
+    ) -> list[int]:
+        """Return the token ids of messages rendered by the chat template.
+
+        Args:
+            continue_last: whether the last message is left open, so that the answer continues it.
+
+        Raises:
+            ApiError: for fields that the template ignores, and messages that cannot fit in the
+            context.
+        """
+        if self.tokenizer.chat_template is None:
+            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
+        if len(messages) > self.context:
+            message = f"this model's maximum context length is {self.context} tokens, and there are {len(messages)} messages"
+            raise ApiError(400, f"{message}: send fewer", "messages", "context_length_exceeded")
+        plain = [message.plain() for message in messages]
+        self.check_length(sum(len(message["content"]) for message in plain), "messages")
+
+        def encode() -> list[int]:
+            render = lambda some: self.tokenizer.render_chat(some, **template_args)
+            check_fields_are_read(render, ordered := with_system_first(render, plain))
+            encode_chat = self.tokenizer.encode_unfinished_chat if continue_last else self.tokenizer.encode_chat
+            return encode_chat(ordered, **template_args)
+
+        return await run_in_thread(encode)
+
+    def check_length(self, characters: int, param: str) -> None:
+        """Raise ApiError 400 for a text that cannot fit in the context, before it is tokenized."""
+        if characters > COUNTED and characters > (limit := self.context * self.tokenizer.longest_token):
+            message = (
+                f"this model's maximum context length is {self.context} tokens, in which {limit} characters fit at most; the "
+                f"{param} {'have' if param == 'messages' else 'has'} {characters}: shorten the {param}"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
+
+    def check_ids(self, tokens: list[int], param: str) -> None:
+        """Raise ApiError 400 for an id outside the vocabulary."""
+        if tokens and max(tokens) >= self.vocab:
+            raise invalid(param, f"token {max(tokens)} is outside the vocabulary of {self.vocab} tokens")
+
+
+def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError 400 for a field or role that the chat template ignores.
+
+    A field is ignored if the rendered text is the same without it, a role if it is the same with
+    other content. Only the first message with each role and field is checked.
+    """
+    # Templates may ignore a tool result's name, because the call has the function's name too.
+    seen: set[tuple[str, str]] = {("user", "content"), ("assistant", "content"), ("tool", "name")}
+    rendered: str | None = None
+    for index, message in enumerate(messages):
+        role = message["role"]
+        for name, value in message.items():
+            if (role, name) in seen or value in EMPTY or name in MAY_BE_IGNORED:
+                continue
+            seen.add((role, name))
+            if name == "name" and all(other.get("name") == value for other in messages if other["role"] == role):
+                # A template may ignore a name that all messages of the role have.
+                continue
+            # Changed instead of removed, because a template may have a default for empty content.
+            changed = {key: each for key, each in message.items() if key != name}
+            changed |= {name: f"{value}x"} if name == "content" else {}
+            try:
+                rendered = render(messages) if rendered is None else rendered
+                is_ignored = render([*messages[:index], changed, *messages[index + 1 :]]) == rendered
+            except PipelineError:
+                # A template that fails without the field reads it.
+                is_ignored = False
+            if is_ignored and name == "content":
+                raise unsupported(
+                    f"messages.{index}.role", f"this model's chat template ignores messages of role {role!r}; leave them out"
+                )
+            if is_ignored or len(seen) > MAX_FIELDS:
+                message = f"this model's chat template ignores the field {name[:40]!r} of messages; leave it out"
+                raise unsupported(f"messages.{index}.{name[:40]}", message)
+
+
+def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Merge all system messages at the start if the template ignores later ones."""
+    changed = [
+        {**message, "content": f"{message['content']}x"} if index and message["role"] == "system" else message
+        for index, message in enumerate(messages)
+    ]
+    if changed == messages:
+        return messages
+    with contextlib.suppress(PipelineError):
+        if render(changed) != render(messages):
+            return messages
+    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    return [{"role": "system", "content": system}, *(message for message in messages if message["role"] != "system")]
+
+
+def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
+    """Return the sampling options of requests that set none."""
+    found = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
+    return found if limits.temperature is None else replace(found, temperature=limits.temperature)
+
+
+def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:
+    """Return the error for a request that names a model that is not served."""
+    message = f"the model {name!r:.80} does not exist; this server has {', '.join(map(repr, known))}"
+    return ApiError(404, message, "model", "model_not_found")
+
+
+async def run_in_thread(function: Callable, *arguments):
+    """Run a slow function in a thread; a cancelled caller still waits until it ends."""
+    work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    # Reading the exception keeps asyncio from logging the error of a cancelled request.
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait([work])
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+    return work.result()

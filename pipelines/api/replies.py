@@ -1,0 +1,340 @@
+"""Builders of answers, as the events of a stream and as one JSON object."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.engine.request import Finished, Request
+from castiron.pipelines.text.text_output import Delta, TextToken
+from castiron.pipelines.text.tool_calls import CallPart, joined
+from castiron.pipelines.text.vocabulary import TokenBytes
+
+# OpenAI's finish reasons, by the engine's.
+FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
+
+
+def _finish_fields(end: Finished | None, has_calls: bool = False) -> dict:
+    """Return finish_reason, and castiron's stop_reason if a repetition loop ended the choice."""
+    reason = end and FINISH_REASONS[end.reason]
+    found = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
+    return found | {"stop_reason": "repetition"} if end and end.repeated else found
+
+
+def _reasoning(text: str) -> dict:
+    """Return a message's reasoning field, with the name that vLLM and DeepSeek use."""
+    return {"reasoning_content": text} if text else {}
+
+
+def _call_id() -> str:
+    """Return a call id of 9 letters and digits, which every chat template accepts."""
+    return uuid.uuid4().hex[:9]
+
+
+class Reply(ABC):
+    """A builder of the answer to one request, as the events of a stream, each a JSON object."""
+
+    # Prefix of the answer's id.
+    prefix = ""
+    # Sent after the last event of a stream.
+    last: str | None = None
+    # Whether every event has the usage so far.
+    continuous_usage = False
+
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
+        self.token_bytes, self.logprobs = token_bytes, logprobs
+        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def begin(self, index: int, usage: dict) -> Iterable[dict]:
+        """Yield the events before the first text of choice `index`."""
+
+    @abstractmethod
+    def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
+        """Yield the events for new text of a choice; with `end`, also those that finish it."""
+
+    @abstractmethod
+    def finish(self, usage: dict) -> Iterable[dict]:
+        """Yield the events after all choices have finished."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> Iterable[dict]:
+        """Yield the events that end a stream with an error."""
+
+    def logprobs_of(self, tokens: Iterable[TextToken]) -> list[dict]:
+        """Return the tokens' log-probabilities in the shape of chat completions."""
+        return [
+            {**self._token(token.id, token.logprob), "top_logprobs": [self._token(*other) for other in token.top]}
+            for token in tokens
+        ]
+
+    def _token(self, token: int, logprob: float) -> dict:
+        data = self.token_bytes(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+
+class ChoicesReply(Reply):
+    """An answer with one or more choices, for chat and text completions."""
+
+    # Values of `object` in a complete answer and in the events of a stream.
+    kind = chunk_kind = ""
+    last = "[DONE]"
+    # Whether the last event of a stream has the usage.
+    include_usage = False
+
+    @abstractmethod
+    def choice(self, index: int, delta: Delta, end: Finished) -> dict:
+        """Return one complete choice."""
+
+    @abstractmethod
+    def opening(self, index: int) -> dict | None:
+        """Return the first chunk of a choice, or None if it has no opening chunk."""
+
+    @abstractmethod
+    def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
+        """Return the chunk of a choice for new text or, with `end`, for its end."""
+
+    def complete(self, choices: list[dict], usage: dict) -> dict:
+        """Return the complete answer."""
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
+
+    def chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
+        """Return an event with chunks of choices."""
+        return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
+
+    def begin(self, index: int, usage: dict) -> list[dict]:
+        return [self.chunk([opening])] if (opening := self.opening(index)) else []
+
+    def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
+        return [self.chunk([self.delta(index, delta, end)])]
+
+    def finish(self, usage: dict) -> list[dict]:
+        return [self.chunk([], usage)] if self.include_usage else []
+
+    def fail(self, error: ApiError) -> list[dict]:
+        return [error.body]
+
+
+class ChatReply(ChoicesReply):
+    """The answer to a chat completion request."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
+        super().__init__(model, token_bytes, logprobs)
+        # Indices of choices that have called a function.
+        self._with_calls: set[int] = set()
+
+    def choice(self, index: int, delta: Delta, end: Finished) -> dict:
+        message = {"role": "assistant", "content": delta.text, **_reasoning(delta.reasoning), "refusal": None}
+        if delta.calls:
+            calls = [{"name": name, "arguments": arguments} for name, arguments in joined(delta.calls)]
+            message["tool_calls"] = [{"id": _call_id(), "type": "function", "function": call} for call in calls]
+            message["content"] = delta.text or None
+        fields = _finish_fields(end, bool(delta.calls))
+        return {"index": index, "message": message, "logprobs": self._logprobs(delta.tokens), **fields}
+
+    def opening(self, index: int) -> dict:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, **_finish_fields(None)}
+
+    def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
+        if not (delta.text or delta.reasoning or delta.calls or end or self.logprobs):
+            # Tokens such as those that begin a tool call have no text for clients.
+            return []
+        # Some clients read only the first call of a chunk.
+        first, *others = _merged(delta.calls) or [None]
+        deltas = [replace(delta, calls=(first,) if first else ()), *(Delta(calls=(part,)) for part in others)]
+        return [self.chunk([self.delta(index, each, end if each is deltas[-1] else None)]) for each in deltas]
+
+    def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
+        fields: dict[str, Any] = _reasoning(delta.reasoning)
+        if delta.calls:
+            self._with_calls.add(index)
+            fields["tool_calls"] = [_call_chunk(part) for part in delta.calls]
+        if delta.text or not (end or fields):
+            fields["content"] = delta.text
+        logprobs = self._logprobs(delta.tokens) if delta.tokens else None
+        return {"index": index, "delta": fields, "logprobs": logprobs, **_finish_fields(end, index in self._with_calls)}
+
+    def _logprobs(self, tokens: Collection[TextToken]) -> dict | None:
+        return {"content": self.logprobs_of(tokens), "refusal": None} if self.logprobs else None
+
+
+def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
+    """Join the parts of each call."""
+    found: dict[int, CallPart] = {}
+    for part in parts:
+        before = found.get(part.index)
+        found[part.index] = replace(before, arguments=before.arguments + part.arguments) if before else part
+    return list(found.values())
+
+
+def _call_chunk(part: CallPart) -> dict:
+    """Return part of a call for a streamed chunk."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": _call_id(), "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt at the start of a completion.
+
+    text: prompt text. offsets: character offsets of its tokens, empty without log-probabilities.
+    """
+
+    text: str = ""
+    offsets: Collection[int] = ()
+
+
+class CompletionReply(ChoicesReply):
+    """The answer to a text completion request."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: int | None, echoes: list[Echo]):
+        """`logprobs`: number of top tokens at each position, None without log-probabilities.
+        `echoes`: the echoed prompt of each choice."""
+        super().__init__(model, token_bytes, logprobs is not None)
+        self.top, self.echoes = logprobs, echoes
+        # The engine request of each choice, set when they have been made.
+        self.requests: list[Request] = []
+
+    def choice(self, index: int, delta: Delta, end: Finished) -> dict:
+        tokens = (*self._prompt(index), *self._answer(index, delta.tokens))
+        return self._choice(index, self.echoes[index].text + delta.text, tokens, end)
+
+    def opening(self, index: int) -> dict | None:
+        echo = self.echoes[index]
+        return self._choice(index, echo.text, self._prompt(index), None) if echo.text or echo.offsets else None
+
+    def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
+        return self._choice(index, delta.text, self._answer(index, delta.tokens), end)
+
+    def _prompt(self, index: int) -> tuple[TextToken, ...]:
+        """Return the prompt's tokens, none without log-probabilities; the first token has none."""
+        offsets, request = self.echoes[index].offsets, self.requests[index]
+        scores = [None, *request.scores] if offsets else []
+        return tuple(
+            TextToken(token, *((score.logprob, score.top[: self.top]) if score else (None, None)), offset=offset)
+            for token, offset, score in zip(request.prompt.tolist(), offsets, scores)
+        )
+
+    def _answer(self, index: int, tokens: Collection[TextToken]) -> tuple[TextToken, ...]:
+        """Return generated tokens with offsets that count from the echoed prompt's start."""
+        before = len(self.echoes[index].text)
+        return tuple(replace(token, offset=before + token.offset) for token in tokens) if self.logprobs else ()
+
+    def _choice(self, index: int, text: str, tokens: Collection[TextToken], end: Finished | None) -> dict:
+        logprobs = None
+        if self.logprobs and (tokens or end is not None):
+            logprobs = {
+                "tokens": [self.token_bytes.text(token.id) for token in tokens],
+                "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
+                "top_logprobs": [self._top(token) for token in tokens],
+                "text_offset": [token.offset for token in tokens],
+            }
+        return {"index": index, "text": text, "logprobs": logprobs, **_finish_fields(end)}
+
+    def _top(self, token: TextToken) -> dict[str, float] | None:
+        """Return log-probabilities of the top tokens and the chosen one by their text.
+
+        If tokens have the same text, the most probable one counts.
+        """
+        if token.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for other, logprob in (*(token.top or ()), (token.id, token.logprob)):
+            found.setdefault(self.token_bytes.text(other), finite(logprob))
+        return found
+
+
+@dataclass
+class Block:
+    """A part of an answer.
+
+    kind: "reasoning", "text" or "call". name: called function. text: text, or a call's arguments.
+    """
+
+    kind: str
+    name: str = ""
+    text: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    logprobs: list[dict] = field(default_factory=list)
+
+    @property
+    def call_id(self) -> str:
+        """The id of a call: 9 letters and digits, which every template accepts."""
+        return self.id[:9]
+
+
+class BlocksReply(Reply):
+    """An answer of /v1/responses or /v1/messages, whose stream opens, fills and closes blocks.
+
+    answer: JSON of the answer, complete after `finish`.
+    """
+
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):
+        super().__init__(model, token_bytes, logprobs)
+        self.answer: dict[str, Any] = {}
+        self.blocks: list[Block] = []
+        self.end: Finished | None = None
+        # Tokens whose text has not been streamed.
+        self._tokens: list[TextToken] = []
+        self._is_open = False
+
+    @abstractmethod
+    def open(self, block: Block) -> Iterable[dict]:
+        """Yield the events that begin the last block."""
+
+    @abstractmethod
+    def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
+        """Yield the events for new text of the last block."""
+
+    @abstractmethod
+    def close(self, block: Block) -> Iterable[dict]:
+        """Yield the events that end the last block; `end` is set if the answer has ended too."""
+
+    def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
+        self._tokens += delta.tokens
+        if delta.reasoning:
+            yield from self._add("reasoning", delta.reasoning)
+        if delta.text:
+            yield from self._add("text", delta.text)
+        for part in delta.calls:
+            if part.name is not None:
+                yield from self._open_next(Block("call", part.name))
+            if part.arguments:
+                yield from self._add("call", part.arguments)
+        if end:
+            self.end = end
+            yield from self._close_last()
+
+    def _add(self, kind: str, text: str) -> Iterable[dict]:
+        if not (self._is_open and self.blocks[-1].kind == kind):
+            yield from self._open_next(Block(kind))
+        block, tokens, self._tokens = self.blocks[-1], self._tokens, []
+        block.text += text
+        logprobs = self.logprobs_of(tokens) if self.logprobs and kind == "text" else []
+        block.logprobs += logprobs
+        yield from self.fill(block, text, logprobs)
+
+    def _open_next(self, block: Block) -> Iterable[dict]:
+        yield from self._close_last()
+        self.blocks.append(block)
+        self._is_open = True
+        yield from self.open(block)
+
+    def _close_last(self) -> Iterable[dict]:
+        if self._is_open:
+            self._is_open = False
+            yield from self.close(self.blocks[-1])
+
+
+def finite(logprob: float) -> float:
+    """Replace minus infinity, which JSON lacks, by OpenAI's -9999."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,263 @@
+"""OpenAI's /v1/responses: its answers, and the store that later requests refer to."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.model_api import ModelApi
+from castiron.pipelines.api.parse_body import fields_renamed
+from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.responses_request import (
+    FIELDS,
+    PromptOfResponse,
+    ResponsesRequest,
+    chat_request,
+    messages_of,
+    names_in_namespaces,
+)
+from castiron.pipelines.api.schemas import ChatRequest, Message
+from castiron.pipelines.engine.sampling import Sampling
+from castiron.pipelines.text.vocabulary import TokenBytes
+
+# Prefixes of item ids, and of the names of events, by kind of block.
+PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+TEXT_EVENTS = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+# Fields of the request that the response repeats.
+ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key", "safety_identifier",
+    "user",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stored response.
+
+    owner: API key of the client. body: the response as JSON. items: output items by id. messages:
+    the conversation up to the end of the response, without instructions. bytes: memory use.
+    """
+
+    owner: bytes
+    body: bytes
+    items: Mapping[str, dict[str, Any]]
+    messages: Sequence[Message]
+    bytes: int
+
+
+class ResponseStore:
+    """A store of at most `count` responses in about `bytes` of memory.
+
+    It drops the least recently used ones. A client can only read responses of its API key, `owner`.
+    """
+
+    def __init__(self, count: int = 1000, bytes: int = 64 << 20):
+        self.count, self.bytes = count, bytes
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        # Ids of responses, by the ids of their items.
+        self._items: dict[str, str] = {}
+
+    def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
+        """Store a response and the messages of the conversation up to its end."""
+        body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
+        size = len(body) + sum(len(message.model_dump_json()) for message in messages)
+        items = {item["id"]: _without_logprobs(item) for item in response.get("output", ())}
+        self._stored[response["id"]] = Stored(owner, body, items, messages, size)
+        self._items |= dict.fromkeys(items, response["id"])
+        while len(self._stored) > self.count or sum(each.bytes for each in self._stored.values()) > self.bytes:
+            self._drop(next(iter(self._stored)))
+
+    def get(self, owner: bytes, name: str) -> Stored | None:
+        """Return the response with the id `name`, or None."""
+        found = self._stored.get(name)
+        if found is None or found.owner != owner:
+            return None
+        self._stored.move_to_end(name)
+        return found
+
+    def item(self, owner: bytes, name: str) -> dict[str, Any] | None:
+        """Return the output item with the id `name`, or None."""
+        found = self.get(owner, self._items.get(name, ""))
+        return found.items[name] if found else None
+
+    def body(self, owner: bytes, name: str) -> bytes:
+        """Return a response as JSON; raise ApiError 404 if it is not stored."""
+        if (found := self.get(owner, name)) is None:
+            message = f"no such response: {name!r:.80} is not stored, or not any more"
+            raise ApiError(404, message, code="response_not_found")
+        return found.body
+
+    def delete(self, owner: bytes, name: str) -> None:
+        """Delete a response; raise ApiError 404 if it is not stored."""
+        self.body(owner, name)
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        for item in self._stored.pop(name).items:
+            del self._items[item]
+
+
+# A store for jobs that do not store responses.
+NO_STORE = ResponseStore(count=0)
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item without log-probabilities, which take a hundred times as much memory."""
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]} if "content" in item else item
+
+
+async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Any:
+    """Start the answer to a /v1/responses request and return its job."""
+    is_stored = store.count > 0 and body.store is not False
+
+    def put(response: dict) -> None:
+        if is_stored:
+            store.put(owner, response, [*conversation, *messages_of(response["output"], "output")])
+
+    with fields_renamed(FIELDS):
+        chat, conversation = _chat(body, store, owner)
+        reply = lambda: ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(chat), is_stored, put)
+        return await api.chat(chat, reply, clamp=True)
+
+
+async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: ResponseStore, owner: bytes) -> int:
+    """Return the number of tokens of the request's prompt."""
+    with fields_renamed(FIELDS):
+        return await api.count(_chat(body, store, owner)[0])
+
+
+def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
+    """Return the chat request, and the messages of the conversation without instructions."""
+    before: Sequence[Message] = ()
+    if (name := body.previous_response_id) is not None:
+        if (found := store.get(owner, name)) is None:
+            message = f"no such response: {name!r:.80} is not stored, or not any more; send the complete conversation"
+            raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
+        before = found.messages
+    messages = messages_of(body.items(lambda name: store.item(owner, name)))
+    return chat_request(body, before, messages), [*before, *messages]
+
+
+class ResponsesReply(BlocksReply):
+    """A response, and the events of its stream."""
+
+    prefix = "resp_"
+
+    def __init__(
+        self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling, is_stored: bool,
+        put: Callable[[dict], None],
+    ):  # fmt: skip
+        """`put`: callback that gets the complete response."""
+        super().__init__(model, token_bytes, body.logprobs)
+        self.put, self.names = put, names_in_namespaces(body.tools or ())
+        self._number = 0
+        text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+        tools = [tool if "tools" in tool else {"strict": None, "parameters": None, **tool} for tool in body.tools or ()]
+        self.answer = {
+            "id": self.head["id"], "object": "response", "created_at": self.head["created"], "completed_at": None,
+            "status": "in_progress", "background": False, "error": None, "incomplete_details": None, "model": model,
+            "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False, "metadata": body.metadata or {},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "service_tier": "default", "store": is_stored, "temperature": sampling.temperature,
+            "text": {"format": {"type": "text"}, "verbosity": "medium", **text}, "tool_choice": body.tool_choice or "auto",
+            "tools": tools, "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
+            "usage": None, **body.model_dump(include=set(ECHOED)),
+        }  # fmt: skip
+
+    def begin(self, index: int, usage: dict) -> Iterable[dict]:
+        yield self._event("response.created", response=dict(self.answer))
+        yield self._event("response.in_progress", response=dict(self.answer))
+
+    def open(self, block: Block) -> Iterable[dict]:
+        item = self._item(block, "in_progress")
+        if block.kind == "call":
+            yield self._event("response.output_item.added", item=item)
+        else:
+            yield self._event("response.output_item.added", item={**item, "content": []})
+            yield self._block_event("response.content_part.added", block, part=self._part(block))
+
+    def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
+        more = {"logprobs": logprobs} if block.kind == "text" else {}
+        yield self._block_event(f"{TEXT_EVENTS[block.kind]}.delta", block, delta=text, **more)
+
+    def close(self, block: Block) -> Iterable[dict]:
+        done = f"{TEXT_EVENTS[block.kind]}.done"
+        if block.kind == "call":
+            yield self._block_event(done, block, name=self._names(block)["name"], arguments=block.text)
+        else:
+            more = {"logprobs": block.logprobs} if block.kind == "text" else {}
+            yield self._block_event(done, block, text=block.text, **more)
+            yield self._block_event("response.content_part.done", block, part=self._part(block))
+        item = self._item(block, self._final_status)
+        self.answer["output"].append(item)
+        yield self._event("response.output_item.done", item=item)
+
+    def finish(self, usage: dict) -> Iterable[dict]:
+        status = self._final_status
+        is_cut = status == "incomplete"
+        self.answer |= {
+            "status": status, "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "usage": _usage(usage),
+        }  # fmt: skip
+        self.put(self.answer)
+        yield self._event(f"response.{status}", response=self.answer)
+
+    def fail(self, error: ApiError) -> Iterable[dict]:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        yield self._event("response.failed", response=self.answer)
+
+    @property
+    def _final_status(self) -> str:
+        return "incomplete" if self.end and self.end.reason != "stop" else "completed"
+
+    def _event(self, kind: str, **fields: Any) -> dict:
+        if "item" in fields:
+            fields["output_index"] = len(self.blocks) - 1
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+    def _block_event(self, kind: str, block: Block, **fields: Any) -> dict:
+        index = {} if block.kind == "call" else {"content_index": 0}
+        return self._event(kind, item_id=self._id(block), output_index=len(self.blocks) - 1, **index, **fields)
+
+    def _id(self, block: Block) -> str:
+        return f"{PREFIXES[block.kind]}_{block.id}"
+
+    def _part(self, block: Block) -> dict:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+
+    def _item(self, block: Block, status: str) -> dict:
+        head = {"id": self._id(block), "status": status}
+        match block.kind:
+            case "reasoning":
+                return {**head, "type": "reasoning", "summary": [], "content": [self._part(block)]}
+            case "text":
+                return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
+        return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
+
+    def _names(self, block: Block) -> dict[str, str]:
+        """Return the function's name, and its namespace if it has one."""
+        return self.names.get(block.name, {"name": block.name})
+
+
+def _usage(usage: dict) -> dict:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }

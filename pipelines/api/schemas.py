@@ -1,0 +1,338 @@
+"""Request bodies of OpenAI's API, with the fields that castiron, vLLM and llama.cpp add.
+
+A field that is not supported is rejected by name, unless its value has no effect. Fields that only
+label the request or the customer are accepted and ignored.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
+TokenId = Annotated[int, Field(ge=0)]
+# Name of a function: OpenAI allows 64 characters, Anthropic 128.
+FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+# With fail_fast a list of a million wrong values has one error.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+# Validated left to right, so that a million ids are validated once.
+Prompt = Annotated[str | TokenIds, Field(union_mode="left_to_right")]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# Callers of a function; only the model may call it.
+DirectCallers = Annotated[list[Literal["direct"]], Field(fail_fast=True)]
+# vLLM's fields: a JSON schema, also as text, and a list of possible answers.
+Schema = dict[str, Any] | bool | str
+Choices = Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)]
+# Max choices of a request; each takes a place in the queue.
+MAX_CHOICES = 128
+# OpenAI's limits for the texts of an embeddings request and the entries of logit_bias.
+MAX_INPUTS, MAX_BIASES = 2048, 1024
+# Max absolute priority: vLLM allows any integer, but JSON parsers are exact only in this range.
+MAX_PRIORITY = 2**53
+
+
+class Unsupported:
+    """An annotation of a field that is not supported: it may only be null or one of `values`."""
+
+    def __init__(self, *values: Any, code: str = "unsupported_parameter"):
+        self.values, self.code = values, code
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a request may have this value."""
+        # The types are compared too, because 0 == False in Python.
+        return any(value == allowed and type(value) is type(allowed) for allowed in self.values)
+
+    def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
+        return {"enum": [None, *self.values]}
+
+
+class Body(BaseModel):
+    """A request body with exactly these fields; null is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # Descriptions of the fields of this record, for error messages.
+    expected: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stop_at_the_first_unknown_field(cls, value: Any) -> Any:
+        """Remove all unknown fields but the first, because validation makes an error of each."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in value if name not in known)
+        return {name: each for name, each in value.items() if name in known or name == unknown}
+
+
+class StreamOptions(Body):
+    """continuous_usage_stats is vLLM's: every chunk has the usage so far."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Body):
+    """Every answer follows its schema, whatever `strict` is."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer; a `schema` beside the type is llama.cpp's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class StructuredOutputs(Body):
+    """The form of the answer in vLLM's fields: one of these, a schema also as its text."""
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+class GenerationFields(Body):
+    """The fields of every generation request, in every API.
+
+    top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop, ignore_eos, grammar and
+    regex are castiron's; priority is vLLM's.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    # 0, and vLLM's -1, mean no limit.
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    ignore_eos: bool | None = None
+    repetition_stop: bool | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+
+class CompletionFields(GenerationFields):
+    """The fields of both kinds of completion."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stops | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # Fields for the format of the answer: vLLM's, its older ones, and castiron's and llama.cpp's below.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    # JSON without spaces; castiron's.
+    compact_json: bool | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    # vLLM's fields for the end of an answer.
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    # Defaults that clients of vLLM and llama.cpp send.
+    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
+    include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
+    use_beam_search: Annotated[Any, Unsupported(False)] = None
+    length_penalty: Annotated[Any, Unsupported(1, 1.0)] = None
+    typical_p: Annotated[Any, Unsupported(1, 1.0)] = None
+    mirostat: Annotated[Any, Unsupported(0)] = None
+    cache_prompt: Annotated[Any, Unsupported(True)] = None
+    return_token_ids: Annotated[Any, Unsupported(False)] = None
+
+
+class ContentPart(Body):
+    """A text part; `cache_control` changes nothing, as shared prefixes are always cached."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+
+
+class RefusalPart(Body):
+    """A refusal of an earlier turn; it is text too."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+class Message(BaseModel):
+    """A message; other fields than role and content are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[ContentPart | RefusalPart], Field(fail_fast=True)] | None = None
+
+    def plain(self) -> dict:
+        """Return the message for chat templates: content as a string, role developer as system."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        extra = dict(self.model_extra or {})
+        if isinstance(calls := extra.get("tool_calls"), list):
+            extra["tool_calls"] = [_with_object(call) for call in calls]
+        return {**extra, "role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call with its arguments parsed if they are a JSON object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not (isinstance(function, dict) and isinstance(function.get("arguments"), str)):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Function(Body):
+    """`parameters`: a JSON schema of an object; none without it."""
+
+    name: FunctionIdentifier
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict:
+        """Return the tool as chat templates read it."""
+        function = {"name": self.function.name, "description": self.function.description or "",
+                    "parameters": self.function.parameters or {"type": "object", "properties": {}}}  # fmt: skip
+        return {"type": "function", "function": function}
+
+
+class ChatRequest(CompletionFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    # vLLM's field: whether the answer continues the last message.
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    # vLLM's and llama.cpp's field: variables of the chat template.
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    # Labels of the request or the customer.
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Not supported, unless the value changes nothing.
+    store: Annotated[Any, Unsupported(False)] = None
+    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
+    prompt_cache_retention: Annotated[Any, Unsupported("in-memory", "in_memory")] = None
+    prompt_cache_options: Annotated[Any, Unsupported()] = None
+    prediction: Annotated[Any, Unsupported()] = None
+    verbosity: Annotated[Any, Unsupported("medium")] = None
+    functions: Annotated[Any, Unsupported([])] = None
+    function_call: Annotated[Any, Unsupported("none", "auto")] = None
+    audio: Annotated[Any, Unsupported()] = None
+    modalities: Annotated[Any, Unsupported(["text"])] = None
+    moderation: Annotated[Any, Unsupported()] = None
+    web_search_options: Annotated[Any, Unsupported()] = None
+
+
+class CompletionRequest(CompletionFields):
+    """POST /v1/completions; a prompt is text or token ids, or a list of such."""
+
+    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    # OpenAI's max is 5.
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1)
+    suffix: Annotated[str | None, Unsupported("")] = None
+
+
+class EmbeddingsRequest(Body):
+    """POST /v1/embeddings.
+
+    prompt_name (the model's prompt before each text) and truncate (whether long texts are cut) are
+    castiron's.
+    """
+
+    input: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    prompt_name: str | None = None
+    truncate: bool | None = None
+    user: str | None = None
+
+
+class Document(BaseModel):
+    """Other fields are returned with the document."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    text: str
+
+
+class RerankRequest(Body):
+    """POST /v1/rerank, as Cohere's, Jina's and vLLM's; long documents are cut."""
+
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
+    model: str | None = None
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool | None = None
+    user: str | None = None
+    # Accepted only as 1, because a long document is cut to one chunk.
+    max_chunks_per_doc: Annotated[Any, Unsupported(1)] = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: text (llama.cpp's `content` or vLLM's `prompt`) or messages."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

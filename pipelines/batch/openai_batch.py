@@ -1,0 +1,252 @@
+"""Rows in OpenAI's batch format, answered by the API layer without HTTP; needs the extra `serve`.
+
+The format is that of https://platform.openai.com/docs/api-reference/batch: custom_id, method, url
+and body in; id, custom_id, response {status_code, request_id, body} and error out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from castiron.pipelines.api.api_errors import ApiError, api_error
+from castiron.pipelines.api.embeddings import EmbeddingsApi
+from castiron.pipelines.api.generation_api import GenerationApi, Job
+from castiron.pipelines.api.messages import MessagesRequest, start_message
+from castiron.pipelines.api.model_api import Limits, ModelApi
+from castiron.pipelines.api.parse_body import parse_body
+from castiron.pipelines.api.responses import start_response
+from castiron.pipelines.api.responses_request import ResponsesRequest
+from castiron.pipelines.api.schemas import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    GenerationFields,
+    RerankRequest,
+)
+from castiron.pipelines.batch.rows import Outcome, Row, Work
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.embedder import Embedder, Tokens
+from castiron.pipelines.text.tokenizer import Tokenizer
+from castiron.vmfb.manifest import Manifest
+
+FIELDS = ("custom_id", "method", "url", "body")
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+# By endpoint: the schema of a body, and the function that starts its answer.
+ENDPOINTS: dict[str, tuple[type[Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+    "/v1/chat/completions": (ChatRequest, lambda api, body: api.chat(body)),
+    "/v1/completions": (CompletionRequest, lambda api, body: api.complete(body)),
+    RESPONSES: (ResponsesRequest, start_response),
+    MESSAGES: (MessagesRequest, start_message),
+    "/v1/embeddings": (EmbeddingsRequest, lambda api, body: api.embeddings(body)),
+    "/v1/rerank": (RerankRequest, lambda api, body: api.rerank(body)),
+}
+# Other names that a body may use for options of the job.
+ALIASES = {"max_tokens": "max_completion_tokens", "repeat_penalty": "repetition_penalty"}
+# By endpoint: the job's options whose name or value differs from that in a completion's body.
+NAMES: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
+    RESPONSES: {
+        "max_tokens": ("max_output_tokens", lambda value: value),
+        "response_format": ("text", lambda value: {"format": _schema(value) | {"name": "answer"}}),
+    },
+    MESSAGES: {
+        "stop": ("stop_sequences", lambda value: value),
+        "response_format": ("output_config", lambda value: {"format": _schema(value)}),
+    },
+}
+# Fields of an answer that differ from run to run: times, and counts of cached prompt tokens.
+TIMES = ("created", "created_at", "completed_at")
+CACHED = ("prompt_tokens_details", "input_tokens_details", "cache_creation_input_tokens", "cache_read_input_tokens")
+
+
+class Collector:
+    """A replacement of the engine for the API layer, which only collects requests.
+
+    The batch job runs these requests later. Embedding vectors are computed immediately.
+    """
+
+    slots = 1
+
+    def __init__(self, embedder: Embedder | None):
+        self.embedder = embedder
+
+    def submit(self, requests: Any, listener: Any) -> None:
+        pass
+
+    async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
+        return [self.embedder.vector(text, dimensions) for text in texts] if self.embedder else []
+
+
+class OpenAI:
+    """A kind of rows: requests in OpenAI's batch format, with the answers of `castiron serve`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        names: list[str],
+        defaults: Mapping[str, Any],
+        embedder: Embedder | None = None,
+    ):
+        """Answer rows for one model.
+
+        names: the model's names in bodies. defaults: options for bodies that do not set them.
+        """
+        self.defaults, self.loop = dict(defaults), asyncio.new_event_loop()
+        self.api: ModelApi
+        engine: Any = Collector(embedder)
+        if embedder:
+            self.api = EmbeddingsApi(engine, names, Limits())
+        else:
+            self.api = GenerationApi(engine, tokenizer, names, manifest, Limits(temperature=defaults.get("temperature")))
+
+    def draws(self, row: Row) -> bool:
+        if not isinstance(self.api, GenerationApi):
+            return False
+        try:
+            body = _body(row.fields)
+        except PipelineError:
+            return False
+        if body.get("seed") is not None:
+            return False
+        temperature = body.get("temperature")
+        return bool(self.api.sampling.temperature if temperature is None else temperature)
+
+    def work(self, row: Row, key: str, seed: int) -> Work:
+        fields, url = _request(row.fields)
+        kind, start = ENDPOINTS[url]
+        if issubclass(kind, GenerationFields):
+            if fields.get("stream"):
+                raise ApiError(400, "batch jobs do not stream; leave stream out", "stream", "unsupported_parameter")
+            fields = self._with_defaults(fields, url) | ({"seed": seed} if self.draws(row) else {})
+        body = parse_body(kind, json.dumps(fields).encode())
+        self.api.check_model(body.model)
+        job = self._wait(start(self.api, body))
+        if not isinstance(job, Job):
+            return Work(row, key, lambda: self._answered(row, key, job.answer()))
+        # Only rows in slots use memory, so the rows of a window do not share a limit.
+        job.share.release()
+        listen = lambda request, event: job.events.put_nowait((request, event))
+        return Work(row, key, lambda: self._answered(row, key, job.answer(), job), job.requests, listen)  # type: ignore
+
+    def failed(self, row: Row, key: str, error: Exception) -> Outcome:
+        if isinstance(error, ApiError):
+            return self._outcome(row, key, error.response(str(row.fields.get("url"))), None, failed=True)
+        return self._outcome(row, key, None, {"code": "invalid_request", "message": str(error)}, failed=True)
+
+    def _with_defaults(self, body: Mapping[str, Any], url: str) -> dict[str, Any]:
+        """Return the body with the job's options for those fields that the body does not set."""
+        present = {name for name, value in body.items() if value is not None}
+        found, names = dict(body), NAMES.get(url, {})
+        for name, value in self.defaults.items():
+            field, convert = names.get(name, (name, lambda value: value))
+            if name == "response_format" and {"grammar", "regex"} & present:
+                continue
+            if not {field, ALIASES.get(name)} & present:
+                found[field] = convert(value)
+            elif name != field and isinstance(found.get(field), dict):
+                # The body's object may set other members.
+                found[field] = convert(value) | found[field]
+        return found
+
+    def _answered(self, row: Row, key: str, answer: Coroutine[Any, Any, dict], job: Job | None = None) -> Outcome:
+        requests = job.requests if job else []
+        counts = {"generated": sum(len(r.tokens) for r in requests), "cached": sum(r.cached for r in requests)}
+        used = job.usage if job else None
+        try:
+            body = self._wait(answer)
+        except (ApiError, PipelineError) as error:
+            return self.failed(row, key, error if isinstance(error, ApiError) else api_error(error))
+        counts["prompt"] = (used or body["usage"])["prompt_tokens"]
+        return self._outcome(row, key, (200, reproducible(body, key)), None, **counts)
+
+    def _outcome(
+        self, row: Row, key: str, answer: tuple[int, Any] | None, error: Any, failed: bool = False, **counts: int
+    ) -> Outcome:
+        name = row.fields.get("custom_id")
+        response = answer and {"status_code": answer[0], "request_id": key, "body": answer[1]}
+        found = {"id": f"batch_req_{key}", "custom_id": name if isinstance(name, str) else None, "response": response}
+        return Outcome({**found, "error": error}, failed, keeps=False, **counts)
+
+    def _wait(self, answer: Coroutine) -> Any:
+        return self.loop.run_until_complete(answer)
+
+
+def _schema(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "schema": response_format["json_schema"]["schema"]}
+
+
+def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the body and the url of a row; raise PipelineError for an invalid request."""
+    if unknown := [name for name in fields if name not in FIELDS]:
+        raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
+    if not isinstance(fields.get("custom_id"), str):
+        raise PipelineError("custom_id must be a string; give each row one")
+    if fields.get("method", "POST") != "POST":
+        raise PipelineError(f"unsupported method: {str(fields['method'])[:40]}; use POST")
+    url = fields.get("url")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise PipelineError(f"url must be one of {', '.join(ENDPOINTS)}")
+    return _body(fields), url
+
+
+def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    body = fields.get("body")
+    if isinstance(body, str):
+        # A table has bodies as text, because its columns have one type.
+        try:
+            body = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise PipelineError(f"body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise PipelineError("body must be a JSON object")
+    return body
+
+
+def reproducible(body: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an answer with ids made from the row's key, times of 0, and no cache counts.
+
+    Parts of `body` are changed in place.
+    """
+    body = {**body, **{name: 0 for name in TIMES if body.get(name) is not None}}
+    if "id" in body:
+        body["id"] = _with_prefix(body["id"], key)
+    calls = count()
+    for choice in body.get("choices", ()):
+        for number, call in enumerate(choice.get("message", {}).get("tool_calls") or ()):
+            call["id"] = _call_id(key, choice["index"], number)
+    for number, item in enumerate(_items(body)):
+        if item["type"] == "tool_use":
+            item["id"] = _call_id(key, 0, next(calls))
+        elif "id" in item:
+            item["id"] = f"{_with_prefix(item['id'], key)}{number:02}"
+        if "call_id" in item:
+            item["call_id"] = _call_id(key, 0, next(calls))
+    used = {name: value for name, value in body["usage"].items() if name not in CACHED}
+    if cached := body["usage"].get("cache_read_input_tokens"):
+        # Other endpoints count cached tokens as prompt tokens.
+        used["input_tokens"] += cached
+    return {**body, "usage": used}
+
+
+def _items(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the output items of a response, or the blocks of a message."""
+    content = body.get("content")
+    yield from body.get("output") or (content if isinstance(content, list) else ())
+
+
+def _with_prefix(name: str, key: str) -> str:
+    """Return an id made of the prefix of `name` and `key`."""
+    end = min(index for mark in "-_" if (index := name.find(mark)) >= 0)
+    return name[: end + 1] + key
+
+
+def _call_id(key: str, choice: int, number: int) -> str:
+    """Return the id of a tool call: nine letters and digits, like the server's ids."""
+    return f"{key[:5]}{choice % 100:02}{number % 100:02}"

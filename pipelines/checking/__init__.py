@@ -1,1 +1,0 @@
-"""A bundle against HF transformers: its tokens, and every module of its checkpoint."""

@@ -1,0 +1,220 @@
+"""Read how a model in an HF directory encodes texts: from sentence-transformers' files, or from the
+classifier of a reranker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from castiron.emitter.pooling import Dense, Pooling
+from castiron.emitter.shorten import shorten, shorten_list, shorten_text
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, Tensor
+from castiron.pipelines.checkpoints.hf_files import json_object, json_value, read_safetensors
+
+MODULES = "modules.json"
+_PROMPTS, _LIMITS = "config_sentence_transformers.json", "sentence_*_config.json"
+# sentence-transformers' names of pooling, today's and those of older files.
+_MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
+_OLD_MODES = {"mean": "mean_tokens", "lasttoken": "lasttoken", "cls": "cls_token"}
+_OLD_PREFIX = "pooling_mode_"
+_OLD_KEYS = {_OLD_PREFIX + key for key in _OLD_MODES.values()}
+_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+# Modules that only training uses.
+_TRAINING = ("Dropout",)
+_TENSORS = "model.safetensors"
+
+
+def read_encoding(path: Path) -> Encoding | None:
+    """Read sentence-transformers' files in the directory `path`; return None if it has no
+    modules.json.
+
+    CheckpointError for a pooling, layer or prompt that is not supported.
+    """
+    found = json_value(path / MODULES)
+    if found is None:
+        return None
+    modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
+    if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
+        raise CheckpointError(f"{path / MODULES} doesn't begin with a Transformer in this folder and a Pooling, as supported")
+    pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
+    for kind, folder in modules[2:]:
+        if kind == "Normalize" and not pooling.normalised:
+            pooling = replace(pooling, normalised=True)
+        elif kind == "Dense" and not pooling.normalised:
+            dense = _dense(path / folder, folder)
+            tensors |= _dense_tensors(path / folder, folder)
+            pooling = replace(pooling, dense=(*pooling.dense, dense))
+        elif kind not in _TRAINING:
+            raise CheckpointError(
+                f"{path / MODULES}: unsupported module {shorten_text(kind)}; supported are Dense, then Normalize"
+            )
+    prompts = json_object(path / _PROMPTS) or {}
+    limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
+    texts, default = prompts.get("prompts") or {}, prompts.get("default_prompt_name")
+    if not isinstance(texts, dict):
+        raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; fetch it again")
+    named = {name: text for name, text in texts.items() if isinstance(text, str)}
+    if default is not None and (not isinstance(default, str) or default not in named):
+        raise CheckpointError(
+            f"{path / _PROMPTS}: default_prompt_name is {shorten(default)}, which prompts lacks; fetch it again"
+        )
+    max_tokens = _tokens(limits.get("max_seq_length")) or tokenizer_limit(path)
+    return Encoding(pooling, named, default, max_tokens, limits.get("do_lower_case") is True, tensors)
+
+
+def _module(path: Path, entry: Any) -> tuple[str, str]:
+    """Return the class name and the folder of an entry in modules.json.
+
+    The class name is without its Python module, which differs by version of sentence-transformers.
+    """
+    if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
+        folder = entry["path"]
+        if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
+            return entry["type"].rpartition(".")[2], folder
+    raise CheckpointError(f"{path / MODULES}: a module lacks a valid type or path; fetch it again")
+
+
+def _mode(folder: Path) -> str:
+    config = _config(folder)
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [name for name, key in _OLD_MODES.items() if config.get(_OLD_PREFIX + key)]
+        modes += [key for key, on in config.items() if key.startswith(_OLD_PREFIX) and on and key not in _OLD_KEYS]
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or modes[0] not in tuple(_MODES):
+        found = shorten_list(map(str, modes), max_length=100) if modes else "missing"
+        raise CheckpointError(f"{folder}: the pooling mode is {found}; supported is one of {', '.join(_MODES)}")
+    if config.get("include_prompt") is False and modes != ["lasttoken"]:
+        raise CheckpointError(f"{folder}: include_prompt is false, which is not supported")
+    return _MODES[modes[0]]
+
+
+def _dense(folder: Path, name: str) -> Dense:
+    config = _config(folder)
+    features, bias = config.get("out_features"), config.get("bias", True)
+    activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise CheckpointError(f"{folder}: unsupported Dense layer; supported are {', '.join(_ACTIVATIONS)} over the embedding")
+    if not isinstance(features, int) or features < 1 or not isinstance(bias, bool):
+        raise CheckpointError(f"{folder / 'config.json'}: out_features or bias is invalid; fetch it again")
+    return Dense(name, features, bias, _ACTIVATIONS[activation])
+
+
+def _dense_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    if not (folder / _TENSORS).is_file():
+        raise CheckpointError(f"{folder} has no {_TENSORS}; save the model as safetensors")
+    stored = read_safetensors(folder / _TENSORS)
+    return {f"{name}.{leaf}": replace(tensor, name=f"{name}.{leaf}") for leaf, tensor in stored.items()}
+
+
+def _config(folder: Path) -> dict:
+    found = json_object(folder / "config.json")
+    if found is None:
+        raise CheckpointError(f"{folder} has no config.json, but {MODULES} names it; fetch it")
+    return found
+
+
+def tokenizer_limit(path: Path) -> int | None:
+    """Return the maximum number of tokens of a text that tokenizer_config.json states; None if it
+    has none."""
+    return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
+
+
+def _tokens(value: Any) -> int | None:
+    """Return `value` if it is a valid number of tokens, else None; some files state 1e30 for no
+    limit."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
+
+
+def base_names(tensors: Mapping[str, Tensor], keep: Sequence[str] = ("lm_head.",)) -> dict[str, Tensor]:
+    """Return the tensors with `model.` before their names, if a base model without a head (such as
+    HF's `Qwen3Model`) was saved.
+
+    keep: prefixes of names that stay as they are.
+    """
+    if "embed_tokens.weight" not in tensors:
+        return dict(tensors)
+    named = {name: name if name.startswith((*keep, "model.")) else f"model.{name}" for name in tensors}
+    return {named[name]: replace(tensor, name=named[name]) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Head:
+    """The layers that a reranker of a model family has after the transformer.
+
+    tensors: name of a tensor in the file -> its name among the layers after pooling. pooling:
+    function that makes the record of these layers from the config. types: whether tokens of the
+    second text have token type 1.
+    """
+
+    tensors: Mapping[str, str]
+    pooling: Callable[[dict], Pooling]
+    types: bool = False
+
+
+def _bert(config: dict) -> Pooling:
+    return Pooling("cls", (Dense("pooler", config["hidden_size"], True, "tanh"), Dense("classifier", 1, True)), False)
+
+
+def _modernbert(config: dict) -> Pooling:
+    biased, norm = config.get("classifier_bias") is True, (config.get("norm_eps", 1e-5), config.get("norm_bias") is True)
+    activation = config.get("classifier_activation", "gelu")
+    head = Dense("head", config["hidden_size"], biased, activation, norm)
+    return Pooling(config.get("classifier_pooling", "cls"), (head, Dense("classifier", 1, True)), False)
+
+
+_CLASSIFIER = {f"classifier.{part}": f"classifier.linear.{part}" for part in ("weight", "bias")}
+# By model type.
+HEADS = {
+    "bert": Head(
+        {f"bert.pooler.dense.{part}": f"pooler.linear.{part}" for part in ("weight", "bias")} | _CLASSIFIER, _bert, True
+    ),
+    "modernbert": Head(
+        {f"head.dense.{part}": f"head.linear.{part}" for part in ("weight", "bias")}
+        | {f"head.norm.{part}": f"head.norm.{part}" for part in ("weight", "bias")} | _CLASSIFIER,
+        _modernbert,
+    ),
+}  # fmt: skip
+
+
+def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
+    """Return the encoding of a reranker that HF stores as a sequence classifier; None for other
+    models.
+
+    stored: tensors by their names in the files. CheckpointError for a classifier that is not
+    supported.
+    """
+    kinds = config.get("architectures")
+    if not (isinstance(kinds, list) and kinds and isinstance(kinds[0], str)):
+        return None
+    if not kinds[0].endswith("ForSequenceClassification"):
+        return None
+    head, weight = HEADS.get(config["model_type"]), stored.get("classifier.weight")
+    if head is None or weight is None or weight.shape[:1] != (1,):
+        kind = shorten_text(kinds[0])
+        raise CheckpointError(
+            f"{path} holds a {kind}; supported are classifiers with one label, of the types {', '.join(HEADS)}"
+        )
+    if not isinstance(config.get("hidden_size"), int):
+        raise CheckpointError(f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; fetch it again")
+    pooling = head.pooling(config)
+    activations = _ACTIVATIONS.values()
+    if pooling.mode not in ("cls", "mean") or any(dense.activation not in tuple(activations) for dense in pooling.dense):
+        raise CheckpointError(f"{path}: the classifier's pooling or activation is not supported")
+    tensors = {name: replace(stored[own], name=name) for own, name in head.tensors.items() if own in stored}
+    return Encoding(pooling, max_tokens=tokenizer_limit(path), tensors=tensors, relevance=_relevance(config), types=head.types)
+
+
+def _relevance(config: dict) -> str:
+    """Return the name of the function that turns a CrossEncoder's logit into a score; by default
+    sigmoid."""
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
+    if named not in ("Sigmoid", "Identity"):
+        raise CheckpointError(
+            f"unsupported activation {shorten_text(named)} after the classifier; supported are Sigmoid, Identity"
+        )
+    return named.lower()

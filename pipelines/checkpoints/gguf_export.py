@@ -1,0 +1,364 @@
+"""Convert metadata, tensors and tokenizer of an HF checkpoint to GGUF, by the tables that the GGUF
+reader uses.
+
+Metadata and tokenizer are read back before they are written, so a model that GGUF or this module
+can't express is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from castiron.emitter.models import read_config
+from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, tokenizer_of
+from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
+from castiron.pipelines.checkpoints.gguf_config import hf_config
+from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, NewTensor, Value, as_read
+from castiron.pipelines.checkpoints.gguf_metadata import Architecture
+from castiron.pipelines.checkpoints.gguf_rules import head_dim, llama3_factors
+from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, SPACE, PreTokenizer, tokenizer_json
+
+# Model types that llama.cpp treats as another.
+_SAME_AS = {"mistral": "llama"}
+# GPT-2's names of sizes.
+_SIZES = {
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
+# Matrices that stay f32 in llama.cpp: routers, filters of convolutions, learned positions.
+_SMALL = re.compile(r".*(ffn_gate_inp|shortconv\.conv|position_embd)\.weight")
+_TOP = re.compile(r"(.+)\.(weight|bias)")
+_TOLERANCE = 1e-5  # of numbers that are stored in f32
+
+_PREFIX = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's llama_token_type
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, and quantise the file that this writes"
+# Scripts, numbers, contractions, code and runs of white space, on which pre-tokenizers differ.
+SAMPLE = (
+    "Hello, world! I'm sure they'll say it's 12345.678 ÷ 9, WE'RE told.\n\n\tdef f(x):\n        return x ** 2  # ok\r\n"
+    "naïve Ångström e\u0301 Привет мир 你好,世界 こんにちは 안녕 مرحبا नमस्ते 🚀   trailing   \u00a0 ___ {}[]<|>\n \n  end "
+)
+
+# Returns a tensor's bytes, by HF's name and codec.
+Read = Callable[[str, str], np.ndarray]
+
+
+def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
+    """Return the model's `general.architecture` and its entry in ARCHITECTURES; CheckpointError if
+    castiron cannot write the model as GGUF."""
+    model_type = checkpoint.config["model_type"]
+    rows = {row.model_type: (name.partition(" ")[0], row) for name, row in reversed(ARCHITECTURES.items()) if row.can_write}
+    if (found := rows.get(_SAME_AS.get(model_type, model_type))) is None:
+        known = ", ".join(sorted(rows.keys() | _SAME_AS))
+        raise CheckpointError(f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; {known} can")
+    return found
+
+
+def vocab_of(checkpoint: Checkpoint) -> int:
+    """Return the size of the vocabulary: the number of rows of the embedding."""
+    _, row = architecture_for(checkpoint)
+    return checkpoint.tensors[f"{row.top['token_embd']}.weight"].shape[0]
+
+
+def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
+    """Return the GGUF metadata of the checkpoint's architecture; `config` is what `flat_config`
+    returns."""
+    name, row = architecture_for(checkpoint)
+    size, read = head_dim(config), read_config(checkpoint.config)
+    keys: dict[str, Value] = {}
+    if "rope.freq_base" in row.floats:
+        keys["rope.dimension_count"] = int(size * config.get("partial_rotary_factor", 1.0))
+    keys |= {key: int(config[own]) for key, own in row.ints.items() if config.get(own) is not None}
+    keys |= {key: float(config[own]) for key, own in row.floats.items() if config.get(own) is not None}
+    if "llama_head_dim" in row.rules or "attention.key_length" in keys:
+        keys |= {"attention.key_length": size, "attention.value_length": size}
+    keys["attention.head_count_kv"] = read.kv_heads
+    if "lfm2_layers" in row.rules:
+        # Layers that convolve have no heads, and the config's intermediate size is not the rounded one.
+        keys["attention.head_count_kv"] = [read.kv_heads * (kind == "full_attention") for kind in read.layer_types]
+        keys["feed_forward_length"] = read.intermediate
+    if "use_parallel_residual" in config:
+        keys["use_parallel_residual"] = bool(config["use_parallel_residual"])
+    keys |= _rope_keys(config)
+    return {f"{name}.{key}": value for key, value in keys.items()}
+
+
+def flat_config(config: dict) -> dict:
+    """Return the config in transformers 4's form, with `rope_theta` and `rope_scaling`, sizes under
+    the common names, and the number of experts under both of its names.
+    """
+    entry = config.get("rope_parameters") or {}
+    local = entry.get("sliding_attention", {})
+    entry = {**entry.get("full_attention", entry), **(config.get("rope_scaling") or {})}
+    entry.setdefault("rope_type", entry.pop("type", None) or "default")
+    flat = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if entry.get(key) is not None:
+            flat[key] = entry.pop(key)
+    if local.get("rope_theta") is not None:
+        flat["rope_local_base_freq"] = local["rope_theta"]
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        entry.setdefault("original_max_position_embeddings", original)
+    flat |= {own: flat[short] for short, own in _SIZES.items() if short in flat}
+    if "n_embd" in flat:
+        flat["n_inner"] = flat.get("n_inner") or 4 * flat["n_embd"]
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    flat |= {"num_experts": experts, "num_local_experts": experts}
+    return flat | ({} if entry["rope_type"] == "default" else {"rope_scaling": entry})
+
+
+def _rope_keys(config: dict) -> dict[str, Value]:
+    entry = config.get("rope_scaling") or {}
+    keys: dict[str, Value] = {}
+    kind, original = entry.get("rope_type"), entry.get("original_max_position_embeddings")
+    if kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(entry["factor"])}
+        keys |= {f"rope.scaling.yarn_{key}": float(entry[key]) for key in ("beta_fast", "beta_slow") if entry.get(key)}
+    if kind in ("yarn", "longrope") and original is not None:
+        keys["rope.scaling.original_context_length"] = int(original)
+    if kind == "longrope":
+        # What HF multiplies the cosines by (_compute_longrope_parameters).
+        factor = entry.get("factor") or (config["max_position_embeddings"] / original if original else 1.0)
+        default = 1.0 if factor <= 1 or not original else np.sqrt(1 + np.log(factor) / np.log(original))
+        stated = entry.get("attention_factor")
+        keys["rope.scaling.attn_factor"] = float(default if stated is None else stated)
+    return keys
+
+
+def _rope_tensors(config: dict) -> Iterator[NewTensor]:
+    entry = config.get("rope_scaling") or {}
+    factors: dict[str, np.ndarray] = {}
+    if entry.get("rope_type") == "llama3":
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        numbers = (entry[key] for key in keys)
+        factors["rope_freqs.weight"] = llama3_factors(head_dim(config), config.get("rope_theta", 10000.0), *numbers)
+    if entry.get("rope_type") == "longrope":
+        factors = {f"rope_factors_{length}.weight": np.array(entry[f"{length}_factor"]) for length in ("long", "short")}
+    for name, values in factors.items():
+        yield NewTensor(name, values.shape, "f32", lambda values=values: values.astype("<f4"))
+
+
+def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[NewTensor]:
+    """Return the tensors under GGUF's names, rearranged as llama.cpp's converter does; vectors and
+    routers are f32.
+
+    codecs: codec of each matrix, by HF's name. read: returns the bytes of a tensor in a codec.
+    """
+    _, row = architecture_for(checkpoint)
+    leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))
+    stacks = {re.compile(re.escape(own).replace(r"\{\}", r"(\d+)")): leaf for leaf, own in row.per_index.items()}
+    block = re.compile(re.escape(row.block).replace(r"\{\}", r"(\d+)") + r"(.+)\.(weight|bias)")
+    found: list[NewTensor] = list(_rope_tensors(config))
+    stacked: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for tensor in checkpoint.tensors.values():
+        # Names without an ending are weights in GGUF.
+        name = tensor.name if tensor.name.endswith((".weight", ".bias")) else f"{tensor.name}.weight"
+        layer, top = block.fullmatch(name), _TOP.fullmatch(name)
+        if layer and (leaf := leaves.get(layer[2])):
+            heads = config[row.permuted[leaf]] if leaf in row.permuted else 0
+            plus_one = row.norms_plus_one and leaf.endswith("norm")
+            found.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, heads, plus_one))
+        elif layer and (match := next(((m, leaf) for form, leaf in stacks.items() if (m := form.fullmatch(layer[2]))), None)):
+            stack = f"blk.{layer[1]}.{match[1]}.{layer[3]}", codecs[tensor.name]
+            stacked.setdefault(stack, {})[int(match[0][1])] = tensor
+        elif top is None or top[1] not in tops:
+            raise CheckpointError(f"{checkpoint.path}: {tensor.name} has no name in GGUF that castiron knows; {_CONVERT}")
+        elif tensor.name != HEAD or not config.get("tie_word_embeddings"):
+            plus_one = row.norms_plus_one and top[1].endswith("norm")
+            found.append(_exported(tensor, f"{tops[top[1]]}.{top[2]}", codecs, read, 0, plus_one))
+    return found + [_stack(name, codec, parts, read) for (name, codec), parts in stacked.items()]
+
+
+def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, heads: int, plus_one: bool) -> NewTensor:
+    small = _SMALL.fullmatch(name)
+    codec = "f32" if small or len(tensor.shape) == 1 else codecs[tensor.name]
+    # A filter of a convolution is [features, 1, n] in HF.
+    shape = (tensor.shape[0], tensor.shape[2]) if small and len(tensor.shape) == 3 else tensor.shape
+
+    def data() -> np.ndarray:
+        rows = read(tensor.name, codec)
+        if plus_one:
+            rows = (rows.view("<f4") + np.float32(1)).view(np.uint8)
+        if heads:
+            # HF's (head, half, pair) to (head, pair, half): the converter's `permute`.
+            rows = rows.reshape(heads, 2, tensor.shape[0] // heads // 2, -1).swapaxes(1, 2)
+        return rows.reshape(*shape[:-1], -1) if shape != tensor.shape else rows
+
+    return NewTensor(name, shape, codec, data)
+
+
+def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> NewTensor:
+    ordered = [parts[number] for number in sorted(parts)]
+    codec = "f32" if len(ordered[0].shape) == 1 else codec
+    return NewTensor(name, (len(ordered), *ordered[0].shape), codec, lambda: np.stack([read(t.name, codec) for t in ordered]))
+
+
+def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[NewTensor]) -> None:
+    """Raise CheckpointError unless the new metadata gives the same model config as the checkpoint."""
+    small = [tensor for tensor in tensors if tensor.name.startswith("rope")]
+    data = b"".join(np.ascontiguousarray(tensor.read()).tobytes() for tensor in small)
+    table, offset = {}, 0
+    for tensor in tensors:
+        nbytes = tensor.nbytes if tensor in small else 0
+        table[tensor.name] = GgufTensor(tensor.name, tensor.shape, tensor.codec, offset, nbytes)
+        offset += nbytes
+    file = GgufFile(Path(checkpoint.path), 3, as_read(metadata), table, np.frombuffer(data, np.uint8))
+    ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
+    if differing := sorted(_differing(ours, theirs)):
+        raise CheckpointError(
+            f"{checkpoint.path} is a {checkpoint.config['model_type']} model, and GGUF would change its "
+            f"{', '.join(differing)}; {_CONVERT}"
+        )
+
+
+def _differing(one: Any, other: Any) -> Iterator[str]:
+    """Yield the fields in which two records differ; a missing field equals None, False and [None]."""
+    for name in {field.name for record in (one, other) for field in fields(record)}:
+        if not _same(getattr(one, name, None), getattr(other, name, None)):
+            yield name
+
+
+def _same(a: Any, b: Any) -> bool:
+    if is_dataclass(a) and is_dataclass(b):
+        return not list(_differing(a, b))
+    if isinstance(a, np.ndarray | float) and isinstance(b, np.ndarray | float | int):
+        return np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=_TOLERANCE, atol=0)
+    is_unset = lambda value: value in (None, False) or (isinstance(value, list) and all(item is None for item in value))
+    return a == b or (is_unset(a) and is_unset(b))
+
+
+def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
+    """Return the metadata of the checkpoint's tokenizer, for `vocab` rows of embeddings.
+
+    CheckpointError for a tokenizer that is neither byte-level BPE (llama.cpp's "gpt2") nor BPE with
+    byte fallback (llama.cpp's "llama"), or that splits text by rules without a name in GGUF.
+    """
+    found = checkpoint.tokenizer
+    if found is None:
+        return {_PREFIX + "model": "no_vocab"}
+    model, steps = found.get("model") or {}, list(_steps(found.get("pre_tokenizer"), "pretokenizers"))
+    if model.get("type") == "BPE" and model.get("byte_fallback"):
+        keys = _sentencepiece(found, model, steps, vocab)
+    elif model.get("type") == "BPE" and "ByteLevel" in {step.get("type") for step in steps}:
+        keys = _byte_level(checkpoint, found, model, steps, vocab)
+    else:
+        raise CheckpointError(
+            f"{checkpoint.path} has a tokenizer that is neither byte-level BPE nor BPE with byte fallback; {_CONVERT}"
+        )
+    ids = {"bos": checkpoint.bos_token_id, "eos": next(iter(checkpoint.eos_token_ids), None)}
+    ids |= {"padding": checkpoint.config.get("pad_token_id"), "unknown": model.get("vocab", {}).get(model.get("unk_token"))}
+    if len(checkpoint.eos_token_ids) > 1:
+        ids["eot"] = checkpoint.eos_token_ids[-1]
+    keys |= {f"{role}_token_id": number for role, number in ids.items() if isinstance(number, int) and 0 <= number < vocab}
+    keys["add_bos_token"], keys["add_eos_token"] = _around(found.get("post_processor"))
+    metadata = {_PREFIX + key: value for key, value in keys.items()}
+    _check_tokens(checkpoint, metadata)
+    return metadata | ({"tokenizer.chat_template": checkpoint.chat_template} if checkpoint.chat_template else {})
+
+
+def _byte_level(checkpoint: Checkpoint, found: dict, model: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
+    splits = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
+    row = PreTokenizer(
+        split=splits[0] if splits else None,
+        digits=any(step["type"] == "Digits" for step in steps),
+        ignore_merges=bool(model.get("ignore_merges")),
+        nfc=(found.get("normalizer") or {}).get("type") == "NFC",
+    )
+    # add_bos_token is written, so the default doesn't matter.
+    name = next((name for name, known in PRE_TOKENIZERS.items() if replace(known, adds_bos=False) == row), None)
+    if name is None:
+        raise CheckpointError(f"{checkpoint.path} has a tokenizer that splits text by rules without a name in GGUF; {_CONVERT}")
+    tokens, kinds = _tokens(found, model, vocab)
+    merges = [" ".join(pair) for pair in _merges(model)]
+    return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": kinds, "merges": merges}
+
+
+def _sentencepiece(found: dict, model: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
+    """Return the metadata of a SentencePiece BPE tokenizer, which has scores instead of merges.
+
+    llama.cpp joins the pair whose result has the best score, so a score is minus the index of the
+    first merge that makes the token; tokens that no merge makes have the lowest score.
+    """
+    tokens, kinds = _tokens(found, model, vocab)
+    ranks: dict[str, int] = {}
+    for left, right in _merges(model):
+        ranks.setdefault(left + right, len(ranks))
+    scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
+    for number, token in enumerate(tokens):
+        if token == model.get("unk_token"):
+            kinds[number] = _UNKNOWN
+        elif _BYTE_TOKEN.fullmatch(token):
+            kinds[number] = _BYTE
+        elif kinds[number] == _USER_DEFINED:
+            # These match the text before its spaces are replaced.
+            tokens[number] = token.replace(SPACE, " ")
+    normalizers = _steps(found.get("normalizer"), "normalizers")
+    prefix = any(step["type"] == "Prepend" for step in normalizers) or any(
+        step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in steps
+    )
+    keys: dict[str, Value] = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds, "scores": scores}
+    return keys | {"add_space_prefix": prefix}
+
+
+def _merges(model: dict) -> Iterator[tuple[str, str]]:
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        yield left, right
+
+
+def _steps(step: dict | None, parts: str) -> Iterator[dict]:
+    """Yield the steps of a normalizer or pre-tokenizer; `parts` is the key of a sequence's list of
+    steps."""
+    if step and step.get("type") == "Sequence":
+        for part in step[parts]:
+            yield from _steps(part, parts)
+    elif step:
+        yield step
+
+
+def _tokens(found: dict, model: dict, vocab: int) -> tuple[list[str], list[int]]:
+    """Return the text and the llama.cpp token type of each id.
+
+    Ids without a token get texts such as [PAD7], as in llama.cpp's converter.
+    """
+    by_id = {number: (token, _NORMAL) for token, number in model["vocab"].items()}
+    for token in found.get("added_tokens") or ():
+        by_id[token["id"]] = token["content"], _CONTROL if token.get("special") else _USER_DEFINED
+    rows = [by_id.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(max(vocab, max(by_id, default=-1) + 1))]
+    return [token for token, _ in rows], [kind for _, kind in rows]
+
+
+def tokens_by_id(found: dict) -> dict[int, str]:
+    """Return token id -> text of the token, from the content of a tokenizer.json."""
+    vocabulary = (found.get("model") or {}).get("vocab") or {}
+    added = {token["id"]: token["content"] for token in found.get("added_tokens", ())}
+    return {number: token for token, number in vocabulary.items()} | added
+
+
+def _around(post_processor: dict | None) -> tuple[bool, bool]:
+    """Return whether a special token is added before a text, and whether one is added after it."""
+    if not post_processor:
+        return False, False
+    if post_processor.get("type") == "Sequence":
+        sides = [_around(step) for step in post_processor["processors"]]
+        return any(before for before, _ in sides), any(after for _, after in sides)
+    single = post_processor.get("single") or []
+    index = next((index for index, piece in enumerate(single) if "Sequence" in piece), None)
+    return (False, False) if index is None else (index > 0, index < len(single) - 1)
+
+
+def _check_tokens(checkpoint: Checkpoint, metadata: dict[str, Value]) -> None:
+    """Raise CheckpointError unless the metadata's tokenizer encodes a sample to the same tokens."""
+    stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
+    back = tokenizer_json(GgufFile(Path(checkpoint.path), 3, stored, {}, np.empty(0, np.uint8)))
+    ours, theirs = (tokenizer_of(content, checkpoint.path).encode(SAMPLE).ids for content in (checkpoint.tokenizer, back))
+    if ours != theirs:
+        raise CheckpointError(f"{checkpoint.path} has a tokenizer that would split text differently in GGUF; {_CONVERT}")

@@ -1,0 +1,247 @@
+"""The metadata of GGUF files: typed access to a file's keys, and the record that states how the
+keys and tensors of an architecture correspond to HF's.
+"""
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from castiron.emitter.shorten import shorten
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.gguf_file import GgufFile
+
+# Keys that don't change the mathematics, repeat the tensors' shapes, or are read by
+# `gguf_config.encoding_of`.
+_SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type"}
+_SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out")}
+
+
+class Metadata:
+    """Typed access to the metadata keys under a prefix; by default the prefix is the
+    architecture's, such as `llama.`.
+
+    It records which keys were read, so that `unread` can list the others. Every error is a
+    CheckpointError that names the file and the key.
+    """
+
+    def __init__(self, file: GgufFile, prefix: str | None = None):
+        self.file = file
+        self.prefix = prefix or architecture_name(file) + "."
+        self._read: set[str] = set()
+
+    def error(self, message: str) -> CheckpointError:
+        """Return an error that begins with the file's path."""
+        return CheckpointError(f"{self.file.path}: {message}")
+
+    def invalid(self, key: str, wanted: str) -> CheckpointError:
+        """Return the error for a key with a wrong value; `wanted` describes a right one."""
+        return self.error(f"{self.prefix}{key} is {_short(self.get(key))}, not {wanted}")
+
+    def get(self, key: str, default=None):
+        """Return the value of a key, unchecked."""
+        self._read.add(key)
+        return self.file.metadata.get(self.prefix + key, default)
+
+    def _typed(self, key: str, type_: type, wanted: str, default):
+        value = self.get(key, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()  # a number per layer, all equal
+        if value is not None and (not isinstance(value, type_) or isinstance(value, bool)):
+            raise self.invalid(key, wanted)
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        """Return a whole number of at least 0; an array by layer is accepted if all its numbers are
+        equal."""
+        value = self._typed(key, numbers.Integral, "a whole number", default)
+        if value is not None and value < 0:
+            raise self.invalid(key, "0 or more")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float | None:
+        """Return a finite number; an array by layer is accepted if all its numbers are equal."""
+        value = self._typed(key, numbers.Real, "a number", default)
+        if value is not None and not math.isfinite(value):
+            raise self.invalid(key, "finite")
+        return None if value is None else float(value)
+
+    def string(self, key: str, default: str | None = None) -> str | None:
+        """Return the string under a key; `default` if the file lacks the key."""
+        value = self.get(key, default)
+        if value is not None and not isinstance(value, str):
+            raise self.invalid(key, "a string")
+        return value
+
+    def required(self, key: str) -> int:
+        """Return a whole number above 0 that the file must have."""
+        value = self.integer(key)
+        if not value:
+            raise self.error(f"metadata key {self.prefix}{key} is missing or 0; fetch the file again")
+        return value
+
+    def by_layer(self, key: str) -> list[int]:
+        """Return one number per block; a single number in the file applies to every block."""
+        blocks, stated = self.required("block_count"), self.get(key)
+        found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
+        if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
+            raise self.invalid(key, f"a number for each of {blocks} blocks")
+        return found
+
+    def has(self, layer: int, leaf: str) -> bool:
+        """Return whether the tensor `blk.<layer>.<leaf>` is in the file."""
+        return f"blk.{layer}.{leaf}" in self.file.tensors
+
+    def unread(self) -> list[str]:
+        """Return the keys under the prefix that were not read; such a key may change the
+        mathematics."""
+        own = (key for key in self.file.metadata if key.startswith(self.prefix))
+        return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
+
+
+def _short(value) -> str:
+    text = shorten(value.tolist() if isinstance(value, np.ndarray) else value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def architecture_name(file: GgufFile) -> str:
+    """Return the file's `general.architecture`; CheckpointError if it has none."""
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{file.path} has no general.architecture; give a model's GGUF file")
+    return name
+
+
+# GGUF's names -> HF's, in tables that several architectures share.
+Names = Mapping[str, str]
+
+# Tensors: GGUF's name -> HF's; "token_embd_norm" is LFM2's final norm.
+TOP_TENSORS = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "token_embd_norm": "model.embedding_norm",
+}  # fmt: skip
+ATTENTION = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}  # fmt: skip
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+LLAMA_TENSORS = {**ATTENTION, **MLP, **PRE_NORMS}
+GEMMA_TENSORS = {
+    **ATTENTION, **MLP, **POST_NORMS, "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"
+}  # fmt: skip
+
+
+def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
+    """Return GGUF's name of a tensor that stacks all experts -> HF's name of one expert's matrix.
+
+    HF's name has `{}` for the number of the expert. parent: HF's module that contains `experts`.
+    gate, up, down: HF's names of an expert's matrices.
+    """
+    leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
+    return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
+
+
+def mamba(parent: str) -> Names:
+    """Return GGUF's names of a Mamba layer's matrices -> HF's names, in the HF module `parent`."""
+    return {"ssm_in": f"{parent}.in_proj", "ssm_conv1d": f"{parent}.conv1d", "ssm_out": f"{parent}.out_proj"}
+
+
+def mamba_vectors(parent: str) -> Names:
+    """Return GGUF's names of a Mamba layer's vectors -> HF's names, in the HF module `parent`."""
+    leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
+    return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
+
+
+# Numbers: GGUF's key -> HF's.
+SIZES_BY_LAYER = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+}  # fmt: skip
+SIZES = {**SIZES_BY_LAYER, "attention.head_count_kv": "num_key_value_heads"}
+SIZES_AND_HEAD = {**SIZES, "attention.key_length": "head_dim"}
+EXPERTS_USED = {"expert_used_count": "num_experts_per_tok"}
+EXPERT_SIZES = {**EXPERTS_USED, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+ROPE = {"rope.freq_base": "rope_theta"}
+RMS = {**ROPE, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+LAYER_NORM = {**ROPE, "attention.layer_norm_epsilon": "layer_norm_eps"}
+SSM = {
+    "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}  # fmt: skip
+GRANITE_FLOATS = {
+    **RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+
+SILU = {"hidden_act": "silu"}
+NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+GEMMA2 = {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+# llama.cpp's default base.
+GEMMA3 = {**GEMMA2, "use_bidirectional_attention": False, "rope_local_base_freq": 10000.0}
+LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
+LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of `general.architecture`: GGUF's names of keys and tensors -> HF's, and how
+    llama.cpp's converter changes tensors.
+
+    A leaf is a tensor's name inside its block without ".weight": `attn_q` of `blk.0.attn_q.weight`.
+    The defaults are what most architectures have.
+
+    model_type: HF's name of the architecture.
+    tensors: GGUF leaf -> HF leaf, for tensors of a block.
+    per_index: leaf of a stacked tensor, such as all experts -> HF leaf of one part, with `{}` for
+    its index. A tuple of HF leaves divides each part's rows equally.
+    ints, floats: metadata key without its prefix -> config key.
+    constants: config keys that the architecture implies, with their values.
+    flags: config key -> tensor of block 0 whose presence makes the key true.
+    permuted: leaf whose rows the converter reorders for interleaved rotary embeddings -> config key
+    of its number of heads.
+    bare: leaves whose HF name has no ".weight".
+    top: GGUF name -> HF name, for tensors outside blocks. block: HF's prefix of a block.
+    filters: leaves of convolutions, [features, n] in GGUF and [features, 1, n] in HF.
+    vectors: leaf with its ending, if any -> HF name of a vector. GGUF stores -exp(A_log).
+    joined: leaves -> the HF leaf that has their rows one after the other.
+    by_layer: metadata keys with one number per layer; a function of `rules` reads them.
+    tiled: leaf -> what the converter reorders: "heads", "rows", "last rows" or "columns". Value
+    heads that share a key head are neighbours in HF; in GGUF each key head's first value head comes
+    first, then each second one.
+    norms_plus_one: the converter adds 1 to the weights of norms.
+    rules: names of functions in gguf_rules.RULES.
+    """
+
+    model_type: str
+    tensors: Names = field(default_factory=lambda: LLAMA_TENSORS)
+    per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    ints: Names = field(default_factory=lambda: SIZES_AND_HEAD)
+    floats: Names = field(default_factory=lambda: RMS)
+    constants: Mapping[str, object] = field(default_factory=lambda: SILU)
+    flags: Names = field(default_factory=dict)
+    permuted: Names = field(default_factory=dict)
+    bare: tuple[str, ...] = ()
+    top: Names = field(default_factory=lambda: TOP_TENSORS)
+    block: str = "model.layers.{}."
+    filters: tuple[str, ...] = ()
+    vectors: Names = field(default_factory=dict)
+    joined: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    by_layer: tuple[str, ...] = ()
+    tiled: Names = field(default_factory=dict)
+    norms_plus_one: bool = False
+    rules: tuple[str, ...] = ("full_rotary", "rope_scaling")
+
+    @property
+    def can_write(self) -> bool:
+        """Return whether `gguf_export` can write this architecture; it does not convert `vectors`,
+        `joined` or `tiled`."""
+        return not (self.vectors or self.joined or self.tiled)

@@ -1,0 +1,400 @@
+"""Functions that turn a GGUF file's metadata and tensors into HF's config keys, where a table
+cannot express it. An `Architecture` lists the rules that apply to it.
+
+A rule takes the config, which it changes, and the file's metadata; it raises CheckpointError.
+Sources: llama.cpp's converter and src/models; HF's config classes and modeling_rope_utils.
+"""
+
+import math
+
+import numpy as np
+
+from castiron.emitter.codecs import dequantise
+from castiron.pipelines.checkpoints.gguf_metadata import Metadata
+
+# llama.cpp's defaults: every n-th layer attends to all positions, or has no rotary embedding.
+_GEMMA3_PATTERN = 6
+_WINDOW_PATTERN = _SMOLLM3_PATTERN = _DELTA_PATTERN = 4
+_LOCAL_ROPE_BASE = 10000.0  # llama.cpp's default for Gemma 4
+_SIGMOID = 2
+# Llama 3.1 and later; a GGUF file has one factor per frequency instead of these numbers.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Keys of YaRN for which HF's code has a constant.
+_YARN_FIXED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}
+_NO_ROTATION = 1e29  # a frequency divided by more than this does not rotate
+_FACTOR_TOLERANCE = 1e-4  # factors are f32 of an f32 computation: about 1e-6 apart
+
+# Tensors whose values go into the config, and the rules that read them.
+RULES_OF_ROPE_TENSOR = {
+    "rope_freqs.weight": {"rope_factors", "gemma4_ropes"},
+    "rope_factors_long.weight": {"phi3_rope"},
+    "rope_factors_short.weight": {"phi3_rope"},
+}
+
+
+def _factors(metadata: Metadata, name: str) -> np.ndarray | None:
+    """Return the tensor `name`, divisors of rotary frequencies, f32 [rotary_dim / 2], or None."""
+    tensor = metadata.file.tensors.get(name)
+    return None if tensor is None else dequantise(tensor.codec, metadata.file.rows(tensor)).reshape(-1)
+
+
+def head_dim(config: dict) -> int:
+    """Return the size of an attention head: `head_dim`, or hidden size divided by heads."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
+    """Return Llama 3's divisors of the rotary frequencies, f64 [rotary_dim / 2].
+
+    low, high: low_freq_factor and high_freq_factor of HF's `_compute_llama3_parameters`.
+    """
+    wavelength = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+    smooth = (original / wavelength - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, between))
+
+
+def rope_factors(config: dict, metadata: Metadata) -> None:
+    """Set `rope_scaling` from rope_freqs.weight: llama3 if its formula fits, else longrope."""
+    factors = _factors(metadata, "rope_freqs.weight")
+    if factors is None or np.all(factors == 1):
+        return
+    if config.get("rope_scaling"):
+        raise metadata.error("both rope_freqs.weight and rope.scaling keys are present; only one of them can apply")
+    factor = float(factors.max())
+    if len(factors) * 2 == head_dim(config):
+        expected = llama3_factors(head_dim(config), config["rope_theta"], factor, *_LLAMA3.values())
+        if np.allclose(factors, expected, rtol=_FACTOR_TOLERANCE, atol=0):
+            config["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+            return
+    config["rope_scaling"] = {
+        "rope_type": "longrope",
+        **dict.fromkeys(("long_factor", "short_factor"), factors.tolist()),
+        **dict.fromkeys(("factor", "attention_factor"), 1.0),
+        "original_max_position_embeddings": config["max_position_embeddings"],
+    }
+
+
+def rope_scaling(config: dict, metadata: Metadata) -> None:
+    """Set `rope_scaling`, linear or YaRN, from the rope.scaling keys."""
+    kind = metadata.string("rope.scaling.type", "none")
+    factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
+    original = metadata.integer("rope.scaling.original_context_length")
+    metadata.get("rope.scaling.finetuned")
+    if kind == "none" and metadata.get("rope.scale_linear") is not None:
+        kind = "linear"
+    if kind == "linear" and factor != 1.0:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        config["rope_scaling"] = _yarn(config, metadata, factor, original)
+    elif kind not in ("none", "linear"):
+        raise metadata.invalid("rope.scaling.type", "none, linear or yarn")
+
+
+def _yarn(config: dict, metadata: Metadata, factor: float, original: int | None) -> dict:
+    for key, only in _YARN_FIXED.items():
+        if metadata.real(f"rope.scaling.{key}", only) != only:
+            raise metadata.invalid(f"rope.scaling.{key}", f"{only}, the only value supported")
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original or config["max_position_embeddings"],
+    }
+    betas = {name: metadata.real(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    return scaling | {name: value for name, value in betas.items() if value is not None}
+
+
+def full_rotary(config: dict, metadata: Metadata) -> None:
+    """Reject a file whose rotary embedding covers only a part of each head."""
+    if metadata.integer("rope.dimension_count") not in (None, head_dim(config)):
+        raise metadata.invalid("rope.dimension_count", f"{head_dim(config)}: {config['model_type']} rotates complete heads")
+
+
+def partial_rotary(config: dict, metadata: Metadata) -> None:
+    """Set the share of each head that the rotary embedding covers."""
+    rotary = metadata.integer("rope.dimension_count")
+    config["partial_rotary_factor"] = 1.0 if rotary is None else rotary / head_dim(config)
+
+
+def phi3_rope(config: dict, metadata: Metadata) -> None:
+    """Set longrope if the file has its two factor tensors; remove a sliding window of 0."""
+    config["sliding_window"] = config.get("sliding_window") or None
+    original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
+    attention_factor = metadata.real("rope.scaling.attn_factor")
+    config["original_max_position_embeddings"] = original
+    long, short = (_factors(metadata, f"rope_factors_{length}.weight") for length in ("long", "short"))
+    if (long is None) != (short is None):
+        raise metadata.error("only one of rope_factors_long.weight and rope_factors_short.weight is present")
+    if long is not None:
+        config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
+        if attention_factor is not None:
+            config["rope_scaling"]["attention_factor"] = attention_factor
+
+
+def gemma4_ropes(config: dict, metadata: Metadata) -> None:
+    """Set the rotary embeddings of Gemma 4's full and sliding layers.
+
+    rope_freqs.weight is 1 for each frequency that rotates in full layers, and 1e30 for the others.
+    """
+    factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
+    rotated = 0 if factors is None else int((factors == 1).sum())
+    if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[rotated:] < _NO_ROTATION).any():
+        raise metadata.error("rope_freqs.weight is missing or has invalid factors; convert the model again")
+    for key, length in (("", "global_head_dim"), ("_swa", "head_dim")):
+        if metadata.integer(f"rope.dimension_count{key}") not in (None, config[length]):
+            raise metadata.invalid(f"rope.dimension_count{key}", f"{config[length]}, the size of a head")
+    full = {"partial_rotary_factor": rotated / len(factors), "rope_theta": config.pop("rope_theta")}
+    config["rope_parameters"] = {
+        "full_attention": {"rope_type": "proportional", **full},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+
+
+def olmo3_ropes(config: dict, metadata: Metadata) -> None:
+    """Set OLMo 3's rotary embeddings: `rope_scaling` applies to full-attention layers only."""
+    theta = {"rope_theta": config.pop("rope_theta")}
+    scaling = config.pop("rope_scaling", {"rope_type": "default"})
+    config["rope_parameters"] = {"full_attention": scaling | theta, "sliding_attention": {"rope_type": "default"} | theta}
+
+
+def mistral3_ropes(config: dict, metadata: Metadata) -> None:
+    """Set Ministral 3's scaling of queries by position; without it, the model type is mistral."""
+    beta, multiplier = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        config["model_type"] = "mistral"
+        return
+    scales = {} if multiplier is None else {"mscale": multiplier, "mscale_all_dim": multiplier}
+    scaling = config.pop("rope_scaling", {"rope_type": "default"}) | scales
+    config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta"), "llama_4_scaling_beta": beta}
+
+
+def _periodic_layers(layers: int, period: int, other: str = "sliding_attention") -> list[str]:
+    """Return the layer types: every `period`-th layer is full attention, the rest are `other`."""
+    return [other if (layer + 1) % period else "full_attention" for layer in range(layers)]
+
+
+def _stated_layers(config: dict, metadata: Metadata, default: int) -> None:
+    """Set `layer_types` from sliding_window_pattern: a flag per layer, or the period of full layers."""
+    layers, pattern = config["num_hidden_layers"], metadata.get("attention.sliding_window_pattern", default)
+    if not config.get("sliding_window"):
+        config["layer_types"] = ["full_attention"] * layers
+    elif isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) == layers:
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        config["layer_types"] = _periodic_layers(layers, pattern)
+    else:
+        raise metadata.invalid("attention.sliding_window_pattern", "a whole number, or a flag per layer")
+
+
+def gemma2_layers(config: dict, metadata: Metadata) -> None:
+    """Set the layer types: every second layer is full attention."""
+    config["layer_types"] = _periodic_layers(config["num_hidden_layers"], 2)
+
+
+def gemma3_layers(config: dict, metadata: Metadata) -> None:
+    """Set the layer types; by default every sixth layer is full attention."""
+    _stated_layers(config, metadata, _GEMMA3_PATTERN)
+
+
+def every_fourth_full(config: dict, metadata: Metadata) -> None:
+    """Set the layer types, by default every fourth full attention; remove a sliding window of 0."""
+    _stated_layers(config, metadata, _WINDOW_PATTERN)
+    config["sliding_window"] = config.get("sliding_window") or None
+
+
+def gpt_oss_layers(config: dict, metadata: Metadata) -> None:
+    """Set the layer types, every second full attention, and gpt-oss's variant of YaRN."""
+    config["layer_types"] = _periodic_layers(config["num_hidden_layers"], 2)
+    scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
+    if scaling["rope_type"] == "yarn":
+        # HF doesn't round YaRN's correction range for this model only; GGUF has no key for that.
+        scaling["truncate"] = False
+
+
+def smollm3_layers(config: dict, metadata: Metadata) -> None:
+    """Set `no_rope_layers`: 1 for a layer with a rotary embedding, 0 for every fourth layer."""
+    layers, config["no_rope_layer_interval"] = range(1, config["num_hidden_layers"] + 1), _SMOLLM3_PATTERN
+    config["no_rope_layers"] = [int(layer % _SMOLLM3_PATTERN != 0) for layer in layers]
+
+
+def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
+    """Set the number of key-value heads; return it by layer, 0 for a layer without attention."""
+    heads = metadata.by_layer("attention.head_count_kv")
+    counts = {count for count in heads if count}
+    if len(counts) > 1 or any(config["num_attention_heads"] % count for count in counts):
+        raise metadata.invalid("attention.head_count_kv", "one number of heads for all layers that attend")
+    config["num_key_value_heads"] = counts.pop() if counts else config["num_attention_heads"]
+    return heads
+
+
+def lfm2_layers(config: dict, metadata: Metadata) -> None:
+    """Set LFM2's layer types: a layer without key-value heads is a convolution."""
+    heads = _kv_heads(config, metadata)
+    if not any(heads):
+        raise metadata.invalid("attention.head_count_kv", "above 0 for any layer")
+    config["layer_types"] = ["full_attention" if count else "conv" for count in heads]
+
+
+def _ignore_rope(metadata: Metadata) -> None:
+    """Mark rotary keys as read, for models without a rotary embedding."""
+    metadata.get("rope.scaling.finetuned")
+    metadata.get("rope.dimension_count")
+
+
+def _inner_head_dim(metadata: Metadata, heads: int) -> int:
+    """Return the size of a head of a recurrent layer: ssm.inner_size divided by `heads`."""
+    features = metadata.required("ssm.inner_size")
+    if features % heads:
+        raise metadata.invalid("ssm.inner_size", f"a multiple of {heads} heads (ssm.time_step_rank)")
+    return features // heads
+
+
+def mamba_heads(config: dict, metadata: Metadata) -> None:
+    """Set the size of a Mamba head; for Granite 4 also the ratio of inner size to hidden size."""
+    config["mamba_d_head"] = _inner_head_dim(metadata, config["mamba_n_heads"])
+    if config["model_type"] == "granitemoehybrid":
+        config["mamba_expand"] = metadata.required("ssm.inner_size") // config["hidden_size"]
+
+
+def granite_layers(config: dict, metadata: Metadata) -> None:
+    """Set Granite 4's layer types: a layer without key-value heads is a Mamba layer."""
+    _ignore_rope(metadata)
+    config["layer_types"] = kinds = ["full_attention" if n else "linear_attention" for n in _kv_heads(config, metadata)]
+    first = kinds.index("linear_attention") if "linear_attention" in kinds else 0
+    config["mamba_conv_bias"] = metadata.has(first, "ssm_conv1d.bias")
+    config.setdefault("num_local_experts", 0)
+    config.setdefault("shared_intermediate_size", config["intermediate_size"])
+
+
+def nemotron_layers(config: dict, metadata: Metadata) -> None:
+    """Set Nemotron-H's layer types: each layer is attention, an MLP, experts or Mamba."""
+    _ignore_rope(metadata)
+    heads, widths = _kv_heads(config, metadata), metadata.by_layer("feed_forward_length")
+    layers = range(len(heads))
+    fed = ["moe" if metadata.has(layer, "ffn_gate_inp.weight") else "mlp" for layer in layers]
+    kinds = ["full_attention" if h else fed[i] if w else "linear_attention" for i, (h, w) in enumerate(zip(heads, widths))]
+    dense = [width for width, kind in zip(widths, kinds) if kind == "mlp"]
+    config["layers_block_type"] = kinds
+    if dense:
+        config["intermediate_size"] = dense[0]
+    if config.get("moe_latent_size") == 0:
+        del config["moe_latent_size"]
+    config["mamba_head_dim"] = _inner_head_dim(metadata, config["mamba_num_heads"])
+    config["use_conv_bias"] = any(metadata.has(layer, "ssm_conv1d.bias") for layer in layers)
+    config["norm_topk_prob"] = metadata.get("expert_weights_norm", True) is True
+    metadata.get("expert_shared_count")
+    del config["rope_theta"]
+    metadata.get("rope.freq_base")
+
+
+def delta_layers(config: dict, metadata: Metadata) -> None:
+    """Set Qwen 3.5's layer types and number of layers, without multi-token-prediction blocks."""
+    further = metadata.integer("nextn_predict_layers", 0) or 0
+    if further >= config["num_hidden_layers"]:
+        raise metadata.invalid("nextn_predict_layers", "less than block_count")
+    config["num_hidden_layers"] -= further
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if values % keys:
+        raise metadata.invalid("ssm.time_step_rank", f"a multiple of {keys} key heads (ssm.group_count)")
+    config["linear_value_head_dim"] = _inner_head_dim(metadata, values)
+    metadata.get("rope.dimension_sections")
+    interval = config.get("full_attention_interval") or _DELTA_PATTERN
+    config["layer_types"] = _periodic_layers(config["num_hidden_layers"], interval, "linear_attention")
+
+
+def gemma4_layers(config: dict, metadata: Metadata) -> None:
+    """Set what differs by layer in Gemma 4: type, heads, MLP width, shared keys and values."""
+    layers, heads = config["num_hidden_layers"], metadata.by_layer("attention.head_count_kv")
+    config["layer_types"] = kinds = _gemma4_kinds(layers, metadata)
+    full = kinds.index("full_attention")
+    config["num_key_value_heads"] = heads[kinds.index("sliding_attention") if "sliding_attention" in kinds else full]
+    config["num_global_key_value_heads"] = heads[full]
+    config["attention_k_eq_v"] = not metadata.has(full, "attn_v.weight")
+    by_kind = {"sliding_attention": config["num_key_value_heads"], "full_attention": heads[full]}
+    if heads != [by_kind[kind] for kind in kinds] or any(not n or config["num_attention_heads"] % n for n in heads):
+        raise metadata.invalid("attention.head_count_kv", "one number for each kind of layer")
+    if not config["attention_k_eq_v"] and len(set(heads)) > 1:
+        raise metadata.error("full-attention layers with value projections and their own number of KV heads are not supported")
+    _gemma4_widths(config, metadata)
+    config["head_dim"], config["global_head_dim"] = (_gemma4_head(metadata, ending) for ending in ("_swa", ""))
+    config.setdefault("hidden_size_per_layer_input", 0)
+    if (embedding := metadata.file.tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = embedding.shape[0]
+    config["enable_moe_block"] = bool(config.get("num_experts"))
+
+
+def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
+    """Return the type of each layer; the last must be full."""
+    slides = metadata.get("attention.sliding_window_pattern")
+    stated = isinstance(slides, np.ndarray) and slides.dtype == bool and len(slides) == layers
+    if not stated or slides[-1]:
+        raise metadata.invalid("attention.sliding_window_pattern", f"a flag for each of {layers} layers, false for the last")
+    if slides.any():
+        metadata.required("attention.sliding_window")
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
+def _gemma4_widths(config: dict, metadata: Metadata) -> None:
+    """Set the MLP's width, and whether it doubles in layers that share keys and values."""
+    layers, widths = config["num_hidden_layers"], metadata.by_layer("feed_forward_length")
+    shared = config.setdefault("num_kv_shared_layers", 0)
+    if shared >= layers:
+        raise metadata.invalid("attention.shared_kv_layers", f"less than {layers}, the number of layers")
+    width = config["intermediate_size"] = widths[0]
+    config["use_double_wide_mlp"] = wide = widths[-1] == 2 * width
+    if not width or widths != [width] * (layers - shared) + [width * (2 if wide else 1)] * shared:
+        raise metadata.invalid("feed_forward_length", "one number, or twice it in layers that share keys and values")
+
+
+def _gemma4_head(metadata: Metadata, ending: str) -> int:
+    """Return the head size of full-attention layers; with `ending` "_swa", of sliding layers."""
+    length = metadata.required(f"attention.key_length{ending}")
+    if metadata.integer(f"attention.value_length{ending}", length) != length:
+        raise metadata.invalid(f"attention.value_length{ending}", f"attention.key_length{ending}")
+    return length
+
+
+def llama_head_dim(config: dict, metadata: Metadata) -> None:
+    """Set `head_dim`, which a file may leave out."""
+    config["head_dim"] = head_dim(config)
+
+
+def gemma_scale(config: dict, metadata: Metadata) -> None:
+    """Set query_pre_attn_scalar, for which GGUF has no key: hidden size over heads in the two 27B
+    models, else head_dim (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
+    """
+    large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = per_head if config["num_hidden_layers"] == large else head_dim(config)
+
+
+def sigmoid_experts(config: dict, metadata: Metadata) -> None:
+    """Reject a file whose router uses another function than the sigmoid."""
+    if metadata.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise metadata.invalid("expert_gating_func", f"{_SIGMOID} (sigmoid), the only one supported")
+
+
+def normalised_experts(config: dict, metadata: Metadata) -> None:
+    """Reject a file whose router does not normalise the weights of the chosen experts."""
+    if metadata.get("expert_weights_norm", True) is not True:
+        raise metadata.invalid("expert_weights_norm", "true, the only one supported")
+
+
+def stablelm_residual(config: dict, metadata: Metadata) -> None:
+    """Set `use_parallel_residual` for StableLM: true if a block has one norm instead of two."""
+    parallel = not metadata.has(0, "ffn_norm.weight")
+    stated = metadata.get("use_parallel_residual")
+    if isinstance(stated, bool) and stated != parallel:
+        raise metadata.invalid("use_parallel_residual", f"{parallel}, as the tensors have it")
+    config["use_parallel_residual"] = parallel
+
+
+RULES = {
+    rule.__name__: rule
+    for rule in (
+        gemma2_layers, gemma3_layers, gemma4_layers, every_fourth_full, gpt_oss_layers, smollm3_layers,
+        lfm2_layers, mamba_heads, granite_layers, nemotron_layers, delta_layers, rope_factors, rope_scaling,
+        full_rotary, partial_rotary, phi3_rope, gemma4_ropes, olmo3_ropes, mistral3_ropes, llama_head_dim,
+        gemma_scale, normalised_experts, sigmoid_experts, stablelm_residual,
+    )
+}  # fmt: skip

@@ -1,0 +1,140 @@
+"""Read text, JSON and safetensors files of an HF directory, which may be damaged or hostile."""
+
+import json
+import mmap
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from castiron.emitter.shorten import shorten, shorten_text
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, is_ignorable
+from castiron.pipelines.files import MAX_BYTES, has_too_many_values, read_regular
+
+CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+# The codec of bytes that `hf_tensors` may combine to MXFP4 blocks.
+BYTES = "U8"
+# Characters of a file that is not checked for its depth, and maximum depth of the others.
+_LARGE, _MAX_DEPTH = 1_000_000, 50
+_HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+_HEADER_LENGTH_BYTES = 8
+# JSON values of a header, of which a tensor has seven; NumPy's arrays have 64 dimensions at most.
+_MAX_VALUES, _MAX_DIMENSIONS = 1_000_000, 16
+
+
+def text_of(path: Path) -> str | None:
+    """Return the text of a UTF-8 file, or None if it doesn't exist; CheckpointError if it is
+    unreadable."""
+    try:
+        return read_regular(path).decode("utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path} is not UTF-8 text; fetch it again") from None
+
+
+def json_value(path: Path) -> Any:
+    """Return the value of a JSON file, or None if it doesn't exist; CheckpointError if it is
+    invalid.
+
+    Numbers of more than 4,300 digits and halves of surrogate pairs are invalid too.
+    """
+    text = text_of(path)
+    if text is None:
+        return None
+    if has_too_many_values(text):
+        raise CheckpointError(f"{path} has too many JSON values; fetch it again")
+    try:
+        content = json.loads(text)
+        # Such strings can't be written again.
+        if _HALF_OF_A_PAIR.search(text):
+            json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not valid JSON; fetch it again") from None
+    # Deep nesting overflows the stack of code that walks a config; nothing walks large files.
+    if len(text) < _LARGE and _is_deep(content):
+        raise CheckpointError(f"{path} nests values deeper than {_MAX_DEPTH}; fetch it again")
+    if content is None:
+        raise CheckpointError(f"{path} contains only null; fetch it again")
+    return content
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        nested = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        level = [child for children in nested for child in children]
+    return bool(level)
+
+
+def json_object(path: Path) -> dict | None:
+    """Return the object in a JSON file, or None if the file doesn't exist; CheckpointError
+    otherwise."""
+    content = json_value(path)
+    if content is not None and not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object; fetch it again")
+    return content
+
+
+def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]:
+    """Return the file's tensors by name, as views of the mapped bytes, without those that
+    `is_ignorable` accepts.
+
+    allow_bytes: whether tensors of type U8 are allowed, besides those of CODEC_OF_DTYPE.
+    CheckpointError for an invalid file or another type.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with open(path, "rb") as file:
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        size = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
+        # The library rejects a longer header.
+        head = view[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + size] if size <= MAX_BYTES else b""
+        if has_too_many_values(head, _MAX_VALUES):
+            raise CheckpointError(f"{path} has too many tensors; fetch it again")
+        with safe_open(path, framework="numpy"):
+            pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a valid safetensors file ({shorten_text(str(error))}); fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise CheckpointError(f"{path} is empty; fetch it again") from None
+    header = json.loads(head, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    data = np.frombuffer(view, np.uint8)[_HEADER_LENGTH_BYTES + size :]
+    names = [name for name in header if name != "__metadata__" and not is_ignorable(name)]
+    return {name: _tensor(path, name, header[name], data, allow_bytes) for name in names}
+
+
+def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_bytes: bool) -> Tensor:
+    shape, dtype, (start, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
+    if len(shape) > _MAX_DIMENSIONS:
+        raise CheckpointError(f"{path}: {shorten_text(name)} has {len(shape)} dimensions; fetch it again")
+    codec = BYTES if dtype == BYTES and allow_bytes else CODEC_OF_DTYPE.get(dtype)
+    if codec is None:
+        raise unsupported_type(path, name, dtype)
+    if not shape or 0 in shape:
+        raise CheckpointError(f"{path}: {shorten_text(name)} has the empty shape {shorten(list(shape))}; fetch it again")
+    rows = data[start:end].reshape(*shape[:-1], -1)
+    return Tensor(name, shape, codec, name, lambda: rows)
+
+
+def unsupported_type(path: Path, name: str, dtype: str) -> CheckpointError:
+    """Return the error for a tensor of an unsupported type."""
+    known = ", ".join(CODEC_OF_DTYPE)
+    return CheckpointError(
+        f"{path}: {shorten_text(name)} has the unsupported type {shorten_text(dtype)}; supported are {known}"
+    )
+
+
+def _unique(path: Path, pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise CheckpointError(f"{path} is not a valid safetensors file: {shorten(duplicate)} appears twice in its header")
+    return found

@@ -1,0 +1,65 @@
+"""Open a checkpoint by path, catalogue name or hub name."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
+from castiron.pipelines.locate import HubName, checkpoint_path
+from castiron.vmfb.archive import Part
+
+
+def open_checkpoint(
+    model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
+) -> Checkpoint:
+    """Open a GGUF file, an HF directory, a folder of the hub's cache, or a model by catalogue or
+    hub name.
+
+    A named model is fetched if it isn't cached; `progress` gets ("fetch", share done). Tensors are
+    views of the mapped files. `ignore_keys` are left out of the config or the GGUF metadata.
+    CheckpointError if the checkpoint is missing or invalid.
+    """
+    # `castiron list` works without the packages that read checkpoints.
+    from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
+    from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
+
+    path = find_checkpoint(model, progress)
+    return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
+
+
+def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Path:
+    """Return the path that `open_checkpoint` reads, after fetching a named model; CheckpointError
+    if there is none."""
+    from castiron.pipelines.checkpoints import hub
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch, not_found
+
+    path = Path(model)
+    # A pipe is neither, and is not opened.
+    if path.is_file() or path.is_dir():
+        return checkpoint_path(path)
+    if str(model) in CATALOGUE:
+        return fetch(str(model), progress=progress)
+    if (name := HubName.read(str(model))) is not None:
+        return hub.fetch(name, progress)
+    raise not_found(model)
+
+
+def checkpoint_sha256(path: Path) -> str:
+    """Return one sha256, in hex, over all files that decide the logits.
+
+    For a GGUF file this is the complete file; for an HF directory, config.json, the safetensors
+    files and the layers after an embedding model's pooling. CheckpointError for a file that can't
+    be read.
+    """
+    from castiron.pipelines.checkpoints.encoding_files import MODULES
+    from castiron.pipelines.checkpoints.hf_directory import CONFIG, shards_of
+
+    try:
+        if path.is_file():
+            return Part.of(path).sha256()
+        dense = (file.relative_to(path) for file in path.glob("*_Dense/*") if (path / MODULES).exists())
+        names = sorted([CONFIG, *shards_of(path), *map(str, dense)])
+        lines = [f"{name} {Part.of(path / name).sha256()}\n" for name in names]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""One module per command: EXAMPLES, `add_arguments(parser)` and `main(args) -> exit status`."""

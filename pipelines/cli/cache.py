@@ -1,0 +1,142 @@
+"""List and clear the files that castiron caches, and add the state of a long system message to a
+prefix cache.
+
+The folder is $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron. Everything in
+it can be made again.
+
+castiron cache add BUNDLE FILE --prefix-cache DIR reads FILE as the system message of later
+conversations (with --raw: as the prefix of plain text) and stores the bundle's state in DIR, for
+run, chat and serve with the same option.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from castiron.pipelines.cli.options import add_options, prefix_store
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.terminal import megabytes
+from castiron.vmfb import cache
+from castiron.vmfb.cache import KINDS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from castiron.pipelines.text.tokenizer import Tokenizer
+
+EXAMPLES = """\
+examples:
+  castiron cache
+  castiron cache clear
+  castiron cache clear compile unpacked --older-than 30
+  CASTIRON_CACHE=/data/castiron castiron cache --json
+  castiron cache add build/model system.txt --prefix-cache states
+
+models      checkpoints fetched by name
+compile     output of iree-compile; above 512 MB the least recently used files go
+unpacked    program and weights of packed bundles, for IREE's tools; files unused for a week may go
+verified    which bundles' hashes were checked
+calibrated  activation sizes on a text, for compile --calibrate
+tuned       tiles that castiron tune found
+shapes      random checkpoints of castiron bench --shape
+bundles     bundles that run, chat, serve and castiron.load compiled
+fetched     bundles that nodes of a cluster fetched
+chat        the history of chats; cleared only when named
+
+--json prints one object: folder, bytes, kinds (kind, about, files, bytes, newest: ISO 8601 or null)
+and cleared; of add: folder, tokens (of the prefix) and stored (tokens whose state is stored now).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=("list", "clear", "add"), default="list", help="default: list")
+    parser.add_argument("words", nargs="*", metavar="KIND|BUNDLE FILE",
+                        help="list, clear: kinds, as below (default: all); add: a bundle and a text file")  # fmt: skip
+    parser.add_argument("--older-than", type=days, metavar="DAYS", help="clear files that were not used for so many days")
+    add_options(parser, "--json")
+    group = parser.add_argument_group("castiron cache add")
+    add_options(group, "--prefix-cache", "--prefix-cache-size", "--raw", "--template-arg", "--threads")
+
+
+def days(text: str) -> float:
+    """Parse a number of days, 0 or more."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"invalid number of days: {text!r}")
+    return found
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.action == "add":
+        return add(args)
+    if unknown := [word for word in args.words if word not in KINDS]:
+        args.parser.error(f"argument KIND: {unknown[0]!r} is not one of {', '.join(KINDS)}")
+    clears = args.action == "clear"
+    kinds = tuple(dict.fromkeys(args.words)) or tuple(kind for kind in KINDS if not (clears and kind in cache.PRECIOUS))
+    if args.older_than is not None and not clears:
+        raise PipelineError("--older-than needs the action clear; use castiron cache clear --older-than DAYS")
+    rows = cache.clear(kinds, args.older_than or 0.0) if clears else [row for row in cache.usage() if row.kind in kinds]
+    total = sum(row.bytes for row in rows)
+    if args.json:
+        facts = {"folder": str(cache.cache_root()), "bytes": total, "cleared": clears, "kinds": list(map(usage_json, rows))}
+        print(json.dumps(facts))
+        return 0
+    if not clears:
+        print(f"{cache.cache_root()}: {megabytes(total)}")
+    for row in rows:
+        print(f"  {row.kind:<8} {row.files:>6} files {megabytes(row.bytes):>11}  {KINDS[row.kind]}")
+    if clears:
+        print(f"{megabytes(total)} cleared from {cache.cache_root()}")
+    return 0
+
+
+def usage_json(row: cache.Usage) -> dict:
+    newest = None if row.newest is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.newest))
+    return {"kind": row.kind, "about": KINDS[row.kind], "files": row.files, "bytes": row.bytes, "newest": newest}
+
+
+def add(args: argparse.Namespace) -> int:
+    """Store the state of the model after a prefix, for --prefix-cache."""
+    if len(args.words) != 2 or args.prefix_cache is None:
+        args.parser.error("add needs a bundle, a file and --prefix-cache DIR")
+    from castiron.pipelines.cli.run import decoded
+    from castiron.pipelines.compile.open_model import open_or_compile
+    from castiron.pipelines.terminal import Progress
+    from castiron.pipelines.text.tokenizer import load_tokenizer
+    from castiron.vmfb.session import Session
+
+    model, file = args.words
+    prefix, bundle = decoded(Path(file).read_bytes()), open_or_compile(model, announce=True)
+    store, text = prefix_store(args, bundle.manifest), load_tokenizer(bundle, dict(args.template_arg))
+    tokens = prefix_tokens(text, prefix, args.raw)
+    with Progress() as progress:
+        stored = store.prepare(
+            Session(bundle, threads=args.threads), tokens, lambda done, total: progress("reading the text", done / total)
+        )
+    if args.json:
+        print(json.dumps({"folder": str(store.directory), "tokens": len(tokens), "stored": stored}))
+    else:
+        print(f"{store.directory}: {stored} of {len(tokens)} tokens stored; the rest is less than a chunk of {store.width}")
+    return 0
+
+
+def prefix_tokens(text: "Tokenizer", prefix: str, raw: bool) -> "np.ndarray":
+    """Return the token ids, i32 [n], that every conversation with this system message begins with;
+    with `raw`, every text that begins with this text."""
+    import numpy as np
+
+    from castiron.pipelines.engine.context import common_prefix
+
+    if raw or text.chat_template is None:
+        # The last token of the prefix may depend on the text after it.
+        return np.array(text.encode(prefix)[:-1], np.int32)
+    # A shell also strips the last line feed from --system "$(cat FILE)".
+    system = {"role": "system", "content": prefix.rstrip("\n")}
+    # Two questions with different first letters.
+    prompts = [np.array(text.encode_chat([system, {"role": "user", "content": q}]), np.int32) for q in ("A", "7")]
+    return prompts[0][: common_prefix(*prompts)]

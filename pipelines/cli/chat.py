@@ -1,0 +1,377 @@
+"""Have a conversation in the model's chat template. The KV cache is kept: a turn costs only its own
+tokens.
+
+/help lists the commands: /retry, /undo, /set, /reset, /save, /load, /quit. Ctrl-C stops an answer
+and Ctrl-D ends the chat. When the context is full, the oldest turns are dropped with a note; the
+system message stays.
+"""
+
+import argparse
+import contextlib
+import glob
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castiron.pipelines.cli.options import (
+    DRAWING,
+    add_model,
+    add_options,
+    add_sampling_options,
+    length_of,
+    open_engine,
+    sampling_of,
+)
+from castiron.pipelines.errors import PipelineError, error_message
+from castiron.pipelines.terminal import Progress, counted, print_message
+
+if TYPE_CHECKING:
+    from castiron.pipelines.text.conversation import Chat
+
+EXAMPLES = '''\
+examples:
+  castiron chat smollm2-135m-instruct
+  castiron chat build/model
+  castiron chat model.castiron --system "Answer in one sentence." --temperature 0.7 --seed 1
+  printf 'What is the capital of France?\\nAnd of Italy?\\n' | castiron chat build/model
+
+Answers go to stdout, messages to stderr. A paste is one message, and so are the lines between two
+"""; a line that ends in \\ continues on the next one. What is typed at a terminal is stored in
+chat/history in castiron's cache folder ($CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else
+~/.cache/castiron).
+'''
+PROMPT, MORE = "> ", ". "
+BLOCK = '"""'
+# Command: (arguments, description)
+COMMANDS = {
+    "/retry": ("", "answer the last question again"),
+    "/undo": ("", "remove the last question and its answer"),
+    "/set": ("NAME VALUE", "change a setting, or show them all"),
+    "/reset": ("", "start a new conversation with the same system message"),
+    "/save": ("FILE", "write the conversation to a file"),
+    "/load": ("FILE", "continue a conversation that /save wrote"),
+    "/help": ("", "list the commands"),
+    "/quit": ("", "end the chat, as /exit and Ctrl-D do"),
+}
+HELP = "\n".join(f"{f'{name} {arguments}':17}{does}" for name, (arguments, does) in COMMANDS.items())
+HELP += '''
+Ctrl-C stops an answer. A paste is one message; so are the lines between two """, and a line that ends in \\ continues
+on the next one. Tab completes commands, settings and files; the up arrow recalls what was typed.'''
+# Fields of Sampling that have an option.
+SAMPLING = {"temperature": float, "top-k": int, "top-p": float, "min-p": float, "repeat-penalty": float, "seed": int}
+SETTINGS = (*SAMPLING, "max-tokens", "system")
+NONE = "none"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
+    parser.add_argument("--load", metavar="FILE", help="continue a conversation that /save wrote")
+    add_options(parser, "-n --max-tokens", "--threads")
+    parser.add_argument("--no-history", action="store_true", help="neither read nor store what is typed")
+    parser.add_argument("--quiet", action="store_true", help="do not print speed and context after each answer")
+    group = parser.add_argument_group("prompt")
+    add_options(group, "--template-arg", "--parse-special", "--prefix-cache", "--prefix-cache-size")
+    add_sampling_options(parser, model_default=True)
+
+
+def main(args: argparse.Namespace) -> int:
+    from castiron.pipelines.text.conversation import Chat
+    from castiron.pipelines.text.tokenizer import load_tokenizer
+    from castiron.vmfb.cache import cache_root
+
+    max_tokens, default = length_of(args.max_tokens)
+    bundle, engine = open_engine(args)
+    sampling = sampling_of(args, bundle.manifest.generation)
+    text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
+    if text.chat_template is None:
+        raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
+    chat = Chat(
+        engine, text, sampling=sampling, system=args.system, stops=args.stop, max_tokens=max_tokens, usual_tokens=default,
+        repetition_stop=args.repetition_stop,
+    )  # fmt: skip
+    if args.load:
+        chat.load(args.load)
+    if sys.stdin.isatty():
+        print_message(f"{bundle.manifest.name}, context {engine.context}, {sampling}; /help lists the commands")
+    history = None if args.no_history else cache_root() / "chat" / "history"
+    return Console(chat, quiet=args.quiet, history=history).run()
+
+
+class Console:
+    """The loop of a chat: messages from stdin, answers to stdout, everything else to stderr."""
+
+    def __init__(self, chat: "Chat", quiet: bool = False, history: Path | None = None):
+        self.chat, self.quiet = chat, quiet
+        self.input = ChatInput(completions, history)
+        self.run_command: dict[str, Callable[[str], None]] = {
+            "/retry": lambda _: self.answer(chat.retry),
+            "/undo": self.undo,
+            "/set": self.set,
+            "/reset": self.reset,
+            "/save": lambda rest: self._with_file("/save", rest, chat.save, "in"),
+            "/load": lambda rest: self._with_file("/load", rest, chat.load, "from"),
+            "/help": lambda _: print(HELP, file=sys.stderr),
+        }
+
+    def run(self) -> int:
+        """Answer until /quit or the end of the input; return the exit status."""
+        failed = False
+        while True:
+            try:
+                message = self.input.message()
+            except KeyboardInterrupt:
+                print_message("Ctrl-D or /quit ends the chat")
+                continue
+            if message is None or message[1] and message[0].strip() in ("/quit", "/exit"):
+                return int(failed)
+            try:
+                self.turn(*message)
+            except (KeyboardInterrupt, BrokenPipeError):
+                raise
+            except Exception as error:
+                if (line := error_message(error)) is None:
+                    raise
+                print_message(line)
+                # The exit status tells a script that a message failed.
+                failed = failed or not self.input.terminal
+
+    def turn(self, message: str, may_command: bool = True) -> None:
+        """Answer a message, or run it as a command if it is one."""
+        command, _, rest = message.strip().partition(" ")
+        if not command:
+            return
+        if may_command and command in self.run_command:
+            self.run_command[command](rest.strip())
+        elif may_command and command.startswith("/") and command[1:].isalpha():
+            print_message(f"{command} is not a command; /help lists them")
+        else:
+            self.answer(lambda progress: self.chat.answer(message, progress))
+
+    def undo(self, _: str) -> None:
+        first, *more = self.chat.undo().splitlines() or [""]
+        print_message(f"removed: {first}{' …' * bool(more)}")
+
+    def set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        name = name.replace("_", "-")
+        if value:
+            change(self.chat, name, value.strip())
+        for setting, shown in settings(self.chat, name).items():
+            print(f"{setting:15}{shown}", file=sys.stderr)
+
+    def reset(self, _: str) -> None:
+        self.chat.reset()
+        print_message("a new conversation")
+
+    def _with_file(self, command: str, rest: str, act: Callable[[str], None], where: str) -> None:
+        if not rest:
+            print_message(f"{command} needs a file: {command} FILE")
+            return
+        path = os.path.expanduser(rest)
+        act(path)
+        print_message(f"{counted(len(self.chat.messages), 'message')} {where} {path}")
+
+    def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
+        """Print the answer that `ask` streams; `ask` gets a callback for the progress of
+        prefill."""
+        from castiron.pipelines.cli.answer_output import AnswerOutput, Wrapper, columns
+
+        chat, wrapper = self.chat, Wrapper()
+        stopped = False
+        deltas = ask(lambda done, total: progress("reading", done / total))
+        if chat.dropped:
+            print_message(f"the context of {chat.engine.context} is full: the {chat.dropped} oldest messages were dropped")
+        with Progress(quiet=self.quiet) as progress:
+            try:
+                first = next(deltas, "")
+            except KeyboardInterrupt:
+                stopped, first = True, ""
+
+        output = AnswerOutput(wrap=lambda text: wrapper.wrap(text, columns(sys.stdout)))
+        try:
+            if not stopped:
+                output.write(first)
+                for text in deltas:
+                    output.write(text)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            deltas.close()
+        output.write("\n")
+        if stopped:
+            print_message("stopped")
+        if not self.quiet and chat.stream.prefill_seconds:
+            self._print_speed()
+
+    def _print_speed(self) -> None:
+        """Print the speed, the used positions of the context and the reason why the answer ended,
+        dimmed at a terminal."""
+        from castiron.pipelines.cli.run import rate
+
+        chat, stream = self.chat, self.chat.stream
+        parts = [f"{chat.engine.position} of {chat.engine.context} positions"]
+        if speed := rate(stream.steps, stream.decode_seconds):
+            parts.insert(0, f"{speed:.1f} tok/s")
+        if stream.finish_reason == "context":
+            parts.append("the context is full")
+        if stream.repeated:
+            parts.append("stopped in a repetition loop")
+        if stream.finish_reason == "length" and chat.usual_tokens:
+            parts.append(f"stopped at {len(stream.tokens)} tokens: /set max-tokens N allows more")
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            print(f"\x1b[2m{', '.join(parts)}\x1b[0m", file=sys.stderr, flush=True)
+        else:
+            print_message(", ".join(parts))
+
+
+def settings(chat: "Chat", name: str = "") -> dict[str, str]:
+    """Return all settings by name, or only `name`; PipelineError for an unknown name."""
+    values = {setting: getattr(chat.sampler.sampling, setting.replace("-", "_")) for setting in SAMPLING}
+    values |= {"max-tokens": chat.max_tokens or chat.usual_tokens or -1, "system": chat.system}
+    shown = {setting: NONE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+             for setting, value in values.items()}  # fmt: skip
+    if name and name not in shown:
+        raise _unknown(name)
+    return {name: shown[name]} if name else shown
+
+
+def change(chat: "Chat", name: str, value: str) -> None:
+    """Change a setting for the next answers; PipelineError for an unknown name or invalid value."""
+    from castiron.pipelines.engine.sampling import Sampler
+
+    if name == "system":
+        chat.instruct(None if value == NONE else value)
+    elif name == "max-tokens":
+        chat.max_tokens, chat.usual_tokens = length_of(int(_number(name, value, int)))
+    elif name in SAMPLING:
+        number = None if name == "seed" and value == NONE else _number(name, value, SAMPLING[name])
+        field = name.replace("-", "_")
+        sampling = replace(chat.sampler.sampling, **{field: number})
+        chat.sampler = Sampler(sampling)
+        if field in DRAWING and number is not None and not sampling.temperature:
+            print_message(f"{name} has no effect without a temperature: /set temperature 0.7")
+    else:
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> PipelineError:
+    return PipelineError(f"unknown setting: {name}; choose from {', '.join(SETTINGS)}")
+
+
+def _number(name: str, value: str, kind: type) -> float:
+    try:
+        return kind(value)
+    except ValueError:
+        raise PipelineError(f"invalid {name}: {value!r}; give {'an integer' if kind is int else 'a number'}") from None
+
+
+def completions(line: str) -> list[str]:
+    """Return the complete lines that `line` may become: commands, settings and files."""
+    command, space, rest = line.partition(" ")
+    if not space:
+        found = [f"{name} " if arguments else name for name, (arguments, _) in COMMANDS.items()]
+        return [name for name in found if line and name.startswith(line)]
+    if COMMANDS.get(command, ("",))[0] == "FILE":
+        return [f"{command} {path}" for path in _paths(rest)]
+    if command == "/set":
+        return [f"{command} {name} " for name in SETTINGS if name.startswith(rest)]
+    return []
+
+
+def _paths(prefix: str) -> list[str]:
+    """Return the paths that begin with `prefix`; directories end in a slash, and ~ is not
+    expanded."""
+    expanded = os.path.expanduser(prefix)
+    found = sorted(glob.glob(f"{glob.escape(expanded)}*"))
+    return [prefix + path[len(expanded) :] + "/" * os.path.isdir(path) for path in found]
+
+
+class ChatInput:
+    """A reader of messages from stdin.
+
+    complete: returns the complete lines that a typed prefix may become. history: the file that
+    stores typed messages.
+    """
+
+    def __init__(self, complete: Callable[[str], list[str]], history: Path | None = None):
+        self.terminal = sys.stdin.isatty()
+        self.session = _prompt_session(complete, history) if self.terminal else None
+
+    def message(self) -> tuple[str, bool] | None:
+        """Return the next message and whether it may be a command (it is one line); None at the end
+        of stdin.
+
+        Lines that end in a backslash are joined, and so are the lines of one paste and the lines
+        between two lines with three quotes. Ctrl-C discards the typed text and raises
+        KeyboardInterrupt.
+        """
+        lines: list[str] = []
+        while (line := self._line(MORE if lines else PROMPT)) is not None:
+            if not lines and line.lstrip().startswith(BLOCK) and ("\n" not in line or line.rstrip().endswith(BLOCK)):
+                return self._block(line.lstrip()[len(BLOCK) :]), False
+            lines.append(line)
+            if not line.endswith("\\"):
+                break
+            lines[-1] = line[:-1]
+        if not lines:
+            return None
+        message = "\n".join(lines).rstrip("\n")
+        return message, "\n" not in message
+
+    def _block(self, line: str | None) -> str:
+        """Return the text from `line` to the closing quotes, or to the end of the input."""
+        lines: list[str] = []
+        while line is not None and not line.rstrip().endswith(BLOCK):
+            lines.append(line)
+            line = self._line(MORE)
+        if line is not None:
+            lines.append(line.rstrip()[: -len(BLOCK)])
+        return "\n".join(lines).strip("\n")
+
+    def _line(self, prompt: str) -> str | None:
+        if not self.terminal:
+            data = sys.stdin.buffer.readline()
+            return data.decode("utf-8", "surrogateescape").rstrip("\r\n") if data else None
+        try:
+            return self.session.prompt(prompt) if self.session else input(prompt)
+        except EOFError:
+            sys.stderr.write("\n")
+            return None
+
+
+def _prompt_session(complete: Callable[[str], list[str]], history: Path | None) -> Any:
+    """Return a prompt_toolkit session with completion and history; None if prompt_toolkit is
+    missing."""
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import Completer, Completion
+        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.output import create_output
+        from prompt_toolkit.shortcuts import CompleteStyle
+    except ImportError:
+        # input() then edits lines.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+        return None
+
+    class LineCompleter(Completer):
+        def get_completions(self, document, complete_event):
+            line = document.text_before_cursor
+            return (Completion(found, -len(line)) for found in complete(line))
+
+    stored = None
+    if history:
+        try:
+            history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            history.open("ab").close()
+            stored = FileHistory(history)
+        except OSError as error:
+            print_message(f"{history}: {error.strerror}; this chat is not stored in the history")
+    return PromptSession(
+        completer=LineCompleter(), complete_while_typing=False, complete_style=CompleteStyle.READLINE_LIKE, history=stored,
+        output=create_output(always_prefer_tty=True),
+    )  # fmt: skip

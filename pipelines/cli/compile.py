@@ -1,0 +1,100 @@
+"""Compile a checkpoint into a bundle that the IREE runtime runs without torch, transformers or a
+compiler.
+
+A name is fetched and its hash checked first. A bundle that is up to date is left as it is.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from castiron.pipelines.cli.options import add_checkpoint, add_compile_options, add_options, compile_options, default_bundle
+from castiron.pipelines.terminal import Progress, megabytes, print_message
+
+EXAMPLES = """\
+examples:
+  castiron compile smollm2-135m-instruct
+  castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
+  castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
+  castiron compile org/name-GGUF --file Q4_K_M
+  castiron compile model.gguf --cache q8_0 --context 32768
+  castiron compile outputs/merged --weights q4_k_m --calibrate examples.txt
+  castiron compile ~/models/base --adapter outputs/checkpoint-500 --weights q8_0
+  castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
+  castiron compile build/model --module mine.vmfb    # kept/commands.sh has the flags of iree-compile
+
+--weights q8_0 and smaller types quantise checkpoints in f32, bf16 or f16; q4_k_m and q5_k_m mix
+types as llama.cpp does. castiron evaluate measures what that costs.
+
+--json prints one object: with --module bundle, module, sha256; else bundle, up_to_date, seconds (by
+stage), files (bytes by name), cache
+(type), tokenizer (false: the bundle takes token ids only), left_out (tensors that are not part of
+the text model, by prefix), accuracy (with --numerics fast on this machine: the distance from exact
+numerics, as in the manifest; else null).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("-o", "--output", metavar="DIR", help="the bundle's directory (default: build/NAME)")
+    add_options(parser, "--json")
+    add_compile_options(parser)
+    group = parser.add_argument_group("debugging")
+    group.add_argument("--no-tuned", action="store_true", help="ignore tiles that castiron tune found on this machine")
+    group.add_argument("--keep", metavar="DIR", help="write all MLIR and the exact compiler commands to this folder")
+    group.add_argument("--module", metavar="FILE", help="MODEL is a bundle: replace its module by this .vmfb of iree-compile")
+    group.add_argument("--iree-flag", action="append", default=[], metavar="FLAG",
+                       help="flag for iree-compile, as in --iree-flag=--iree-opt-level=O2; may be repeated")  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.module:
+        return replace_module(args)
+    from castiron.pipelines.checkpoints.hf_tensors import in_words
+    from castiron.pipelines.compile.compiler import compile_model
+    from castiron.pipelines.evaluate.perplexity import own_accuracy
+
+    out, keep = args.output or default_bundle(args.model), args.keep and Path(args.keep)
+    with Progress() as progress:
+        report = compile_model(args.model, out, compile_options(args), progress, keep=keep, evaluate=own_accuracy)
+    if report.accuracy:
+        print_message(f"numerics {args.numerics}, {report.accuracy}")
+    elif args.numerics == "fast":
+        print_message(f"numerics {args.numerics}: accuracy not measured; run castiron evaluate on a {args.target} machine")
+    tokenizer = "tokenizer.json" in report.files
+    if args.json:
+        print(json.dumps(asdict(report) | {"bundle": str(report.bundle), "tokenizer": tokenizer}))
+        return 0
+    size = megabytes(sum(report.files.values())) + ("" if report.cache == "f32" else f", {report.cache} cache")
+    if report.up_to_date:
+        print(f"{out}: up to date, {size}")
+    else:
+        stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
+        print(f"{out}: {size} ({stages})")
+    if args.keep:
+        print(f"{args.keep}: MLIR and compiler commands")
+    if report.left_out:
+        print(f"left out: {in_words(report.left_out)}")
+    if not tokenizer:
+        print("no tokenizer: this bundle takes token ids only; use castiron run DIR --tokens 1,2,3")
+    return 0
+
+
+def replace_module(args: argparse.Namespace) -> int:
+    """Replace a bundle's module by one that the user compiled; the manifest records it."""
+    from castiron.pipelines.errors import PipelineError
+    from castiron.vmfb import replace_module as compiled
+    from castiron.vmfb.bundle import open_bundle
+
+    module = Path(args.module)
+    if not module.is_file():
+        raise PipelineError(f"no such file: {module}; give --module a .vmfb that iree-compile wrote")
+    bundle = open_bundle(args.model, run=False)
+    if bundle.packed and not args.output:
+        raise PipelineError(f"cannot change a packed bundle: {args.model}; give a directory with -o")
+    made = compiled.replace_module(bundle, module, Path(args.output or args.model))
+    custom = made.manifest.compile["custom_module"]
+    result = {"bundle": str(made.path), "module": custom["module"], "sha256": custom["sha256"]}
+    print(json.dumps(result) if args.json else f"{made.path}: module replaced by {args.module}")
+    return 0

@@ -1,0 +1,123 @@
+"""Print the MLIR that a checkpoint is lowered to; equal checkpoints and options give equal bytes.
+
+--function and --layer print a part of it, and --kernel one kernel without a model; each is a
+complete module. With --lowering portable --weights-as arguments the text is pure StableHLO, for any
+StableHLO compiler.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+from castiron.emitter.ir import Graph, Module
+from castiron.emitter.printer import print_module
+from castiron.pipelines.cli.options import add_checkpoint, add_compile_options, add_options, compile_options
+from castiron.pipelines.compile import parts
+from castiron.pipelines.compile.parts import KINDS, named_kernel
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.terminal import Progress
+from castiron.vmfb.disk import write_text
+
+KERNELS = "\n".join(f"  {name:<18} {kind.shape:<24} {kind.tokens_words}" for name, kind in KINDS.items())
+EXAMPLES = f"""\
+examples:
+  castiron emit smollm2-135m-instruct > model.mlir
+  castiron emit model.gguf --lowering portable --weights-as arguments -o model.stablehlo.mlir
+  castiron emit smollm2-135m-instruct --layer 3 --function decode_step
+  castiron emit --kernel gemv --codec q4_1 --shape 1536x576
+  castiron emit --kernel attention_decode --shape 9x3x64 --context 2048 --cache f16 --isa avx512
+
+--kernel           --shape                  --tokens
+{KERNELS}
+
+--tokens are rows of x; of attention_decode sequences of a batch, of experts pairs of a token and an
+expert.
+
+--json prints one object: text, functions (operations by kind, for each), parameters (type by name).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser, nargs="?")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the text to a file instead of stdout")
+    parser.add_argument("--function", metavar="NAME", help="print one function: decode_step, prefill_128, ...")
+    parser.add_argument("--layer", type=int, metavar="N", help="print one layer, from 0; its inputs become arguments")
+    parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters",
+                        help="weights as module parameters or as arguments (default: parameters)")  # fmt: skip
+    add_options(parser, "--json")
+    group = parser.add_argument_group("one kernel instead of a MODEL")
+    group.add_argument("--kernel", metavar="NAME", help=f"{', '.join(list(KINDS)[:4])}, ...; see below")
+    group.add_argument("--shape", metavar="NxN", help="sizes of the kernel, as below")
+    group.add_argument(
+        "--codec", default="f32", metavar="TYPE", help="type of its weight: q4_1, q8_0, bf16, ... (default: f32)"
+    )
+    group.add_argument("--tokens", type=int, metavar="N", help="tokens that it processes at once, as below")
+    group.add_argument("--isa", choices=("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon", "neoni8mm"),
+                       metavar="ISA", help="avx2, avx512, amx, neon, ... (default: that of --target)")  # fmt: skip
+    add_compile_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    module = _kernel(args) if args.kernel else _model(args)
+    text = print_module(module, args.weights_as)
+    if args.output:
+        write_text(args.output, text)
+    if args.json:
+        facts = {
+            "text": None if args.output else text,
+            "functions": {name: kinds(function) for name, function in module.functions.items()},
+            "parameters": {param.name: str(param.type) for param in module.params.values()},
+        }
+        print(json.dumps(facts))
+    elif not args.output:
+        sys.stdout.write(text)
+    return 0
+
+
+def _model(args: argparse.Namespace) -> Module:
+    """Return the module of a checkpoint, reduced to --function and --layer if given."""
+    from castiron.pipelines.compile.build_model import build_module, open_source
+
+    if args.model is None:
+        raise PipelineError("nothing to print; give a MODEL, or --kernel with its --shape")
+    if args.shape or args.tokens is not None or args.isa:
+        raise PipelineError("--shape, --tokens and --isa need --kernel; add it, or remove them")
+    options = compile_options(args)
+    with Progress() as progress:
+        checkpoint = open_source(args.model, options, progress)
+        progress("emitting", 0.0)
+        module = build_module(checkpoint, options)
+    if args.function:
+        module = parts.extract_function(module, args.function)
+    return module if args.layer is None else parts.extract_layer(module, args.layer)
+
+
+def _kernel(args: argparse.Namespace) -> Module:
+    """Return a module that calls one kernel."""
+    from castiron.vmfb.targets import resolve
+
+    options = compile_options(args)
+    if args.model or args.function or args.layer is not None:
+        raise PipelineError("--kernel excludes MODEL, --function and --layer; remove them")
+    if options.lowering != "kernels" or args.weights_as != "parameters":
+        raise PipelineError("a kernel has no StableHLO form; remove --lowering and --weights-as")
+    if not args.shape:
+        raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron emit --help")
+    kernel = named_kernel(
+        args.kernel,
+        args.shape,
+        tokens=args.tokens,
+        codec=args.codec,
+        isa=args.isa or resolve(args.target).isa,
+        threads=options.threads_or_cores,
+        context=args.context or 8192,
+        numerics=options.numerics,
+        cache=options.cache,
+    )
+    return parts.kernel_module(kernel)
+
+
+def kinds(function: Graph) -> dict[str, int]:
+    """Return the number of operations of each kind in a function, most frequent first."""
+    return dict(Counter(op.kind for op in function.ops).most_common())

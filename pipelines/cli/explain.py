@@ -1,0 +1,243 @@
+"""Show where a call's time goes: each kernel with its module in the model, its work and its share
+of the machine's limit.
+
+Limits are measured in turn with the call, as in castiron bench. A kernel's limit is the longer of
+its bytes over the read bandwidth and its FLOP over the peak of its arithmetic; "in cache" means
+that it reads faster than memory does. Times come from IREE's profiler, which slows short kernels
+down a little. "no kernel" is the rest of the call, which is timed without it.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from castiron.pipelines.cli.options import add_options
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.evaluate.machine import PEAKS, Machine, amount, bound_of, of_limit, peak_of
+from castiron.pipelines.terminal import counted, sanitised
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.disk import write_text
+from castiron.vmfb.profile import Dispatch, Profile, median_of, profile
+
+EXAMPLES = """\
+examples:
+  castiron explain build/smollm2-135m-instruct
+  castiron explain build/smollm2-135m-instruct --position 4096 --threads 1
+  castiron explain build/smollm2-135m-instruct --function prefill_128 --html prefill.html --json
+
+--json prints one object: function, position, threads, machine (read_gb_s, peak_gflop_s and other
+peaks), call_ms, peak_share (of the f32 peak), python_us, rest_ms and dispatches (kernel, paths,
+calls, ms, bytes, flops, bound: memory, compute or cache, and limit_share, null in cache).
+"""
+# Columns of a line, and of its bar.
+WIDTH, BAR = 100, 8
+REST = "no kernel"
+# Times that the call and the limits are measured in turn.
+ROUNDS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="DIR", help="the bundle")
+    parser.add_argument("--function", default="decode_step", metavar="NAME",
+                        help="decode_step (default), prefill_128, verify_8, ...")  # fmt: skip
+    parser.add_argument("--position", type=int, default=64, metavar="N", help="tokens in the KV cache (default: 64)")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the time by module and the graph by layer")
+    add_options(parser, "--threads", "--json")
+
+
+def main(args: argparse.Namespace) -> int:
+    bundle = open_bundle(args.bundle)
+    result = explain(bundle, args.function, args.position, args.threads)
+    if args.html:
+        work = bundle.manifest.compile.get("work", {}).get(args.function, {})
+        write_text(args.html, page(result, bundle.manifest.name, list(work)))
+    print(json.dumps(result) if args.json else sanitised("\n".join(table(result))))
+    return 0
+
+
+def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
+    """Time every kernel of one call, in turn with the machine's limits.
+
+    PipelineError for a function or position that the bundle does not have.
+    """
+    functions = {function.name: function for function in bundle.manifest.functions}
+    if function_name not in functions:
+        raise PipelineError(f"unknown function: {function_name}; this bundle has {', '.join(functions)}")
+    function = functions[function_name]
+    last = bundle.manifest.context - (1 if function.role == "batch" else function.width)
+    if not 0 <= position <= last:
+        raise PipelineError(f"--position is {position}; in a context of {bundle.manifest.context} it can be 0 to {last}")
+    machine = Machine(threads or physical_cores())
+    work = bundle.manifest.compile.get("work", {}).get(function.name, {})
+    rounds, values = [], []
+    for _ in range(ROUNDS):
+        rounds.append(profile(bundle, function, position=position, threads=threads))
+        names = {"read_gb_s", "peak_gflop_s", *(peak_of(dispatch.name) for dispatch in rounds[0].dispatches)}
+        values.append({name: getattr(machine, name)() for name in sorted(names, reverse=True)})
+    measured = median_of(rounds)
+    limits = {name: statistics.median(value[name] for value in values) for name in values[0]}
+    result = {
+        "function": measured.function,
+        "position": position,
+        "threads": measured.threads,
+        "machine": limits,
+        "call_ms": measured.seconds * 1e3,
+        "python_us": python_microseconds(bundle, measured.threads) if function.role == "decode" else None,
+        "dispatches": [kernel_row(dispatch, work, measured, limits) for dispatch in measured.dispatches],
+    }
+    return result | {"rest_ms": rest_ms(result), "peak_share": peak_share(result)}
+
+
+def python_microseconds(bundle, threads: int, steps: int = 200) -> float:
+    """Return the median microseconds that `Session.step` spends outside the runtime."""
+    from castiron.vmfb.session import Session
+
+    session = Session(bundle, threads)
+    inside = session.count_runtime()
+    outside, token = [], 0
+    for _ in range(min(steps, session.context)):
+        start, before = time.perf_counter(), inside()
+        token = session.step(token)
+        outside.append(time.perf_counter() - start - (inside() - before))
+    return statistics.median(outside) * 1e6
+
+
+def kernel_row(
+    dispatch: Dispatch, work: Mapping[str, Mapping], measured: Profile, limits: Mapping[str, float]
+) -> dict[str, Any]:
+    """Describe one kernel over all its calls: its modules in the model, its time and its work.
+
+    bound: "memory" or "compute", whichever takes longer at the machine's limits; limit_share: that
+    time over the kernel's, at most 1. A kernel that reads faster than memory reads from the CPU's
+    caches: its bound is "cache" and its share None.
+    """
+    kernel = work.get(dispatch.name.removesuffix("_fn"), {})
+    nbytes, flops = (
+        amount(kernel, unit, measured.position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops")
+    )
+    row = {
+        "kernel": dispatch.name,
+        "paths": list(kernel.get("paths", [])),
+        "calls": dispatch.calls,
+        "ms": dispatch.seconds * 1e3,
+        "bytes": nbytes,
+        "flops": flops,
+        "bound": None,
+        "limit_share": None,
+    }
+    if nbytes is not None and flops is not None and dispatch.seconds:
+        row["bound"], share = bound_of(dispatch.name, nbytes, flops, dispatch.seconds, limits)
+        row["limit_share"] = None if share is None else min(1.0, share)
+    return row
+
+
+def rest_ms(result: Mapping[str, Any]) -> float:
+    """Return the milliseconds of the call outside kernels, at least 0 because kernels are timed in
+    other calls."""
+    return max(0.0, result["call_ms"] - sum(row["ms"] for row in result["dispatches"]))
+
+
+def peak_share(result: Mapping[str, Any]) -> float:
+    """Return the known FLOP/s of the call divided by the f32 peak; int8 arithmetic may exceed 1."""
+    flops = sum(row["flops"] or 0 for row in result["dispatches"])
+    return flops / (result["call_ms"] * 1e-3) / (result["machine"]["peak_gflop_s"] * 1e9)
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """Format the result as lines of at most WIDTH columns."""
+    machine, python, rows = result["machine"], result["python_us"], result["dispatches"]
+    rest = rest_ms(result)
+    total = sum(row["ms"] for row in rows) + rest
+    threads = result["threads"]
+    lines = [
+        f"{result['function']} at position {result['position']} on {counted(threads, 'thread')}: "
+        f"{result['call_ms']:.2f} ms" + (f", of which Python {python:.0f} us" if python is not None else ""),
+        f"the call takes {peak_share(result):.0%} of the f32 peak; this machine reads {machine['read_gb_s']:.1f} GB/s "
+        "and computes",
+        f"{machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
+        + "".join(f", {machine[name]:.0f} ({of})" for name, of in list(PEAKS.items())[1:] if name in machine),
+        "",
+        f"{'ms':>8} {'share':>6} {'':{BAR}} {'calls':>5} {'us/call':>8} {'MB':>7} {'MFLOP':>8} {'of limit':>8}  where",
+    ]
+    for row in rows:
+        known = row["bytes"] is not None
+        work = f"{row['bytes'] / 1e6:7.1f} {row['flops'] / 1e6:8.1f}" if known else f"{'?':>7} {'?':>8}"
+        lines.append(
+            f"{row['ms']:8.3f} {row['ms'] / total:6.1%} {bar(row['ms'] / total, BAR):{BAR}} {row['calls']:5} "
+            f"{row['ms'] * 1e3 / row['calls']:8.1f} {work} {of_limit(row):>8}  {where(row)}"
+        )
+        lines.append(f"{'':16}{row['kernel']}")
+    lines.append(f"{rest:8.3f} {rest / total:6.1%} {bar(rest / total, BAR):{BAR}} {'':40}  {REST}")
+    return [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in lines]
+
+
+def where(row: Mapping[str, Any]) -> str:
+    """Return the kernel's module paths, without "model."."""
+    return " ".join(path.removeprefix("model.") for path in row["paths"]) or "(made by IREE)"
+
+
+def bar(share: float, width: int) -> str:
+    """Draw a bar for `share` (0 to 1) of `width` columns, in eighths of a column."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
+
+
+@dataclass
+class Frame:
+    """A node of the flame graph: a module, or a kernel in it, with its milliseconds."""
+
+    name: str
+    ms: float = 0.0
+    below: dict[str, "Frame"] = field(default_factory=dict)
+
+    def add(self, names: Sequence[str], ms: float) -> None:
+        self.ms += ms
+        if names:
+            self.below.setdefault(names[0], Frame(names[0])).add(names[1:], ms)
+
+
+def flame(result: Mapping[str, Any]) -> Frame:
+    """Return the flame graph of the call: modules by path, with kernels as leaves.
+
+    The modules that share a kernel divide its time equally.
+    """
+    root = Frame(result["function"])
+    for row in result["dispatches"]:
+        paths = row["paths"] or ["made by IREE"]
+        for path in paths:
+            # `layers.*` is one frame.
+            root.add([*re.split(r"\.(?!\*)", path.removeprefix("model.")), row["kernel"]], row["ms"] / len(paths))
+    root.add([REST], rest_ms(result))
+    return root
+
+
+def page(result: Mapping[str, Any], title: str, order: Sequence[str]) -> str:
+    """Return the HTML page. `order`: the function's kernels by first call, without `_fn`."""
+    import jinja2
+
+    root = flame(result)
+    before, block, after = by_layer(result["dispatches"], order)
+    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
+    template = environment.from_string(files("castiron.pipelines.evaluate").joinpath("explain.html").read_text("utf-8"))
+    return template.render(
+        result=result, title=title, root=root, total=root.ms or 1.0, rest=rest_ms(result), rest_name=REST, before=before,
+        block=block, layers=max((row["calls"] // len(row["paths"]) for row in block), default=1), after=after,
+        where=where, of_limit=of_limit,
+    )  # fmt: skip
+
+
+def by_layer(rows: Sequence[Mapping], order: Sequence[str]) -> tuple[Sequence[Mapping], Sequence[Mapping], Sequence[Mapping]]:
+    """Return the kernels in the order of their first call, in three groups: before the layers, in
+    the layers, and after them."""
+    known = [row for row in rows if row["kernel"].removesuffix("_fn") in order]
+    known.sort(key=lambda row: order.index(row["kernel"].removesuffix("_fn")))
+    inside = [i for i, row in enumerate(known) if any("layers." in path for path in row["paths"])]
+    first, end = (inside[0], inside[-1] + 1) if inside else (len(known), len(known))
+    return known[:first], known[first:end], known[end:]

@@ -1,0 +1,222 @@
+"""The command line: the table of commands, their help, usage errors and exit status."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import castiron
+from castiron.pipelines.cli.options import check_models_exist, check_threads, choose_on_hub
+from castiron.pipelines.errors import error_message
+from castiron.pipelines.terminal import sanitised
+
+# Group -> command -> summary. The module cli/NAME.py has EXAMPLES, `add_arguments(parser)` and `main(args) -> exit status`; it
+# is imported only when its command runs, so that `castiron run` loads neither the compiler nor torch.
+GROUPS = {
+    "most used": {
+        "run": "generate text with a bundle or a model",
+        "chat": "have a conversation with a bundle or a model",
+        "serve": "serve OpenAI's and Anthropic's API over HTTP",
+        "compile": "compile a checkpoint into a bundle",
+        "verify": "compare a bundle's greedy tokens with HF transformers",
+    },
+    "more ways to run": {
+        "batch": "run the requests of a file",
+        "embed": "compute the vectors of texts with an embedding model",
+    },
+    "models and bundles": {
+        "list": "list models, bundles and supported formats",
+        "inspect": "describe a checkpoint or a bundle",
+        "quantise": "write a checkpoint as a quantised GGUF file",
+        "pack": "write a bundle as one file",
+        "cache": "list and clear cached files, or add a prefix state",
+    },
+    "measure": {
+        "evaluate": "measure perplexity, and KL divergence from a base",
+        "bench": "measure speed and memory, against other engines",
+        "explain": "show the time of each kernel in a call",
+        "tune": "search for faster kernel tiles on this machine",
+    },
+    "develop": {
+        "emit": "print the MLIR of a checkpoint or a kernel",
+        "diff": "find the first module that differs from HF transformers",
+    },
+}
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+HELP = """\
+usage: castiron COMMAND [OPTIONS]
+
+Compile language models ahead of time and run them.
+
+{groups}
+
+options:
+  --version  print the version
+  --print-completion SHELL  print completion for bash, zsh, fish, tcsh or powershell
+
+MODEL is a GGUF file, an HF directory, a name that `castiron list` shows, or org/name
+on the Hugging Face hub. DIR is a bundle: a directory, or a file that `pack` wrote.
+
+  castiron run smollm2-135m-instruct "Why is the sky blue?"
+
+`castiron help COMMAND` shows a command's options. Results go to stdout, messages to
+stderr. Exit status: 0 success, 1 failure or difference, 2 usage error, 130 interrupted.
+"""
+FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+COMPLETION = "--print-completion"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser with one-line errors. Words of the last positional argument may follow
+    options."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        usage_error(f"{self.prog.removeprefix('castiron ')}: {message}", self.prog, self.as_json)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore
+        # argparse stops collecting such an argument at the first option after it.
+        found, unknown = super().parse_known_args(args, namespace)
+        positional = self._get_positional_actions()
+        if positional and (last := positional[-1]).nargs in (argparse.ZERO_OR_MORE, argparse.ONE_OR_MORE):
+            words = [word for word in unknown if not word.startswith("-")]
+            setattr(found, last.dest, [*getattr(found, last.dest), *words])
+            unknown = [word for word in unknown if word.startswith("-")]
+        return found, unknown
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """A help formatter with one line per option, up to 110 columns."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=110)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Generated text and file names may contain characters that the locale does not have.
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    as_json = "--json" in argv
+    try:
+        args = _parse(argv, as_json)
+        check_models_exist(args)
+        check_threads(args)
+        choose_on_hub(args)
+        status = args.main(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        _print_failure("interrupted", "Interrupted", as_json)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout again when it exits, and would print an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:
+        message = error_message(error)
+        if message is None:
+            raise
+        _print_failure(message, type(error).__name__, as_json)
+        return FAILED
+
+
+def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
+    """Return the parsed arguments of the command in `argv`; SystemExit after help, a version or a
+    usage error."""
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
+    name = argv[0] if argv else None
+    if name in ("-h", "--help"):
+        _print_and_exit(help_text())
+    if name == "--version":
+        _print_and_exit(f"castiron {castiron.__version__}\n")
+    if name == COMPLETION:
+        _print_and_exit(completion(argv[1] if len(argv) > 1 else "bash"))
+    if name not in COMMANDS:
+        usage_error(f"unknown command: {name}" if name else "a command is required", "castiron", as_json)
+    parser = command_parser(name)
+    parser.as_json = as_json
+    args, unknown = parser.parse_known_args(argv[1:])
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def command_parser(name: str, parser: Parser | None = None) -> Parser:
+    """Return the parser of one command."""
+    module = importlib.import_module(f"castiron.pipelines.cli.{name}")
+    parser = parser or Parser(prog=f"castiron {name}")
+    parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
+    module.add_arguments(parser)
+    positional = parser._get_formatter()
+    positional.add_usage(None, parser._get_positional_actions(), [], "")
+    parser.usage = positional.format_help().replace("%(prog)s", "").strip().replace(parser.prog, "%(prog)s [OPTIONS]", 1)
+    parser.set_defaults(command=name, main=module.main, parser=parser)
+    return parser
+
+
+def completion(shell: str) -> str:
+    """Return the completion script for a shell, with every command and option."""
+    import shtab
+
+    if shell not in shtab.SUPPORTED_SHELLS:
+        usage_error(f"unsupported shell: {shell}; choose from {', '.join(shtab.SUPPORTED_SHELLS)}", "castiron", False)
+    parser = Parser(prog="castiron")
+    commands = parser.add_subparsers()
+    for name, summary in COMMANDS.items():
+        command_parser(name, commands.add_parser(name, help=summary))
+    return shtab.complete(parser, shell) + "\n"
+
+
+def help_text() -> str:
+    """Return the text of `castiron --help`: every command in its group."""
+    groups = (
+        "\n".join([f"{title}:", *(f"  {name:<10} {summary}" for name, summary in group.items())])
+        for title, group in GROUPS.items()
+    )
+    return HELP.format(groups="\n".join(groups))
+
+
+def usage_error(message: str, prog: str, as_json: bool) -> NoReturn:
+    """Print one line and exit with status 2."""
+    _print_failure(f"{message}; see {prog} --help", "UsageError", as_json)
+    raise SystemExit(USAGE)
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    print(text, end="", flush=True)
+    raise SystemExit(0)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for each standard stream that is closed, because the next file opened
+    would otherwise get its number and receive messages."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _print_failure(message: str, kind: str, as_json: bool) -> None:
+    """Print one line on stderr and, with --json, an object on stdout."""
+    # Stdout may be closed, or its disk full.
+    with contextlib.suppress(OSError):
+        print(f"castiron: {sanitised(message)}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": {"message": message, "type": kind}}, ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

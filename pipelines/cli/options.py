@@ -1,0 +1,296 @@
+"""Options that several commands share, and the values made from them."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castiron.emitter.abi import NUMERICS, STORAGE
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.locate import HubName, model_name, with_options
+from castiron.pipelines.terminal import print_message
+
+if TYPE_CHECKING:
+    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.engine.engine import Engine
+    from castiron.pipelines.engine.prefix_store import PrefixStore
+    from castiron.pipelines.engine.sampling import Sampling
+    from castiron.vmfb.bundle import Bundle
+    from castiron.vmfb.manifest import Manifest
+
+QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
+WEIGHTS = ("native", "f32", "bf16", "f16", *QUANTISED)
+CACHES = tuple(STORAGE)
+TARGETS = (
+    "host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64",
+    "aarch64-i8mm",
+)  # fmt: skip
+# Options that have no effect in greedy decoding.
+DRAWING = ("top_k", "top_p", "min_p", "seed")
+
+
+def token_ids(text: str) -> list[int]:
+    """Parse token ids with commas between them, such as "1,2,3"."""
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        ids = []
+    if not ids or min(ids) < 0:
+        raise argparse.ArgumentTypeError(f"invalid token ids: {text!r}; give numbers such as 1,2,3")
+    return ids
+
+
+def template_arg(text: str) -> tuple[str, Any]:
+    """Parse "name=value"; the value is JSON, or text if it is not JSON."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"invalid variable: {text!r}; give NAME=VALUE, such as enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, value
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Parse sizes with commas between them, such as "4,8", or "none"."""
+    try:
+        return () if text == "none" else tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid sizes: {text!r}; give numbers such as 4,8, or none") from None
+
+
+# Flags -> arguments of add_argument. Choices are repeated here because parsing must not import the emitter's kernels or
+# NumPy: castiron.pipelines.compile.options.Options checks them again.
+SHARED: dict[str, dict[str, Any]] = {
+    "--json": {"action": "store_true", "help": "print one JSON object"},
+    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: one per physical core)"},
+    "--checkpoint": {"metavar": "PATH", "help": "the bundle's checkpoint, if it moved (default: its recorded path)"},
+    "--trust": {"choices": ("once", "never"), "default": "once",
+                "help": "verify hashes when a bundle is first opened, or each time (default: once)"},
+    "-n --max-tokens": {"type": int, "metavar": "N",
+                        "help": "maximum number of tokens to generate (default: 1024; -1: no limit)"},
+    "--raw": {"action": "store_true", "help": "do not apply the chat template"},
+    "--ignore-eos": {"action": "store_true", "help": "continue after the end-of-text token"},
+    "--template-arg": {"action": "append", "default": [], "type": template_arg, "metavar": "NAME=VALUE",
+                       "help": "set a chat template variable, as in enable_thinking=false; may be repeated"},
+    "--parse-special": {"action": "store_true", "help": "parse special tokens, such as <|im_end|>, in messages"},
+    "--prefix-cache": {"metavar": "DIR", "help": "store states of long prefixes in this folder, and reuse them"},
+    "--prefix-cache-size": {"type": float, "default": 4.0, "metavar": "GB",
+                            "help": "size limit of that folder; the least recently used go (default: 4)"},
+    "--json-schema": {"metavar": "FILE", "help": "JSON that matches the JSON schema in a file"},
+    "--draft": {"metavar": "DIR|MODEL", "help": "smaller model with the same vocabulary that proposes tokens"},
+    "--prompt-name": {"metavar": "NAME", "help": "the model's prompt before each text (castiron inspect lists them)"},
+    "--dimensions": {"type": int, "metavar": "N", "help": "the first N numbers of each vector (default: all)"},
+    "--adapter": {"metavar": "DIR", "help": "merge a PEFT LoRA adapter into the weights"},
+    "--calibrate": {"metavar": "FILE", "help": "sample text that makes quantisation more accurate"},
+    "--ignore-key": {"action": "append", "default": [], "dest": "ignore_keys", "metavar": "KEY",
+                     "help": "ignore an unsupported config or GGUF key; may be repeated"},
+    "--weights": {"choices": WEIGHTS, "default": "native", "metavar": "TYPE",
+                  "help": "type of the weight matrices (default: native, the checkpoint's own)"},
+    "--context": {"type": int, "metavar": "N", "help": "positions of the KV cache (default: the model's, at most 8192)"},
+    "--cache": {"choices": CACHES, "default": "f32", "help": "type of the KV cache (default: f32; others may change tokens)"},
+    "--numerics": {"choices": NUMERICS, "default": "exact",
+                   "help": "exact: HF's tokens; canonical: same bits everywhere; fast: rounded"},
+    "--batch": {"type": sizes, "default": (4, 8), "metavar": "B[,B]",
+                "help": "batch sizes for serve and batch (default: 4,8; none)"},
+    "--speculate": {"type": sizes, "default": (4, 8), "metavar": "T[,T]",
+                    "help": "proposed tokens checked at once (default: 4,8; none)"},
+    "--embed": {"type": sizes, "default": (), "metavar": "T[,T]",
+                "help": "add functions for hidden states of so many tokens (default: none)"},
+    "--target": {"choices": TARGETS, "default": "host", "metavar": "CPU",
+                 "help": "x86-64-v3, x86-64-v4, aarch64, sapphirerapids, ... (default: host)"},
+    "--lowering": {"choices": ("kernels", "portable"), "default": "kernels",
+                   "help": "kernels: castiron's own; portable: StableHLO only"},
+}  # fmt: skip
+
+
+def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
+    """Add some options of the table `SHARED` to a parser; `changes` override arguments of
+    add_argument."""
+    for flags in options:
+        parser.add_argument(*flags.split(), **SHARED[flags] | changes)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
+    """Add MODEL, --file and --revision to a parser; `choose_on_hub` merges them."""
+    arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
+    parser.add_argument("model", **arguments | changes)
+    parser.add_argument("--file", metavar="NAME", help="GGUF file in a hub repository, or the end of its name: Q4_K_M")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository (default: main)")
+
+
+def choose_on_hub(args: argparse.Namespace) -> None:
+    """Merge --file and --revision into MODEL, because `open_checkpoint` takes one string."""
+    if hasattr(args, "revision"):
+        args.model = with_options(args.model, args.file, args.revision)
+
+
+def check_models_exist(args: argparse.Namespace) -> None:
+    """Raise CheckpointError for a model or bundle argument that is neither a path nor a name."""
+    given = [getattr(args, name, None) for name in ("model", "bundle", "draft")]
+    for model in (each for value in given for each in (value if isinstance(value, list) else [value])):
+        if model is None or Path(model).exists() or HubName.read(model):
+            continue
+        from castiron.pipelines.checkpoints.catalogue import CATALOGUE, not_found
+
+        if model not in CATALOGUE:
+            raise not_found(model)
+
+
+def check_threads(args: argparse.Namespace) -> None:
+    """Raise PipelineError if --threads exceeds this machine's CPUs, unless the threads run on
+    another machine."""
+    threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
+    elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
+    if args.command != "emit" and not elsewhere and threads is not None and threads > cpus:
+        raise PipelineError(f"--threads is {threads}, but this machine has {cpus} CPUs; give at most {cpus}")
+
+
+def add_compile_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of `Options`; `compile_options` reads them back."""
+    group = parser.add_argument_group("what is compiled")
+    add_options(group, "--weights", "--context", "--cache", "--numerics", "--adapter", "--calibrate", "--batch", "--speculate",
+                "--embed", "--ignore-key")  # fmt: skip
+    group = parser.add_argument_group("how it is compiled")
+    add_options(group, "--target")
+    add_options(group, "--threads", help="threads to divide kernels for (default: physical cores)")
+    add_options(group, "--lowering")
+
+
+def compile_options(args: argparse.Namespace) -> "Options":
+    """Return the compiler's Options from the arguments of `add_compile_options`."""
+    from castiron.pipelines.compile.options import Options
+
+    names = "context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
+    return Options(
+        **{name: getattr(args, name) for name in names},
+        tuned=not getattr(args, "no_tuned", False),
+        ignore_keys=tuple(args.ignore_keys),
+        iree_flags=tuple(getattr(args, "iree_flag", ())),
+    )
+
+
+def default_bundle(model: str) -> Path:
+    """Return the default output path build/NAME: NAME is the short name of a hub model, or else the
+    model's name by its path."""
+    hub = None if Path(model).exists() else HubName.read(model)
+    return Path("build") / (hub.short if hub else model_name(Path(model)))
+
+
+def add_model(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """Add the MODEL argument of commands that run models; `open_model` opens it."""
+    parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs,
+                        help="bundle, GGUF file, HF directory, catalogue name, or org/name on the hub")  # fmt: skip
+    add_options(parser, "--trust")
+
+
+def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
+    """Open a bundle, or compile a checkpoint and open its bundle; `one_sequence` as in
+    `open_or_compile`."""
+    from castiron.pipelines.compile.open_model import open_or_compile
+
+    return open_or_compile(model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
+
+
+def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
+    """Open the model of `castiron run` or `chat`, with its draft model and prefix cache."""
+    from castiron.pipelines.compile.open_model import require_generation
+    from castiron.pipelines.engine.engine import Engine
+    from castiron.pipelines.engine.memory import warn_of_shortage
+
+    one_sequence = args.draft is args.speculate is args.prefix_cache is None
+    bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
+    store = prefix_store(args, bundle.manifest)
+    if args.draft is not None:
+        from castiron.pipelines.text.generation import open_draft
+
+        draft = open_draft(open_model(args.draft, args), bundle, args.threads)
+    warn_of_shortage(bundle.manifest, *([draft.session.manifest] if draft else []))
+    return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
+
+
+def length_of(max_tokens: int | None) -> tuple[int | None, int | None]:
+    """Return (tokens that --max-tokens asks for, limit if it is not given); None means no limit."""
+    from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS
+
+    if max_tokens is None:
+        return None, DEFAULT_MAX_TOKENS
+    if max_tokens < 1 and max_tokens != -1:
+        raise PipelineError(f"-n is {max_tokens}; give at least 1, or -1 for no limit")
+    return (None if max_tokens == -1 else max_tokens), None
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
+    """Add the options of `sampling_of`.
+
+    model_default: options that are not given come from the model's generation_config, and
+    repetition loops are stopped, as conversations need. speculates: add --speculate and --draft.
+    """
+    own = "the model's, else " if model_default else ""
+    note = "The default is the model's own generation_config." if model_default else "Greedy unless --temperature is given."
+    group = parser.add_argument_group("sampling", note)
+    for flag, kind, metavar, text in (
+        ("--temperature", float, "T", f"randomness; 0 is greedy (default: {own}0)"),
+        ("--top-k", int, "K", f"sample from the K most likely tokens (default: {own}0, all)"),
+        ("--top-p", float, "P", f"sample from the top tokens of total probability P (default: {own}1)"),
+        ("--min-p", float, "P", f"drop tokens below P times the top probability (default: {own}0)"),
+        ("--repeat-penalty", float, "X", f"penalise the last 64 tokens (default: {own}1, off)"),
+        ("--seed", int, "N", "seed of the random numbers, for repeatable text"),
+    ):
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
+    group.add_argument("--repetition-stop", action=argparse.BooleanOptionalAction, default=model_default,
+                       help=f"stop a repetition loop (default: {'on' if model_default else 'off'})")  # fmt: skip
+    if speculates:
+        group = parser.add_argument_group("speculative decoding", "The same tokens, sooner.")
+        group.add_argument("--speculate", choices=("ngram",), help="propose tokens where the text repeats itself")
+        add_options(group, "--draft")
+
+
+def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
+    """Return the sampling that the options describe; options that are not given come from
+    `generation`, the model's generation_config, if that is given.
+
+    PipelineError for a value out of its range, an empty stop string, and options without effect in
+    greedy decoding. With an explicit --temperature 0 a message names these options instead.
+    """
+    from castiron.pipelines.engine.sampling import Sampling, model_sampling
+    from castiron.pipelines.text.text_output import StopStrings
+
+    StopStrings(args.stop)
+    own = None if generation is None else model_sampling(generation)
+    given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "repeat_penalty")}
+    given = {name: value for name, value in given.items() if value is not None}
+    sampling = replace(own or Sampling(), **given)
+    idle = [f"--{name.replace('_', '-')}" for name in DRAWING if name in given]
+    if idle and not sampling.temperature:
+        message = f"no effect in greedy decoding: {', '.join(idle)}"
+        if args.temperature is None:
+            raise PipelineError(f"{message}; add --temperature 1, or remove {'it' if len(idle) == 1 else 'them'}")
+        print_message(message)
+    return sampling
+
+
+def prefix_store(args: argparse.Namespace, manifest: "Manifest") -> "PrefixStore | None":
+    """Return the store of prefix states that --prefix-cache names; None without it."""
+    if not 0 < args.prefix_cache_size < float("inf"):
+        raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")
+    if args.prefix_cache is None:
+        return None
+    from castiron.pipelines.engine.prefix_store import PrefixStore
+
+    return PrefixStore(args.prefix_cache, manifest, int(args.prefix_cache_size * 1e9))
+
+
+def read_schema(path: str | None) -> Any:
+    """Return the JSON schema in a file, None without one; PipelineError for a file that is not
+    JSON."""
+    if path is None:
+        return None
+    try:
+        return json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise PipelineError(f"{path} is not JSON: {error}") from None

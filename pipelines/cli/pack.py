@@ -1,0 +1,40 @@
+"""Write a bundle as one file, which every command accepts in place of the directory.
+
+The file is a zip archive with uncompressed, page-aligned parts: weights are mapped from it, and
+unzip restores the directory. Parts are checked against the manifest's sha256.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from castiron.pipelines.cli.options import add_options
+from castiron.pipelines.terminal import Progress, megabytes
+
+EXAMPLES = """\
+examples:
+  castiron pack build/smollm2-135m-instruct -o smollm2.castiron
+  castiron run smollm2.castiron -p "Why is the sky blue?"
+  castiron verify smollm2.castiron
+  unzip smollm2.castiron -d bundle
+
+--json prints one object: file, bytes.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="DIR", help="the bundle")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the file (default: DIR.castiron)")
+    add_options(parser, "--json")
+
+
+def main(args: argparse.Namespace) -> int:
+    from castiron.vmfb.bundle import open_bundle, pack_bundle
+
+    bundle = open_bundle(args.bundle, run=False)
+    out = Path(args.output or f"{Path(args.bundle).resolve()}.castiron")
+    with Progress() as progress:
+        pack_bundle(bundle, out, lambda done, total: progress("pack", done / total))
+    size = out.stat().st_size
+    print(json.dumps({"file": str(out), "bytes": size}) if args.json else f"{out}: {megabytes(size)}")
+    return 0

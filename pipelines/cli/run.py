@@ -1,0 +1,257 @@
+"""Generate text: an answer to PROMPT in the model's chat template, streamed to stdout.
+
+A model that is not compiled yet is compiled once, with castiron compile's default options, and
+cached. A document on stdin follows the prompt after an empty line. Reasoning is shown dimmed at a
+terminal and is left out of piped output. The last line on stderr reports the speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from castiron.pipelines.cli.answer_output import AnswerOutput
+from castiron.pipelines.cli.options import (
+    add_model,
+    add_options,
+    add_sampling_options,
+    length_of,
+    open_engine,
+    read_schema,
+    sampling_of,
+    token_ids,
+)
+from castiron.pipelines.engine.context import default_limit, free_positions
+from castiron.pipelines.engine.memory import peak_rss_mb
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.terminal import Progress, print_message
+from castiron.pipelines.text.chat_template import prepare
+from castiron.pipelines.text.generation import Stream
+from castiron.pipelines.text.reasoning import Reasoning
+from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from castiron.pipelines.text.grammar import Grammar
+
+EXAMPLES = """\
+examples:
+  castiron run smollm2-135m-instruct "Why is the sky blue?"
+  castiron run build/model -p "Why is the sky blue?"
+  cat report.txt | castiron run build/model -p "Summarise in three sentences."
+  castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --top-p 0.95 --seed 7
+  echo "Translate to French: good morning" | castiron run build/model
+  castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
+  castiron run build/model -f edit-this-code.txt --speculate ngram
+  castiron run build/model -p "Why is the sky blue?" --draft build/smaller-model
+  castiron run build/model "Invent a person." --json-schema person.json
+  castiron run build/model "Is ice cold?" --regex "(yes|no), because [a-z ]{10,80}"
+
+--json prints one object: tokens, text (null without a tokenizer), reasoning_content (or null),
+prompt_tokens, cached_tokens (from --prefix-cache), finish_reason (stop, length or context),
+prefill_tok_s (without cached tokens), decode_tok_s, ttft_ms (from the start of prefill), load_s,
+peak_rss_mb, speculation (null without --speculate and --draft: passes; for ngram and draft the
+tokens proposed and accepted; draft_share of the decode time).
+"""
+STDIN = 0
+# A message explains the wait after this many seconds without input on stdin.
+STDIN_SECONDS = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the prompt; several words are joined")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads stdin")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, and ignore stdin")
+    prompt.add_argument("--tokens", type=token_ids, metavar="IDS", help="the prompt as token ids: 1,2,3")
+    add_options(parser, "-n --max-tokens", "--threads", "--json")
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+    add_options(group, "--raw", "--template-arg", "--parse-special", "--ignore-eos", "--prefix-cache", "--prefix-cache-size")
+    group = parser.add_argument_group("structured output", "Tokens that do not fit are never chosen.")
+    form = group.add_mutually_exclusive_group()
+    add_options(form, "--json-schema")
+    form.add_argument("--regex", metavar="RE", help="text that a regular expression matches completely")
+    form.add_argument("--grammar", metavar="FILE", help="text of the grammar in a file, in Lark or GBNF")
+    group.add_argument("--compact-json", action="store_true", help="JSON without spaces; most models write spaced JSON better")
+    add_sampling_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    sampling, (requested, default) = sampling_of(args), length_of(args.max_tokens)
+    check_prompt(args)
+    if not (args.raw or args.tokens):
+        prepare()
+    bundle, engine = open_engine(args)
+    prompt, text = read_prompt(args, bundle)
+    grammar = read_grammar(args, text)
+    load_seconds = time.perf_counter() - start
+    with Progress() as progress:
+        request = text_request(
+            prompt, engine.context, text, sampling=sampling, stop_strings=args.stop, grammar=grammar,
+            max_tokens=requested or default_limit(default, free_positions(engine.context, len(prompt))),
+            stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, repetition_stop=args.repetition_stop,
+            reasoning=not (args.raw or args.tokens),
+            on_prefill=lambda done, total: progress("reading the prompt", done / total),
+        )  # fmt: skip
+        stream = Stream(engine, request, reasoning=True)
+        first = next(stream, "")
+    if args.json:
+        parts = [first, *stream]
+        reasoning = "".join(part for part in parts if isinstance(part, Reasoning))
+        answer: str | None = "".join(part for part in parts if not isinstance(part, Reasoning))
+        if text is None:
+            text = load_tokenizer(bundle) if bundle.tokenizer else None
+            answer = text.decode(stream.tokens) if text else None
+        # Flushed now, because freeing a large vocabulary takes a tenth of a second.
+        print(json.dumps(report(stream, answer, reasoning or None, load_seconds), ensure_ascii=False), flush=True)
+        return 0
+    output, thinking = AnswerOutput(), False
+    try:
+        output.write(first)
+        for part in stream:
+            output.write(part)
+        thinking = output.thinking
+        output.write("\n")
+    finally:
+        print(speed(stream, default, thinking), file=sys.stderr)
+    return 0
+
+
+def check_prompt(args: argparse.Namespace) -> None:
+    """Set args.prompt from PROMPT or stdin; PipelineError for options that exclude each other."""
+    if args.words and not (args.prompt is args.file is args.tokens is None):
+        args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
+    if args.words:
+        args.prompt = " ".join(args.words)
+    if args.prompt is args.file is args.tokens is None:
+        if os.isatty(STDIN):
+            raise PipelineError("no prompt; give one as an argument, with -p, -f or --tokens, or use castiron chat")
+        args.prompt = "-"
+    if args.tokens and (args.system or args.raw):
+        raise PipelineError("--system and --raw need a text prompt, not --tokens")
+    if args.template_arg and (args.tokens or args.raw):
+        raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
+
+
+def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None]:
+    """Return the prompt's ids, and the bundle's tokenizer, or None where only ids are needed."""
+    if args.tokens:
+        vocab = bundle.manifest.vocab
+        if max(args.tokens) >= vocab:
+            raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
+        needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
+        return args.tokens, load_tokenizer(bundle) if bundle.tokenizer and needed else None
+    text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
+    prompt = prompt_text(args)
+    if args.raw or text.chat_template is None:
+        if args.system:
+            raise PipelineError("--system needs a chat template; remove --raw, or use a model that has a template")
+        return text.encode(prompt), text
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return text.encode_chat([*system, {"role": "user", "content": prompt}]), text
+
+
+def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | None:
+    """Return the grammar of --json-schema, --regex or --grammar; PipelineError if unsupported."""
+    if args.json_schema is args.regex is args.grammar is None:
+        return None
+    if text is None:
+        raise PipelineError("structured output needs a tokenizer, and this bundle has none")
+    if args.regex is not None:
+        return text.grammar(regex=args.regex)
+    if args.grammar:
+        return text.grammar(grammar=decoded(Path(args.grammar).read_bytes()))
+    return text.grammar(json_schema=read_schema(args.json_schema), compact_json=args.compact_json)
+
+
+def prompt_text(args: argparse.Namespace) -> str:
+    """Return the prompt from a file, stdin, or the command line and stdin; PipelineError if
+    empty."""
+    if args.file:
+        prompt, source = decoded(Path(args.file).read_bytes()), args.file
+    elif args.prompt == "-":
+        prompt, source = decoded(read_stdin()), "stdin"
+    else:
+        document = "" if os.isatty(STDIN) else decoded(read_stdin())
+        prompt, source = "\n\n".join(part for part in (args.prompt, document) if part), "the prompt"
+    # A raw prompt may be a line break.
+    if not (prompt if args.raw else prompt.strip()):
+        raise PipelineError(f"{source} is empty; give the model something to answer")
+    return prompt
+
+
+def decoded(data: bytes) -> str:
+    """Decode UTF-8 without a byte order mark. Invalid bytes become surrogates, which the tokenizer
+    rejects."""
+    return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
+
+
+def read_stdin() -> bytes:
+    """Read stdin to its end; print a message after a while, because a pipe that nobody closes looks
+    like a hang."""
+    try:
+        if not select.select([STDIN], [], [], STDIN_SECONDS)[0]:
+            print_message("waiting for stdin; end it with Ctrl-D, or run the command with < /dev/null")
+        with open(STDIN, "rb", closefd=False) as file:
+            return file.read()
+    except OSError:
+        # A closed stdin counts as an empty one.
+        return b""
+
+
+def rate(tokens: int, seconds: float) -> float | None:
+    """Return tokens per second; None without tokens."""
+    return tokens / seconds if tokens and seconds else None
+
+
+def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds: float) -> dict:
+    """Return the object that --json prints."""
+    request = stream.request
+    return {
+        "tokens": stream.tokens,
+        "text": text,
+        "reasoning_content": reasoning,
+        "prompt_tokens": len(request.prompt),
+        "cached_tokens": request.cached,
+        "finish_reason": stream.finish_reason,
+        "prefill_tok_s": rate(len(request.prompt) - request.cached, stream.prefill_seconds),
+        "decode_tok_s": rate(stream.steps, stream.decode_seconds),
+        "ttft_ms": stream.prefill_seconds * 1e3,
+        "load_s": load_seconds,
+        "peak_rss_mb": peak_rss_mb(),
+        "speculation": stream.speculator.report() if stream.speculator else None,
+    }
+
+
+def speed(stream: Stream, default: int | None, thinking: bool) -> str:
+    """Return the line printed after an answer: its speed, and why it ended.
+
+    `default`: the limit of `length_of`. `thinking`: the answer ended inside its reasoning.
+    """
+    request = stream.request
+    cached = f" ({request.cached} cached)" if request.cached else ""
+    parts = [f"prompt {len(request.prompt)} tokens{cached}, first token after {stream.prefill_seconds * 1e3:.0f} ms"]
+    if decode := rate(stream.steps, stream.decode_seconds):
+        parts.append(f"{len(stream.tokens)} tokens at {decode:.1f} tok/s")
+    if stream.speculator and stream.speculator.proposed:
+        parts.append(str(stream.speculator))
+    if stream.finish_reason == "context":
+        parts.append("the context is full")
+    if thinking:
+        parts.append("the answer ended inside its reasoning")
+    if stream.repeated:
+        parts.append("stopped in a repetition loop: --no-repetition-stop disables this")
+    parts.append(f"peak memory {peak_rss_mb():.0f} MB")
+    if stream.finish_reason == "length" and default:
+        parts.append(f"stopped at {default} tokens: -n N allows more, -n -1 as many as the context holds")
+    return f"castiron: {'; '.join(parts)}"

@@ -1,0 +1,338 @@
+"""Ray actors that answer rows: for Ray's datasets (`Generate`) and for batch jobs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from castiron.pipelines.batch.job import Answer, Answered, Keyed, answering
+from castiron.pipelines.batch.rows import Outcome, Requests
+from castiron.pipelines.cluster.bundle_source import BundleSource, Stored, bundle_at, store
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.errors import PipelineError, user_errors
+from castiron.pipelines.model import Asking, Model
+from castiron.pipelines.terminal import print_message
+from castiron.pipelines.text.generation import Result
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.manifest import BundleError, dump
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# Columns that `Generate` adds.
+ANSWER = ("generated", "finish_reason", "generated_tokens", "error")
+# Maximum and minimum number of rows of a window; windows that an actor gets ahead, so that it never
+# waits for the next one.
+MAX_WINDOW, MIN_WINDOW, WINDOWS_AHEAD = 128, 16, 2
+# Actors that may die while they run the same rows before the job fails.
+MAX_DEATHS = 3
+# Seconds between checks for new nodes, and for new rows while they arrive slowly; seconds without
+# any node until a message.
+NODE_POLL, ROW_POLL, NODE_WAIT = 2.0, 0.2, 30.0
+
+# A function of `castiron batch`: from its arguments and a bundle to the conversion of rows, and the
+# engine that runs them.
+Prepare = Callable[[argparse.Namespace, Bundle], tuple[Requests, Engine | None]]
+# The id of a node, and the number of an actor there.
+Slot = tuple[str, int]
+
+
+class Generate:
+    """A class for `Dataset.map_batches`, which generates an answer for each row:
+
+        dataset.map_batches(
+            castiron.ray.Generate, fn_constructor_args=["/models/smollm2.castiron"],
+            fn_constructor_kwargs={"max_tokens": 64}, batch_format="pyarrow", batch_size=64,
+            num_cpus=2, compute=ray.data.ActorPoolStrategy(size=4),
+        )
+
+    A row has a column `prompt`, a text, or `messages`, a list of objects with role and content. The
+    answer is in the columns `ANSWER`, which are added to the row; if a row fails, `error` has the
+    message. The answer does not depend on the other rows or the actor.
+    """
+
+    def __init__(
+        self, bundle: BundleSource, *, prompt: str = "prompt", messages: str = "messages", threads: int | None = None,
+        **options: Unpack[Asking],
+    ):  # fmt: skip
+        """Load the bundle.
+
+        Args:
+            bundle: its path on every node, a URL for fsspec, or the result of `castiron.ray.store`.
+            prompt, messages: names of the columns.
+            threads: default: the actor's CPUs.
+            options: options of `Model.generate`.
+        """
+        self.prompt, self.messages, self.options = prompt, messages, options
+        self.model = Model(bundle_at(bundle), threads or cpus_of_actor())
+
+    def __call__(self, batch: pa.Table | Mapping[str, Any]) -> pa.Table | dict[str, Any]:
+        """Return the rows with their answers: a table for a table, arrays for arrays."""
+        if not (isinstance(batch, Mapping) or hasattr(batch, "column_names")):
+            raise PipelineError(f"unsupported batch: {type(batch).__name__}; use batch_format pyarrow or numpy")
+        names = batch.keys() if isinstance(batch, Mapping) else batch.column_names
+        if taken := [name for name in ANSWER if name in names]:
+            raise PipelineError(f"the rows already have a column {taken[0]}, which answers are written to; rename or drop it")
+        if not {self.prompt, self.messages} & set(names):
+            raise PipelineError(f"the rows have no column {self.prompt} or {self.messages}, only {', '.join(names)}")
+        columns = {name: _values(batch, name) for name in (self.prompt, self.messages) if name in names}
+        return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns.values())]))
+
+    def answers(self, prompts: Sequence[Any]) -> list[Result]:
+        """Return a result per prompt, in order; prompts with a common prefix run in sequence."""
+        order = sorted(range(len(prompts)), key=lambda index: str(prompts[index]))
+        results = self.model.generate_many([prompts[index] for index in order], **self.options)
+        return sorted((replace(result, index=order[result.index]) for result in results), key=lambda result: result.index)
+
+
+def cpus_of_actor() -> int | None:
+    """Return the CPUs that Ray gave to this actor, at least 1; None outside of an actor."""
+    if not ray.is_initialized():
+        return None
+    return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0)))
+
+
+def _prompt(values: Sequence[Any]) -> Any:
+    """Return the prompt of a row; None, which is invalid, if the row has none or both."""
+    given = [value for value in map(_plain, values) if value is not None]
+    return given[0] if len(given) == 1 else None
+
+
+def _values(batch: pa.Table | Mapping[str, Any], name: str) -> list[Any]:
+    return list(batch[name]) if isinstance(batch, Mapping) else batch.column(name).to_pylist()
+
+
+def _plain(value: Any) -> Any:
+    """Convert messages to lists and dicts, without fields that only other rows have."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _with_answers(batch: pa.Table | Mapping[str, Any], results: Sequence[Result]) -> pa.Table | dict[str, Any]:
+    """Add the columns `ANSWER` to a batch."""
+    rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
+    answers = {name: [row[i] for row in rows] for i, name in enumerate(ANSWER)}
+    if isinstance(batch, Mapping):
+        import numpy as np
+
+        return {**batch, **{name: np.array(column, object) for name, column in answers.items()}}
+    import pyarrow as pa
+
+    for name, column in answers.items():
+        batch = batch.append_column(name, pa.array(column, pa.int64() if name == "generated_tokens" else pa.string()))
+    return batch
+
+
+class BatchActor:
+    """The engine of a batch job on a node.
+
+    The first call of `answers` opens the bundle, so that an error is the result of that call.
+    """
+
+    def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
+        self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
+        self.answer: Answer | None = None
+
+    def has_bundle(self) -> bool:
+        """Return whether the job's bundle is at its path on this node too."""
+        try:
+            return dump(open_bundle(self.path, run=False).manifest) == self.manifest
+        except (BundleError, OSError):
+            return False
+
+    def answers(self, rows: list[Keyed], stored: Stored | None) -> list[tuple[int, Outcome]]:
+        """Return the outcomes of rows, by index; `stored` is None if the bundle is at its path."""
+        if self.answer is None:
+            found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
+            # Rows may name the model by the file name of this path.
+            requests, engine = self.prepare(self.args, replace(found, path=self.path))
+            self.answer = answering(engine, requests)
+        return [(row.index, outcome) for row, _, outcome in self.answer(iter(rows))]
+
+
+class Engines:
+    """The actors of a job: one per `--threads` CPUs of every node, also of later nodes."""
+
+    def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
+        plain = (str, int, float, list, dict, type(None))
+        self.args = {name: value for name, value in vars(args).items() if isinstance(value, plain)}
+        self.bundle, self.manifest, self.prepare = bundle, dump(bundle.manifest), prepare
+        self.actors: dict[Slot, Any] = {}
+        # Calls of `has_bundle` in progress, and where each ready actor gets its bundle.
+        self.starting: dict[ray.ObjectRef, Slot] = {}
+        self.ready: dict[Slot, Stored | None] = {}
+        self._stored: Stored | None = None
+        self.message_time = time.monotonic() + NODE_WAIT
+
+    def start_missing(self) -> None:
+        """Start actors on nodes that have fewer than one per `--threads` CPUs."""
+        for node in ray.nodes():
+            cpus = int(node["Resources"].get("CPU", 0)) if node["Alive"] else 0
+            threads = min(self.args["threads"] or cpus, cpus)
+            for number in range(cpus // threads if threads else 0):
+                if (slot := (node["NodeID"], number)) not in self.actors:
+                    strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                    options = argparse.Namespace(**{**self.args, "threads": threads})
+                    actor = ray.remote(BatchActor).options(num_cpus=threads, scheduling_strategy=strategy)
+                    self.actors[slot] = actor.remote(options, self.bundle.path.resolve(), self.manifest, self.prepare)
+                    self.starting[self.actors[slot].has_bundle.remote()] = slot
+
+    def finish_start(self, call: ray.ObjectRef) -> None:
+        """Handle the result of a call of `has_bundle`."""
+        slot = self.starting.pop(call)
+        try:
+            has_bundle = ray.get(call)
+        except RayActorError:
+            self.remove(slot)
+            return
+        if not has_bundle and self._stored is None:
+            self._stored = store(self.bundle)
+        self.ready[slot] = None if has_bundle else self._stored
+
+    def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
+        """Return the calls that end within `seconds`, of `running` and of the actors' starts."""
+        if not running and not self.ready and time.monotonic() > self.message_time:
+            print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
+            self.message_time = math.inf
+        if calls := [*running, *self.starting]:
+            return ray.wait(calls, timeout=seconds)[0]
+        time.sleep(seconds)
+        return []
+
+    def remove(self, slot: Slot) -> None:
+        """Forget a dead actor, so that another is started."""
+        self.actors.pop(slot, None)
+        self.ready.pop(slot, None)
+
+
+class Windows:
+    """The rows of a job in windows; these shrink towards the end, so that actors end together."""
+
+    def __init__(self, rows: Iterator[Keyed | None]):
+        self.rows, self.waiting = rows, deque[Keyed]()
+        # Windows of actors that died.
+        self.again: deque[list[Keyed]] = deque()
+        self.ended = False
+
+    def next(self, actors: int) -> list[Keyed]:
+        """Return the next window for one of `actors` actors; empty if no row has arrived."""
+        if self.again:
+            return self.again.popleft()
+        while not self.ended and len(self.waiting) < actors * WINDOWS_AHEAD * MAX_WINDOW:
+            try:
+                row = next(self.rows)
+            except StopIteration:
+                self.ended = True
+                break
+            if row is None:
+                break
+            self.waiting.append(row)
+        size = min(MAX_WINDOW, max(MIN_WINDOW, len(self.waiting) // (actors * WINDOWS_AHEAD)))
+        return [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
+
+    @property
+    def done(self) -> bool:
+        """Whether all rows were given to an actor."""
+        return self.ended and not self.waiting and not self.again
+
+
+def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
+    """Return an `Answer` that runs rows of `castiron batch` on the connected cluster."""
+
+    def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
+        engines, windows = Engines(args, bundle, prepare), Windows(rows)
+        running: dict[ray.ObjectRef, tuple[Slot, list[Keyed]]] = {}
+        deaths: Counter[int] = Counter()
+        try:
+            while True:
+                engines.start_missing()
+                # Every actor gets one window before any actor gets its second.
+                for ahead in range(WINDOWS_AHEAD):
+                    for slot, stored in engines.ready.items():
+                        given = sum(other == slot for other, _ in running.values())
+                        if given == ahead and (window := windows.next(len(engines.actors))):
+                            running[engines.actors[slot].answers.remote(window, stored)] = slot, window
+                if not running and engines.ready and windows.done:
+                    return
+                for call in engines.wait(list(running), NODE_POLL if windows.ended else ROW_POLL):
+                    if call in engines.starting:
+                        engines.finish_start(call)
+                        continue
+                    if call not in running:
+                        # The call of an actor that died.
+                        continue
+                    slot, window = running.pop(call)
+                    try:
+                        found = dict(_result(call))
+                    except RayActorError:
+                        engines.remove(slot)
+                        lost = [other for other, (its_slot, _) in running.items() if its_slot == slot]
+                        windows.again += [window, *(running.pop(other)[1] for other in lost)]
+                        first, last = window[0][0].index, window[-1][0].index
+                        deaths[first] += 1
+                        if deaths[first] == MAX_DEATHS:
+                            raise PipelineError(
+                                f"{MAX_DEATHS} actors died while they ran rows {first} to {last}; see Ray's logs, then "
+                                "run the same command to continue"
+                            ) from None
+                        continue
+                    for row, key in window:
+                        yield row, key, found[row.index]
+        finally:
+            for actor in engines.actors.values():
+                ray.kill(actor)
+
+    return answer
+
+
+def _result(call: ray.ObjectRef) -> Any:
+    """Return a call's result; if it failed, raise castiron's error instead of Ray's wrapper."""
+    try:
+        return ray.get(call)
+    except RayTaskError as error:
+        if isinstance(error.cause, user_errors()):
+            raise error.cause from None
+        raise
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Connect to the cluster at `address`, or for `local` to a new one on this machine.
+
+    An existing connection of the process is used. Raise PipelineError if the cluster does not
+    answer.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    local = {"include_dashboard": False} if address == "local" else {}
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():
+            # A quick check, because Ray itself retries for minutes.
+            socket.create_connection((host, int(port)), 5).close()
+        ray.init(address, log_to_driver=False, logging_level="error", **local)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise PipelineError(f"cannot connect to the Ray cluster at {address}: {reason}; check the address") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,123 @@
+"""The ways a bundle comes to a node of a cluster: a path there, a URL, or Ray's object store.
+
+A bundle is fetched once into the node's cache. A lock keeps other processes of the node from
+fetching it too, a rename makes it complete or absent, and its hashes are checked before it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.archive import MANIFEST
+from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
+from castiron.vmfb.cache import cache_folder
+from castiron.vmfb.manifest import BundleError, dump, is_bundle_file, parse
+from castiron.vmfb.staging import locked, staging_folder
+
+if TYPE_CHECKING:
+    import ray
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A packed bundle in Ray's object store; `key` is the sha256 of its manifest."""
+
+    name: str
+    key: str
+    data: ray.ObjectRef
+
+
+# A path on every node, a URL for fsspec, or the result of `store`.
+BundleSource = str | os.PathLike[str] | Stored
+
+
+def store(bundle: Bundle | Path | str) -> Stored:
+    """Put a bundle of this machine into Ray's object store, from which every node gets it once."""
+    import numpy as np
+    import ray
+
+    bundle = open_bundle(bundle)
+    key = hashlib.sha256(dump(bundle.manifest)).hexdigest()
+    with TemporaryDirectory(prefix="castiron-") as folder:
+        packed = bundle.path
+        if not bundle.packed:
+            packed = Path(folder) / "packed"
+            pack_bundle(bundle, packed)
+        # Mapped, so that the bundle is in the memory of the store only.
+        return Stored(bundle.manifest.name, key, ray.put(np.memmap(packed, np.uint8, "r")))
+
+
+def bundle_at(source: BundleSource) -> Bundle:
+    """Open the bundle at `source` on this node; raise BundleError or PipelineError."""
+    if isinstance(source, Stored):
+        return _fetched(source.key, source.name, lambda out: _write(source, out))
+    if "://" not in (url := os.fspath(source)):
+        return open_bundle(url)
+    try:
+        import fsspec
+    except ModuleNotFoundError:
+        raise PipelineError(f"cannot fetch {url}: fsspec is not installed; pip install fsspec") from None
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+        if "file" in files.protocol:
+            return open_bundle(path)
+        is_directory = files.exists(f"{path}/{MANIFEST}")
+        # A key that changes with the contents, if this kind of store can report that.
+        version = files.ukey(f"{path}/{MANIFEST}" if is_directory else path)
+        key = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
+        fetch = _fetch_directory if is_directory else lambda files, path, out: files.get_file(path, str(out))
+        return _fetched(key, url, lambda out: fetch(files, path, out))
+    except (BundleError, PipelineError):
+        raise
+    except FileNotFoundError:
+        raise PipelineError(f"cannot fetch {url}: no such file or directory; check the URL") from None
+    except Exception as error:
+        # Each kind of store has its own exceptions.
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise PipelineError(f"cannot fetch {url}: {why:.300}") from error
+
+
+def _write(stored: Stored, out: Path) -> None:
+    """Write a bundle from Ray's object store to a file."""
+    import ray
+
+    out.write_bytes(ray.get(stored.data).data)
+
+
+def _fetch_directory(files, path: str, out: Path) -> None:
+    """Fetch the files that the manifest names, and no others."""
+    out.mkdir()
+    manifest = out / MANIFEST
+    files.get_file(f"{path}/{MANIFEST}", str(manifest))
+    for name in parse(manifest.read_bytes(), f"{path}/{MANIFEST}").files:
+        if is_bundle_file(name):
+            files.get_file(f"{path}/{name}", str(out / name))
+
+
+def _fetched(key: str, source: str, fetch: Callable[[Path], None]) -> Bundle:
+    """Open the cached bundle `key`; `fetch(path)` writes it if it is absent.
+
+    Raise BundleError, and remove the bundle, if its hashes differ.
+    """
+    path = cache_folder("fetched") / key
+    lock = path.with_name(f".{key}.lock")
+    lock.touch()
+    with locked(lock):
+        if not path.exists():
+            with staging_folder(path) as staging:
+                fetch(staging / "bundle")
+                os.rename(staging / "bundle", path)
+        try:
+            open_bundle(path, run=False)
+        except BundleError as error:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            raise BundleError(f"invalid bundle at {source}: {error}") from None
+    return open_bundle(path)

@@ -1,0 +1,101 @@
+"""Build the graph of a checkpoint's model, and lower it to a module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from castiron.emitter.ir import Module
+from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import build, is_bidirectional, read_config
+from castiron.emitter.shorten import shorten_list
+from castiron.emitter.step import ModelModule
+from castiron.pipelines.checkpoints.adapter import merge, open_adapter
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, missing_and_left_over
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.compile.options import Options, Progress, context_of
+from castiron.pipelines.compile.tile_store import TileFields, tiles_for
+from castiron.pipelines.compile.weights import codecs_of
+from castiron.vmfb.targets import Target, resolve
+
+# Tokens of an encode call; the second, for bidirectional attention, without the longest text's call.
+ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
+
+
+def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
+    """Open a checkpoint without the keys in `options.ignore_keys`, and merge `options.adapter` into
+    it."""
+    checkpoint = open_checkpoint(model, progress, options.ignore_keys)
+    return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
+
+
+@dataclass(frozen=True)
+class EncoderSizes:
+    """The sizes of the functions of an embedding model or reranker.
+
+    context: number of positions of the functions' states. widths: tokens per call of each encode
+    function. max_tokens: maximum number of tokens of a text. single_call: whether a text must be
+    encoded in one call, because attention is bidirectional.
+    """
+
+    context: int
+    widths: tuple[int, ...]
+    max_tokens: int
+    single_call: bool
+
+
+def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
+    """Return the sizes of an embedding model's or a reranker's functions; None for a model that
+    generates text."""
+    if checkpoint.encoding is None:
+        return None
+    config, context = read_config(checkpoint.config), context_of(checkpoint.config, options.context)
+    max_tokens = min(context, checkpoint.encoding.max_tokens or context)
+    if is_bidirectional(config):
+        widths = {max_tokens, *(width for width in options.embed or SINGLE_CALL_WIDTHS if width < max_tokens)}
+        return EncoderSizes(max_tokens, tuple(sorted(widths)), max_tokens, True)
+    widths = tuple(width for width in options.embed or ENCODE_WIDTHS if width <= context) or (context,)
+    # The last call's padding takes positions too.
+    padded = -(-max_tokens // max(widths)) * max(widths)
+    if padded > config.max_positions:
+        padded = config.max_positions // max(widths) * max(widths)
+    return EncoderSizes(padded, widths, min(max_tokens, padded), False)
+
+
+def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
+    """Build the model's layer operations, and check that the checkpoint has the tensors they read.
+
+    EmitError for an unsupported config, CheckpointError for tensors that are missing, of another
+    shape, or left over.
+    """
+    codecs = codecs_of(checkpoint, options.weights)
+    codec = lambda name: codecs.get(name, "f32")
+    if sizes := encoder_sizes(checkpoint, options):
+        pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
+        module = build(checkpoint.config, codec, sizes.context, (), embeds=sizes.widths, cache=options.cache, pooling=pooling)
+    else:
+        context = context_of(checkpoint.config, options.context)
+        prefill, verify, embed = ([w for w in of if w <= context] for of in (options.prefill, options.speculate, options.embed))
+        module = build(checkpoint.config, codec, context, prefill, verify, options.batch, embed, options.cache)
+    required = {w.name: w.shape for w in module.weights.values() if w.values is None}
+    if problems := missing_and_left_over(required, checkpoint):
+        # List both kinds: left-over names often explain the missing ones.
+        kinds = [[problem for problem in problems if problem.endswith(" is left over") == left] for left in (False, True)]
+        limit = 180 // sum(map(bool, kinds))
+        listed = "; ".join(shorten_list(kind, "; ", limit) for kind in kinds if kind)
+        raise CheckpointError(f"{checkpoint.path} does not match its config: {listed}")
+    return module
+
+
+def build_module(
+    checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
+) -> Module:
+    """Build a checkpoint's model and lower it.
+
+    target: None for the options' target. tuned: tiles of matmuls, by the matmul's name.
+    """
+    isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
+    tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)
+    return lower(build_model(checkpoint, options), options.lowering, isa, threads, tiles, options.numerics)

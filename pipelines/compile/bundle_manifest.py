@@ -1,0 +1,165 @@
+"""Make the manifest of a new bundle: the model, its source, and the work of its kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import castiron
+from castiron.emitter.ir import Graph, Module
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.emitter.models import read_config
+from castiron.pipelines.checkpoints.adapter import adapter_sha256, open_adapter
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint
+from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256
+from castiron.pipelines.compile.build_model import EncoderSizes, encoder_sizes
+from castiron.pipelines.compile.calibration import text_sha256
+from castiron.pipelines.compile.options import Options, context_of
+from castiron.pipelines.compile.tile_store import TileFields
+from castiron.pipelines.compile.weights import codecs_of
+from castiron.pipelines.locate import as_text, model_name, source_of
+from castiron.pipelines.text.tool_formats import format_of
+from castiron.vmfb.compiler import compiler_version
+from castiron.vmfb.manifest import Encoder, Manifest, Tokens, Versions
+from castiron.vmfb.targets import Target
+
+
+def manifest_of(
+    model: str | Path,
+    checkpoint: Checkpoint,
+    options: Options,
+    target: Target,
+    module: Module,
+    tiles: TileFields,
+    compile_info: dict,
+) -> Manifest:
+    """Return a bundle's manifest without its files and accuracy.
+
+    compile_info: entries of the manifest's `compile` that only the compilation knows, such as its
+    seconds.
+    """
+    first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
+    context = sizes.context if sizes else context_of(config, options.context)
+    return Manifest(
+        name=model_name(checkpoint.path),
+        config=config,
+        vocab=vocab_of(config),
+        context=context,
+        states=first.states,
+        functions=tuple(f.entry for f in module.functions.values() if f.entry),
+        hidden=next((f.outputs[0].shape[-1] for f in module.functions.values() if f.output_names[0] != "argmax"), 0),
+        encoder=_encoder(checkpoint, sizes) if sizes else None,
+        numerics=options.numerics,
+        lowering=options.lowering,
+        weights=options.weights,
+        codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights).values()).items())),
+        target=target,
+        versions=Versions(castiron.__version__, compiler_version()),
+        tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),
+        generation=checkpoint.generation_config,
+        tool_format=format_of(checkpoint.chat_template),
+        source=_source(model, checkpoint, options),
+        compile=compile_info | _module_facts(module, options, target, tiles, context),
+    )
+
+
+def vocab_of(config: dict) -> int:
+    """Return the size of a model's vocabulary."""
+    return read_config(config).vocab
+
+
+def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict:
+    path_of = lambda path: as_text(os.path.abspath(path))
+    source = {
+        "model": as_text(model),
+        "path": path_of(checkpoint.path),
+        "format": checkpoint.format,
+        "sha256": checkpoint_sha256(checkpoint.path),
+        "ignored_keys": list(options.ignore_keys),
+        "left_out": dict(checkpoint.left_out),
+    }
+    if hub := source_of(checkpoint.path):
+        source["hub"] = hub
+    if options.adapter:
+        adapter = Path(options.adapter)
+        source["adapter"] = {
+            "path": path_of(adapter), "sha256": adapter_sha256(adapter), "rank": open_adapter(adapter).rank
+        }  # fmt: skip
+    if options.calibrate:
+        source["calibrated"] = {"path": path_of(options.calibrate), "sha256": text_sha256(options.calibrate)}
+    return source
+
+
+def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> Encoder:
+    encoding = checkpoint.encoding
+    return Encoder(
+        encoding.pooling.mode, encoding.pooling.normalised, sizes.single_call, sizes.max_tokens,
+        tuple(dense.features for dense in encoding.pooling.dense), dict(encoding.prompts), encoding.default_prompt,
+        encoding.lower_case, encoding.relevance, encoding.types,
+    )  # fmt: skip
+
+
+def _module_facts(module: Module, options: Options, target: Target, tiles: TileFields, context: int) -> dict:
+    """Return the entries of the manifest's `compile` about a module's kernels: work, matmuls, tiles."""
+    kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
+    matmuls = list(dict.fromkeys(kernel.matmul for kernel in kernels if kernel.matmul))
+    names = [matmul.name for matmul in matmuls]
+    return {
+        "work": {name: work_of(function, context) for name, function in module.functions.items()},
+        "threads": options.threads_or_cores,
+        "matmuls": names,
+        "tuned": {name: tiles[name] for name in names if name in tiles},
+        "arithmetic": _arithmetic(matmuls, target),
+    }
+
+
+def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
+    """Return the number of matmuls for each way of converting the activations x from f32.
+
+    The keys are texts that name the conversion and the instruction.
+    """
+    if not target.isa:
+        return {}
+    isa = ISAS[target.isa]
+    conversions = {
+        "int8": f"x rounded to bytes by {isa.dot}",
+        "bf16_pairs": f"x rounded to bf16 by {isa.pairs}",
+        "bf16_matrix": f"x and weights rounded to bf16 by {isa.matrix}",
+        "bf16_split": f"x in exact pieces of bf16 by {isa.matrix}",
+    }
+    return dict(Counter(conversions[matmul.numerics] for matmul in matmuls if matmul.numerics in conversions))
+
+
+def work_of(function: Graph, context: int) -> dict[str, dict]:
+    """Return kernel name -> the fields of `castiron.vmfb.manifest.KernelWork`, for the kernels of a
+    function.
+
+    FLOP and bytes are those of one call of the kernel: [at position 0, increase per position, at
+    the last position of `context`]. Layer numbers in module paths are `*`.
+    """
+    found: dict[str, dict] = {}
+    weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}
+    for op in function.ops:
+        if op.kind != "kernel":
+            continue
+        kernel = op.attrs["kernel"]
+        entry = found.setdefault(kernel.name, {"paths": [], "calls": 0})
+        path = re.sub(r"\.\d+(?=\.|$)", ".*", op.path) or "output"
+        if path not in entry["paths"]:
+            entry["paths"].append(path)
+        entry["calls"] += 1
+        if entry["calls"] == 1:
+            first, second, last = (kernel.work(p) for p in (0, 1, context - 1))
+            for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
+                entry[unit] = [start, step - start, end]
+            # A table of embeddings or experts is read in part, so its size is a bound only. If the
+            # bytes grow with the position, the kernel reads a state and no weights.
+            weight_bytes = sum(value.type.nbytes for value in op.operands if value in weights)
+            entry["weights"] = 0 if second[1] > first[1] else min(weight_bytes, first[1])
+            if kernel.matmul:
+                entry["tokens"] = kernel.matmul.tokens
+    return found

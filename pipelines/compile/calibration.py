@@ -1,0 +1,219 @@
+"""Measure how much each column of a weight matters on a text, for quantising (llama.cpp's importance
+matrix).
+
+An error in a column of a weight changes the matmul's result in proportion to that column's input.
+So the unquantised model runs the text, and each matmul also returns the sum over tokens of its
+squared inputs, by column. For an expert's down projection only tokens that chose the expert count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Sequence, Set
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from castiron.emitter import ops
+from castiron.emitter.ir import Graph, Module, Value, building
+from castiron.emitter.lowering import lower
+from castiron.emitter.printer import print_module
+from castiron.emitter.step import ModelModule
+from castiron.emitter.types import F32
+from castiron.pipelines.checkpoints.adapter import adapter_sha256
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, tokenizer_of
+from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256
+from castiron.pipelines.compile.build_model import build_model
+from castiron.pipelines.compile.options import Options, Progress
+from castiron.pipelines.compile.weights import UNIFORM, Importance, pack_parameter
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.files import require_free_space
+from castiron.pipelines.terminal import print_message
+from castiron.pipelines.text.tokenizer import encode_text
+from castiron.vmfb.archive import Part
+from castiron.vmfb.cache import cache_folder, cache_path, keep
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.program import Call, Loaded
+from castiron.vmfb.targets import resolve
+from castiron.vmfb.weights import write_irpa
+
+KIND = "calibrated"
+# Tokens per call, tokens per sequence, and the maximum number of sequences; more sequences change
+# the means by about a percent.
+WIDTH, CHUNK, MAX_CHUNKS = 128, 512, 32
+# The minimum weight of a column as a share of the mean: another text may use the column.
+MIN_SHARE = 1e-3
+
+
+def text_sha256(text: str | Path) -> str:
+    """Return a text file's sha256 in hex; PipelineError if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(text).read_bytes()).hexdigest()
+    except OSError as error:
+        raise PipelineError(f"{text} cannot be read: {error.strerror}") from None
+
+
+def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
+    """Return the importance of each weight's columns on the text `options.calibrate`; UNIFORM
+    without it."""
+    if not options.calibrate:
+        return UNIFORM
+    if checkpoint.encoding:
+        raise CheckpointError(f"cannot calibrate an embedding model: {checkpoint.path}; leave --calibrate out")
+    identity = [checkpoint_sha256(checkpoint.path)] + ([adapter_sha256(Path(options.adapter))] if options.adapter else [])
+    return importance_of(checkpoint, json.dumps(identity), options.calibrate, progress)
+
+
+def importance_of(checkpoint: Checkpoint, identity: str, text: str | Path, progress: Progress) -> Importance:
+    """Return the importance of each column of the weights of matmuls on a text: f32 [in], by tensor
+    name.
+
+    It is the mean square of the column's input, divided by the mean over all columns.
+    identity: key of the checkpoint's weights in the cache of results. PipelineError for a text that
+    is too short, or a checkpoint without a tokenizer.
+    """
+    inputs = [identity, text_sha256(text), WIDTH, CHUNK, MAX_CHUNKS, "experts"]
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    cached = cache_path(KIND) / f"{key}.npz"
+    # NumPy raises many kinds of error for a damaged file; it is computed again.
+    with contextlib.suppress(Exception):
+        with np.load(cached) as found:
+            return dict(found)
+    chunks = chunks_of(checkpoint, text)
+    print_message(f"calibrating on {len(chunks)} x {CHUNK} tokens of {text}")
+    found = measure(checkpoint, chunks, progress)
+    data = io.BytesIO()
+    np.savez(data, **found)
+    keep(cache_folder(KIND) / f"{key}.npz", data.getvalue())
+    return found
+
+
+def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
+    """Split the text's tokens into at most MAX_CHUNKS sequences of CHUNK tokens (fewer if the text
+    is shorter), without the rest."""
+    if checkpoint.tokenizer is None:
+        raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
+    try:
+        content = Path(text).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise PipelineError(f"{text} is not UTF-8 text; give a text to calibrate on") from None
+    tokens = encode_text(tokenizer_of(checkpoint.tokenizer, checkpoint.path), content, add_special_tokens=False).ids
+    length = min(CHUNK, len(tokens) // WIDTH * WIDTH)
+    if not length:
+        raise PipelineError(f"{text} has {len(tokens)} tokens, and calibration needs {WIDTH}; give a longer text")
+    return [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)][:MAX_CHUNKS]
+
+
+def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progress) -> dict[str, np.ndarray]:
+    """Run the model on `chunks`, all of one length, and return the result of `importance_of`."""
+    model = build_model(checkpoint, Options(context=len(chunks[0]), prefill=(), batch=(), speculate=(), embed=(WIDTH,)))
+    function = model.functions.pop(f"embed_{WIDTH}")
+    model.functions.clear()
+    names: list[tuple[tuple[str, ...], ...]] = [(group,) for group in watched(model, function)]
+    model.functions[function.name] = function
+    target, threads = resolve("host"), physical_cores()
+    module = lower(model, "kernels", target.isa, threads)
+    function = module.functions[function.name]
+    names += watched_experts(module, function, {name for groups in names for group in groups for name in group})
+    text = print_module(module)
+    with TemporaryDirectory(prefix="castiron-") as folder:
+        vmfb, weights = Path(folder) / "model.vmfb", Path(folder) / "weights.irpa"
+        require_free_space(weights, sum(param.type.nbytes for param in module.params.values()), "calibrating")
+        progress("compile for calibration", 0.0)
+        compile_mlir(text, target, vmfb)
+        entries = [
+            (p.name, lambda p=p: pack_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
+            for p in module.params.values()
+        ]
+        write_irpa(weights, entries, lambda done, total: progress("pack for calibration", done / total))
+        loaded = Loaded(Part.of(weights).map(), {vmfb.name: vmfb.read_bytes()}, threads)
+        sums = _run(loaded, function, names, chunks, progress)
+    found = {}
+    for groups, totals in zip(names, sums, strict=True):
+        for group, total in zip(groups, totals.reshape(len(groups), -1), strict=True):
+            for name in group:
+                found[name] = np.maximum(total / max(total.mean(), 1e-30), MIN_SHARE).astype(np.float32)
+    return found
+
+
+def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
+    """Add a result to the function for each tensor x that matmuls read: the sum of x² over tokens,
+    f32 [in].
+
+    Returns the names of the weights that multiply each x, in the order of the results.
+    """
+    weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
+    # Gate and up projections of experts read the operation's x; the down projection's input exists
+    # in the lowered module only.
+    read = {"linear": (1,), "experts": (3, 4)}
+    by_input: dict[Value, list[str]] = {}
+    for op in function.ops:
+        if op.kind in read:
+            operands = read[op.kind][: 1 if op.attrs.get("gated") is False else None]
+            names = [name for at in operands for name, _ in weights[op.operands[at]].tensors]
+            by_input.setdefault(op.operands[0], []).extend(names)
+    # The head reads the hidden states that this function returns.
+    by_input.setdefault(function.outputs[0], []).extend(("lm_head.weight", "model.embed_tokens.weight"))
+    with building(model, function):
+        sums = [ops.reduce("add", ops.multiply(x, x), (0,)) for x in by_input]
+    function.outputs += tuple(sums)
+    function.output_names += tuple(f"squares_{index}" for index in range(len(sums)))
+    return [tuple(dict.fromkeys(names)) for names in by_input.values()]
+
+
+def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
+    """Add a result to a lowered function for each experts' matmul that `watched` could not see: the
+    sum of squared inputs over the tokens that chose each expert, f32 [experts, in].
+
+    known: weights that `watched` covers. Returns, for each result and each of its rows, the names
+    of the weights that read this input.
+    """
+    made = {result: op for op in function.ops for result in op.results}
+    names, sums = [], []
+    for op in list(function.ops):
+        kernel = op.attrs.get("kernel")
+        if kernel is None or kernel.matmul is None or not kernel.matmul.experts:
+            continue
+        operands = dict(zip(kernel.tensors, op.operands))
+        tensors = module.params[made[operands["weight"]].attrs["name"]].source.tensors
+        if known.isdisjoint(name for name, _ in tensors):
+            x, experts = operands["x"], kernel.matmul.experts
+            if made[x].kind == "kernel" and "split" in made[x].attrs["kernel"].name:
+                x = made[x].operands[0]
+            with building(module, function):
+                chosen = ops.broadcast_in_dim(operands["chosen"], (x.shape[0], experts), (0,))
+                # Not a conversion: IREE 3.13 takes a true i1 in a matmul for -1.
+                one, zero = (ops.constant(number, F32, chosen.shape) for number in (1.0, 0.0))
+                ours = ops.select(ops.compare("EQ", chosen, ops.iota(chosen.shape, 1)), one, zero)
+                sums.append(ops.dot_general(ours, ops.multiply(x, x), ((0,), (0,))))
+            names.append(tuple((name,) for name, _ in tensors))
+    function.outputs += tuple(sums)
+    function.output_names += tuple(f"experts_{index}" for index in range(len(sums)))
+    return names
+
+
+def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
+    """Run each chunk as a separate sequence; return the results that `watched` added, summed over
+    chunks, f64."""
+    results = len(function.outputs)
+    assert function.entry is not None, "a model's function has a role"
+    sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]
+    for done, chunk in enumerate(chunks):
+        progress("calibrate", done / len(chunks))
+        tokens, start, length = loaded.zeros((WIDTH,), "i32"), loaded.zeros((), "i32"), loaded.zeros((), "i32")
+        states = [loaded.zeros(state.shape, state.dtype) for state in function.states]
+        call = Call(loaded, function.entry, (tokens, start, length, *states))
+        length.words[0] = WIDTH
+        for at in range(0, len(chunk), WIDTH):
+            tokens.array[:] = chunk[at : at + WIDTH]
+            start.words[0] = at
+            call.invoke()
+            for index, total in enumerate(sums):
+                total += call.floats(results - len(sums) + index)
+    progress("calibrate", 1.0)
+    return sums

@@ -1,0 +1,241 @@
+"""Compile a checkpoint to a bundle: read, build, lower, compile, pack; a failure leaves no files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import castiron
+from castiron.emitter.ir import Module
+from castiron.emitter.printer import print_layers, print_module
+from castiron.emitter.step import ModelModule
+from castiron.pipelines.checkpoints.adapter import adapter_sha256
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, validate
+from castiron.pipelines.compile.build_model import build_model, build_module, open_source
+from castiron.pipelines.compile.bundle_manifest import manifest_of, vocab_of
+from castiron.pipelines.compile.calibration import calibrate, text_sha256
+from castiron.pipelines.compile.options import Options, Progress
+from castiron.pipelines.compile.source_hash import BUNDLE_SOURCES, sources_hash
+from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
+from castiron.pipelines.compile.weights import UNIFORM, pack_parameter
+from castiron.pipelines.files import require_free_space
+from castiron.pipelines.terminal import clock
+from castiron.pipelines.text.vocabulary import Vocabulary
+from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
+from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version, expected_seconds
+from castiron.vmfb.disk import naming
+from castiron.vmfb.manifest import MODEL, TOKENIZER, VOCABULARY, WEIGHTS, Accuracy, BundleError, module_name
+from castiron.vmfb.targets import Target, missing_features, resolve
+from castiron.vmfb.weights import write_irpa
+
+# Called with a bundle and a progress function (done, total); returns the bundle's measured distance from exact numerics.
+Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
+
+# Files of `castiron compile --keep`. The compiled module contains the name TEXT.
+LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """The result of `compile_model`.
+
+    bundle: path of the bundle directory. up_to_date: whether it existed already and was not
+    compiled again. seconds: time taken by each stage. files: size in bytes of each file of the
+    bundle. cache: element type of the KV caches.
+    accuracy: measured distance of fast numerics from exact ones; None if it was not measured.
+    left_out: number of dropped tensors by prefix, for example of a vision tower.
+    """
+
+    bundle: Path
+    up_to_date: bool
+    seconds: dict[str, float]
+    files: dict[str, int]
+    cache: str
+    accuracy: Accuracy | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
+def compile_model(
+    model: str | Path,
+    out: Path,
+    options: Options = Options(),
+    progress: Progress | None = None,
+    tiles: TileFields | None = None,
+    keep: Path | None = None,
+    evaluate: Evaluate | None = None,
+    packed: Bundle | None = None,
+) -> CompileReport:
+    """Compile a GGUF file, an HF directory, a catalogue name or a hub name into the bundle
+    directory `out`.
+
+    If `out` is a bundle made from the same inputs, it is kept.
+    progress: gets (stage, share done). tiles: replace those of `tuned_tiles`. keep: a folder for
+    the MLIR and the commands that compile it, which are also written if the bundle is up to date.
+    evaluate: called with a bundle of fast numerics if this machine can run it; its result goes into
+    the manifest. packed: another bundle; if its weights, or those of the bundle at `out`, are the
+    same, they are linked instead of packed again.
+    CheckpointError, EmitError, CompileError, BundleError or StoreError, each one line; then nothing
+    is written.
+    """
+    report = progress or (lambda stage, done: None)
+    seconds: dict[str, float] = {}
+    target = resolve(options.target)
+    checkpoint = open_source(model, options, progress)
+    tiles = tuned_tiles(options, target) if tiles is None else tiles
+    key = _key(checkpoint, options, target)
+    before = existing(out)
+    facts = before.manifest.compile if before else {}
+    # Tiles are also compared: a key covers all but the tiles of the module's own matmuls.
+    used = {name: tiles[name] for name in facts.get("matmuls", ()) if name in tiles}
+    up_to_date = before is not None and facts.get("key") == key and facts.get("tuned") == used
+    if up_to_date and keep is None:
+        return _report(before, True, {})
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        report(name, 0.0)
+        start = time.perf_counter()
+        yield
+        seconds[name] = round(time.perf_counter() - start, 3)
+        report(name, 1.0)
+
+    vocab = vocab_of(checkpoint.config)
+    with stage("emit"):
+        module = build_module(checkpoint, options, target, tiles)
+        text = print_module(module)
+        if not up_to_date:
+            validate(checkpoint, vocab)
+    importance = UNIFORM
+    weights_key = _weights_key(checkpoint, options, target, module)
+    same = next((b for b in (before, packed) if b and b.manifest.compile.get("weights_key") == weights_key), None)
+    if not up_to_date and same is None:
+        require_free_space(out, sum(param.type.nbytes for param in module.params.values()), f"the bundle {out}")
+        if options.calibrate:
+            with stage("calibrate"):
+                importance = calibrate(checkpoint, options, report)
+    if keep is not None:
+        with naming(keep):
+            _write_sources(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
+    if up_to_date:
+        return _report(before, True, {})
+    with BundleWriter(out) as writer:
+        texts = module_texts(module)
+        with stage("compile"), clock(lambda done: report("compile", done), lambda: expected_seconds(texts.values())):
+            result = compile_modules(texts, target, writer.directory, extra_flags=options.iree_flags)
+        with stage("pack"):
+            if same:
+                writer.link(same, WEIGHTS)
+                weights = same.manifest.files[WEIGHTS].sha256
+            else:
+                entries = [
+                    (p.name, lambda p=p: pack_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy))
+                    for p in sorted(module.params.values(), key=lambda p: p.name)
+                ]
+                weights = write_irpa(writer.path(WEIGHTS), entries, lambda done, total: report("pack", done / total))
+        if checkpoint.tokenizer is not None:
+            tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
+            writer.write(TOKENIZER, tokenizer)
+            # Only generated text needs it.
+            if not checkpoint.encoding and (vocabulary := _vocabulary(tokenizer, vocab)):
+                writer.write(VOCABULARY, bytes(vocabulary))
+        if checkpoint.chat_template:
+            writer.write("chat_template.jinja", checkpoint.chat_template)
+        compile_info = {
+            "key": key,
+            "weights_key": weights_key,
+            "seconds": seconds,
+            "iree_compile_seconds": result.seconds,
+            "flags": list(result.flags),
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+        manifest = manifest_of(model, checkpoint, options, target, module, tiles, compile_info)
+        hashes = {WEIGHTS: weights}
+        if evaluate and options.numerics == "fast" and not manifest.encoder and not missing_features(target):
+            with stage("evaluate"):
+                accuracy = evaluate(writer.staged(manifest, hashes), lambda done, total: report("evaluate", done / total))
+            manifest = replace(manifest, accuracy=accuracy)
+        bundle = writer.commit(manifest, hashes)
+    return _report(bundle, False, seconds)
+
+
+def module_texts(module: Module) -> dict[str, str]:
+    """Return file name -> MLIR of the functions in this module file; the first file is
+    `model.vmfb`."""
+    by_file: dict[str, list[str]] = {}
+    for function in module.functions.values():
+        assert function.entry is not None, "a model's function has a role"
+        by_file.setdefault(module_name(function.entry), []).append(function.name)
+    return {name if at else MODEL: print_module(module.part(*part)) for at, (name, part) in enumerate(by_file.items())}
+
+
+def _vocabulary(tokenizer: str, size: int) -> Vocabulary | None:
+    """Return the token table that grammars use; None for an invalid tokenizer.json.
+
+    Loading the bundle reports an invalid tokenizer.json.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        return Vocabulary.of(Tokenizer.from_str(tokenizer), size)
+    except Exception:  # tokenizers raises Exception itself
+        return None
+
+
+def existing(out: Path) -> Bundle | None:
+    """Return the bundle at `out`; None if there is none or it can't be read."""
+    try:
+        return open_bundle(out, run=False)
+    except BundleError:
+        return None
+
+
+def _report(bundle: Bundle, up_to_date: bool, seconds: dict[str, float]) -> CompileReport:
+    manifest = bundle.manifest
+    sizes, left_out = {name: file.size for name, file in manifest.files.items()}, manifest.source.get("left_out", {})
+    return CompileReport(bundle.path, up_to_date, seconds, sizes, manifest.cache, manifest.accuracy, left_out)
+
+
+def _weights_key(checkpoint: Checkpoint, options: Options, target: Target, module: Module) -> str:
+    """Return a hash of all that the packed weights depend on."""
+    types = sorted((param.name, str(param.type)) for param in module.params.values())
+    of_weights = replace(options, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
+    return hashlib.sha256(json.dumps([_key(checkpoint, of_weights, target), types]).encode()).hexdigest()
+
+
+def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
+    """Return a hash, in hex, of everything that a bundle depends on except its tiles."""
+    path = checkpoint.path.resolve()
+    # The layers after an encoder's pooling are in folders of their own.
+    own = [*path.iterdir(), *(path.glob("*/*") if checkpoint.encoding else ())] if path.is_dir() else [path]
+    files = sorted(p for p in own if p.is_file())
+    stamps = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    chosen = asdict(options) | {"threads": options.threads_or_cores}
+    del chosen["tuned"]  # compared as tiles
+    inputs = [stamps, chosen, asdict(target), castiron.__version__, compiler_version()]
+    if options.adapter:
+        inputs.append(adapter_sha256(Path(options.adapter)))
+    if options.calibrate:
+        inputs.append(text_sha256(options.calibrate))
+    inputs.append(sources_hash(*BUNDLE_SOURCES))
+    return hashlib.sha256(json.dumps(inputs, default=list).encode()).hexdigest()
+
+
+def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path | str) -> None:
+    """Write the layer operations, the compiler's input, and a script that compiles this input."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
+    (folder / TEXT).write_text(text, encoding="utf-8")
+    compile_ = shlex.join(["iree-compile", TEXT, *flags, "-o", "model.vmfb"])
+    replace_ = shlex.join(["castiron", "compile", str(Path(bundle).resolve()), "--module", "model.vmfb"])
+    (folder / COMMANDS).write_text(
+        f"#!/bin/sh -e\n# {LAYERS} has layer operations, {TEXT} what they are lowered to. The compiler writes its phases\n"
+        f'# with --dump-compilation-phases-to=phases.\ncd "$(dirname "$0")"\n{compile_}\n{replace_}\n',
+        encoding="utf-8",
+    )
+    (folder / COMMANDS).chmod(0o755)

@@ -1,0 +1,134 @@
+"""Open the bundle that a user names, or compile a named checkpoint once and cache its bundle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castiron.pipelines import locate
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.locate import HubName
+from castiron.pipelines.terminal import Progress, print_message
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.cache import cache_root
+
+if TYPE_CHECKING:
+    from castiron.pipelines.compile.compiler import Evaluate
+    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.options import Progress as Report
+
+_lock = threading.Lock()
+
+
+def open_or_compile(
+    model: str | Path | Bundle,
+    options: Options | None = None,
+    progress: Report | None = None,
+    *,
+    evaluate: Evaluate | None = None,
+    full_check: bool = False,
+    announce: bool = False,
+    one_sequence: bool = False,
+) -> Bundle:
+    """Open the bundle of `model`: a Bundle, its path, a GGUF file, an HF directory, a catalogue or
+    hub name.
+
+    A checkpoint is compiled with `options` into `cache_root()/bundles`, unless an up-to-date bundle
+    is there. progress, evaluate: arguments of `compile_model`; without `progress` a terminal shows
+    a bar. full_check: argument of `open_bundle`. announce: print a line to stderr before compiling.
+    one_sequence: compile only what one prompt at a time needs, unless the complete bundle is
+    cached.
+    PipelineError if options are given with a bundle; otherwise the errors of `open_bundle` and
+    `compile_model`.
+    """
+    path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
+    if is_bundle(model):
+        if options is not None:
+            raise PipelineError(f"options given for a bundle: {path} is compiled already; give its checkpoint")
+        return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
+    from castiron.pipelines.compile.build_model import open_source
+    from castiron.pipelines.compile.compiler import existing
+    from castiron.pipelines.compile.options import Options
+
+    options = options or Options()
+    source = path if path.exists() else str(model)
+    cached, quick = (cached_path(source, chosen) for chosen in (options, options.for_one_sequence()))
+    if one_sequence and existing(cached) is None:
+        options, cached = options.for_one_sequence(), quick
+    if existing(cached) is None:
+        # The remains of a partly deleted bundle would not be replaced.
+        shutil.rmtree(cached, ignore_errors=True)
+        if announce:
+            with Progress() as bar:
+                # An invalid checkpoint's error comes before the line below.
+                open_source(source, options, bar)
+            print_message(f"compiling {model} once, with default options; castiron compile takes others")
+    packed = existing(quick)
+    bundle = open_bundle(compile_to(source, cached, options, progress, evaluate, packed), full_check=full_check)
+    if cached != quick:
+        shutil.rmtree(quick, ignore_errors=True)
+    return bundle
+
+
+def compile_to(
+    model: str | Path,
+    out: Path,
+    options: Options,
+    progress: Report | None = None,
+    evaluate: Evaluate | None = None,
+    packed: Bundle | None = None,
+) -> Path:
+    """Compile a model into the directory `out` and return its path; this process runs one
+    compilation at a time."""
+    from castiron.pipelines.compile.compiler import compile_model
+
+    with _lock, Progress(quiet=progress is not None) as bar:
+        return compile_model(model, out, options, progress or bar, evaluate=evaluate, packed=packed).bundle
+
+
+def options_of(**options: Any) -> Options:
+    """Return Options; for a tuple of sizes, an int stands for one size and None for no sizes."""
+    from castiron.pipelines.compile.options import Options
+
+    for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
+        sizes = options[name]
+        options[name] = () if sizes is None else (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return Options(**options)
+
+
+def is_bundle(model: str | Path | Bundle) -> bool:
+    """Return whether `model` is a bundle or the path of one, which may be damaged."""
+    if isinstance(model, Bundle):
+        return True
+    path = Path(model).expanduser()
+    return (path / "manifest.json").exists() or path.suffix == ".castiron" or locate.is_bundle(path)
+
+
+def require_generation(bundle: Bundle) -> Bundle:
+    """Return the bundle; PipelineError if it is an embedding model's."""
+    if bundle.manifest.encoder:
+        raise PipelineError(f"{bundle.path} is an embedding model and cannot generate text; use castiron embed")
+    return bundle
+
+
+def cached_path(model: str | Path, options: Options) -> Path:
+    """Return where the bundle of a checkpoint and these options is cached."""
+    path = Path(model)
+    if path.exists():
+        name = f"{path.resolve().name.removesuffix('.gguf')}-{_digest(bytes(path.resolve()))}"
+    else:
+        hub = HubName.read(str(model))
+        name = f"{hub.short}-{_digest(str(hub).encode())}" if hub else str(model)
+    chosen, default = (asdict(o) | {"threads": o.threads_or_cores} for o in (options, type(options)()))
+    if chosen != default:
+        name += f"-{_digest(json.dumps(chosen).encode())}"
+    return cache_root() / "bundles" / name
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]

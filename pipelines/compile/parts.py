@@ -1,0 +1,318 @@
+"""Extract parts of a model as separate modules, for `castiron emit` and `castiron bench`: a
+function, a layer, or a kernel, which can also be made by name and shape without a model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from castiron.emitter import ops
+from castiron.emitter.abi import NUMERICS
+from castiron.emitter.codecs import codec_of
+from castiron.emitter.ir import Graph, Module, Op, Value, append, current_function, parameter, scope
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.matmul import small_batch
+from castiron.emitter.kernels.matmul.selection import kernel_of, numerics_of
+from castiron.emitter.kernels.matmul_spec import FAST, PIECES, Matmul
+from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.emitter.kernels.recurrent.causal_conv import causal_conv
+from castiron.emitter.kernels.recurrent.gated_delta import gated_delta
+from castiron.emitter.kernels.recurrent.selective_scan import selective_scan
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
+from castiron.emitter.kernels.round_x import round_x
+from castiron.emitter.kernels.split_x import split_x
+from castiron.emitter.kernels.weights.packing import LANES, packed_shape
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import build
+from castiron.emitter.operations import LOWERED
+from castiron.emitter.types import EmitError
+from castiron.emitter.verifier import check
+from castiron.pipelines.errors import PipelineError
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+
+
+def extract_function(module: Module, name: str) -> Module:
+    """Return a module with one function and its parameters; PipelineError for an unknown name."""
+    if name not in module.functions:
+        raise PipelineError(f"the model has no function {name!r}; --function takes {', '.join(module.functions)}")
+    into = Module(module.name)
+    function = into.functions[name] = module.functions[name]
+    for op in function.ops:
+        if op.kind == "parameter":
+            into.add_param(module.params[op.attrs["name"]])
+    return into
+
+
+def extract_layer(module: Module, layer: int) -> Module:
+    """Return a module whose functions have only the operations of one layer (module path
+    `layers.<layer>`).
+
+    Values computed outside the layer become arguments: inputs and states keep their names, others
+    have the module path of the operation that computes them. Results are the values that the rest
+    of the function reads, under the names that they have as arguments of the next layer.
+    PipelineError for an unknown layer.
+    """
+    layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
+    if layer not in layers:
+        raise PipelineError(f"the model has no layer {layer}; --layer takes 0 to {len(layers) - 1}")
+    into = Module(module.name)
+    for function in module.functions.values():
+        _restrict(module, function, layer, into)
+    check(into, LOWERED)
+    return into
+
+
+def layer_of(op: Op) -> int | None:
+    """Return the number of an operation's layer; None outside layers."""
+    found = LAYER.search(op.path)
+    return int(found[1]) if found else None
+
+
+def kernel_module(kernel: Kernel) -> Module:
+    """Return a module whose function `call` dispatches the kernel once, with 0 for index operands."""
+    module = Module("kernel")
+    with module.function("call", **kernel.tensors) as inputs:
+        given = dict(zip(kernel.tensors, inputs, strict=True))
+        results = ops.kernel_call(kernel, **given, **dict.fromkeys(kernel.indices, 0))
+        storage = {i: given[kernel.in_place[name]] for i, name in enumerate(results) if name in kernel.in_place}
+        current_function().returns(storage, **results)
+    check(module, LOWERED)
+    return module
+
+
+def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
+    """Add a layer's operations in `function`, with the parameters and constants that they read, to
+    `into`."""
+    block = [op for op in function.ops if layer_of(op) == layer]
+    read = {v for op in block for v in op.operands}
+    # Operations without operands are copied: the rotary tables are read in the first layer only.
+    copied = [op for op in function.ops if layer_of(op) == layer or (not op.operands and read.intersection(op.results))]
+    own = {v for op in copied for v in op.results}
+    names = _names(function)
+    arguments = {names[v]: v for op in block for v in op.operands if v not in own}
+    results = {names[v]: v for op in block for v in op.results if v in names}
+    with into.function(function.name, **{name: v.type for name, v in arguments.items()}) as inputs:
+        mapped = dict(zip(arguments.values(), inputs))
+        for op in copied:
+            with scope(op.path):
+                if op.kind == "parameter":
+                    made: tuple[Value, ...] = (parameter(module.params[op.attrs["name"]]),)
+                else:
+                    made = append(op.kind, [mapped[v] for v in op.operands], [v.type for v in op.results], op.attrs)
+                mapped.update(zip(op.results, made, strict=True))
+        storage = {i: mapped[arguments[name]] for i, name in enumerate(results) if name in arguments}
+        current_function().returns(storage, **{name: mapped[v] for name, v in results.items()})
+
+
+def _names(function: Graph) -> dict[Value, str]:
+    """Return names of the function's inputs, and of values that leave the layer that computes them.
+
+    An updated state has the name of its input, other values the module path of their operation.
+    """
+    readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
+    for op in function.ops:
+        for value in op.operands:
+            readers.setdefault(value, set()).add(layer_of(op))
+    names = {value: value.name for value in function.inputs}
+    states, count = dict(names), Counter[str]()
+    for op in function.ops:
+        for i, value in enumerate(op.results):
+            before = _updated(op, i)
+            state = states.get(before) if before else None
+            if state:
+                states[value] = state
+            if not op.operands or not readers.get(value, set()) - {layer_of(op)}:
+                continue
+            path = re.sub(r"\W", "_", op.path) or "value"
+            count[path] += not state
+            names[value] = state or (path if count[path] == 1 else f"{path}_{count[path]}")
+    return names
+
+
+def _updated(op: Op, result: int) -> Value | None:
+    """Return the operand that a result of the operation updates in place, if any."""
+    if op.kind == "kernel":
+        kernel = op.attrs["kernel"]
+        operand = kernel.in_place.get(list(kernel.results)[result])
+        return dict(zip(kernel.tensors, op.operands, strict=True)).get(operand)
+    return op.operands[0] if op.kind == "dynamic_update_slice" else None
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """The options that select one kernel; sizes: the numbers of --shape."""
+
+    sizes: tuple[int, ...]
+    tokens: int
+    codec: str
+    isa: str
+    threads: int
+    context: int
+    numerics: str
+    cache: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of kernel that `castiron emit --kernel` prints.
+
+    shape: the sizes that --shape takes, in the help. example: a value of --shape. tokens: default,
+    minimum and maximum of --tokens; None for no maximum. make: function that makes the kernel from
+    its name and the request.
+    """
+
+    shape: str
+    example: str
+    tokens: tuple[int, int, int | None]
+    make: Callable[[str, KernelRequest], Kernel]
+
+    @property
+    def is_matmul(self) -> bool:
+        """Return whether the kernel is a matmul."""
+        return self.make is _matmul
+
+    @property
+    def tokens_words(self) -> str:
+        """Return the values that --tokens takes, as text for the help."""
+        default, minimum, maximum = self.tokens
+        if maximum == minimum:
+            return str(minimum)
+        return f"{minimum} and up (default {default})" if maximum is None else f"{minimum} to {maximum} (default {default})"
+
+
+def _matmul(name: str, asked: KernelRequest) -> Kernel:
+    *experts, out, inner = asked.sizes
+    matmul, isa = Matmul(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0), ISAS[asked.isa]
+    fast = asked.numerics == "fast"
+    if asked.numerics == "canonical":
+        isa = isa.in_canonical_form
+    matmul = replace(matmul, numerics=numerics_of(matmul, isa, fast))
+    if fast and matmul.numerics not in FAST:
+        case = f"{matmul.tokens} tokens, {matmul.experts} experts and {matmul.codec}"
+        raise ValueError(f"no kernel of {isa.name} rounds x for {case}")
+    return kernel_of(matmul, isa, asked.threads)
+
+
+def _round_x(name: str, asked: KernelRequest) -> Kernel:
+    # Matmuls of float codecs read no bytes; show the form of most others.
+    codec = asked.codec if codec_of(asked.codec).quantised else "q4_1"
+    packed_shape(codec, LANES, asked.sizes[0])
+    return round_x(asked.tokens, asked.sizes[0], codec_of(codec), isa=ISAS[asked.isa])
+
+
+def _split_x(name: str, asked: KernelRequest) -> Kernel:
+    count = PIECES["bf16_matrix" if asked.numerics == "fast" else "bf16_split"]
+    codec = codec_of(asked.codec)
+    group = codec.group if codec.minimum and count > 1 else 0
+    return split_x(asked.tokens, asked.sizes[0], count, group, isa=ISAS[asked.isa])
+
+
+def _recurrent(name: str, asked: KernelRequest) -> Kernel:
+    """Make a kernel of a recurrent layer, whose operands are separate tensors."""
+    tokens, isa = Tokens(asked.tokens, 1, length=asked.tokens > 1), ISAS[asked.isa]
+    if name == "causal_conv":
+        features, positions = asked.sizes
+        return causal_conv(tokens, features, positions, Columns(features), isa=isa)
+    groups, heads, inner, outer = asked.sizes
+    if heads % groups:
+        raise ValueError(f"{heads} heads are not a multiple of {groups} groups")
+    if name == "gated_delta":
+        widths = {"q": groups * inner, "k": groups * inner, "v": heads * outer, "alpha": heads, "beta": heads}
+        return gated_delta(tokens, asked.sizes, {name: Columns(width) for name, width in widths.items()}, isa=isa)
+    widths = {"x": heads * inner, "dt": heads, "B": groups * outer, "C": groups * outer}
+    return selective_scan(tokens, asked.sizes, {name: Columns(width) for name, width in widths.items()}, isa=isa)
+
+
+def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
+    """Return a function that takes a kernel from a lowered model of one layer.
+
+    The model's config has the request's sizes under `keys`. The kernel is the first with the
+    requested name in `function`, or in decode_step for one token.
+    """
+
+    def make(name: str, asked: KernelRequest) -> Kernel:
+        config = {
+            "model_type": model_type, "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": asked.context,
+            **dict(zip(keys, asked.sizes)),
+        }  # fmt: skip
+        tokens = asked.tokens
+        some = {kind: (tokens,) if function == kind and tokens > 1 else () for kind in ("prefill", "verify", "decode_batch")}
+
+        def codec(weight: str) -> str:
+            return asked.codec if "embed_tokens" in weight else "f32"
+
+        model = build(config, codec, asked.context, some["prefill"], some["verify"], some["decode_batch"], cache=asked.cache)
+        lowered = lower(model, "kernels", asked.isa, asked.threads)
+        chosen = lowered.functions[f"{function}_{tokens}" if tokens > 1 else "decode_step"]
+        kernels = (op.attrs["kernel"] for op in chosen.ops if op.kind == "kernel")
+        return next(kernel for kernel in kernels if kernel.name.startswith(f"{name}_"))
+
+    return make
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+FEW = small_batch.MAX_TOKENS
+
+KINDS: dict[str, Kind] = {
+    "gemv": Kind("OUTxIN", "1536x576", (1, 1, 1), _matmul),
+    "gemm_few": Kind("OUTxIN", "1536x576", (4, 2, FEW), _matmul),
+    "gemm": Kind("OUTxIN", "1536x576", (128, FEW + 1, None), _matmul),
+    "experts": Kind("EXPERTSxOUTxIN", "32x768x2048", (4, 1, None), _matmul),
+    "attention_decode": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (1, 1, None), _of_model("decode_batch", "llama", *HEADS)),
+    "attention_prefill": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
+    "rope_append": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
+    "causal_conv": Kind("FEATURESxPOSITIONS", "6144x4", (1, 1, None), _recurrent),
+    "gated_delta": Kind("K_HEADSxHEADSxK_DIMxV_DIM", "16x16x128x128", (1, 1, None), _recurrent),
+    "selective_scan": Kind("GROUPSxHEADSxHEAD_DIMxN", "1x48x64x128", (1, 1, None), _recurrent),
+    # Of families whose decode_step has such a norm that isn't fused into a matmul.
+    "rms_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "olmo2", "hidden_size")),
+    "layer_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "starcoder2", "hidden_size")),
+    "embed": Kind("VOCABxHIDDEN", "49152x576", (1, 1, None), _of_model("prefill", "llama", "vocab_size", "hidden_size")),
+    "round_x": Kind("IN", "576", (128, 1, None), _round_x),
+    "split_x": Kind("IN", "576", (128, 1, None), _split_x),
+    "argmax": Kind("VOCAB", "49152", (1, 1, None), _of_model("verify", "llama", "vocab_size")),
+}
+
+
+def named_kernel(
+    name: str,
+    shape: str,
+    *,
+    tokens: int | None = None,
+    codec: str = "f32",
+    isa: str = "avx2",
+    threads: int = 2,
+    context: int = 8192,
+    numerics: str = "exact",
+    cache: str = "f32",
+) -> Kernel:
+    """Return the kernel `name` (a key of KINDS) with the default tiles.
+
+    shape: sizes joined by `x`. tokens: number of rows of x; for attention_decode the number of
+    sequences, for experts the number of (token, expert) pairs. codec: the weight's codec. context,
+    cache: number of positions and element type of a KV cache. numerics: the matmul's numerics.
+    PipelineError for options that don't fit the kernel.
+    """
+    kind = KINDS.get(name)
+    if kind is None:
+        raise PipelineError(f"kernel {name!r} is not one of {', '.join(KINDS)}")
+    words = shape.split("x")
+    if len(words) != len(kind.shape.split("x")) or not all(w.isascii() and w.isdigit() and int(w) for w in words):
+        raise PipelineError(f"shape {shape!r} does not fit {name}; --shape takes {kind.shape}, such as {kind.example}")
+    default, minimum, maximum = kind.tokens
+    tokens = default if tokens is None else tokens
+    if tokens < minimum or (maximum is not None and tokens > maximum):
+        raise PipelineError(f"{name} does not take {tokens} tokens; --tokens takes {kind.tokens_words}")
+    if numerics not in NUMERICS:
+        raise PipelineError(f"unknown numerics {numerics!r}; use {', '.join(NUMERICS)}")
+    if numerics != "exact" and not (kind.is_matmul or kind.make is _split_x):
+        raise PipelineError(f"{name} is not a matmul, so its numerics are exact; leave --numerics out")
+    try:
+        asked = KernelRequest(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens), numerics, cache)
+        return kind.make(name, asked)
+    except (ValueError, EmitError) as error:
+        raise PipelineError(f"{name} of shape {shape}: {error}") from None

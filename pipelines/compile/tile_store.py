@@ -1,0 +1,128 @@
+"""Store the tiles that `castiron tune` found, for all models, in `tuned.json` under the cache root."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from castiron.emitter.kernels.matmul.selection import kernel_of, read_tiles
+from castiron.emitter.kernels.matmul.tiles import Tiles
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.source_hash import KERNEL_SOURCES, sources_hash
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb import cache
+from castiron.vmfb.compiler import compiler_version
+from castiron.vmfb.cpu import host_cpu
+from castiron.vmfb.record import RecordError, from_json, to_json
+from castiron.vmfb.targets import Target
+
+# The fields of tiles, by the name of a matmul.
+TileFields = Mapping[str, Mapping[str, int]]
+
+SCHEMA = 2
+# The package of matmul kernels, which with its imports decides their code.
+
+
+class StoreError(PipelineError):
+    """The error for an invalid `tuned.json`; its text is one line that states what to do."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """The conditions under which a measurement is valid.
+
+    cpu: CPU model. isa: instruction set. iree: version of IREE. kernels: hash of the kernels'
+    sources. threads: number of threads.
+    """
+
+    cpu: str
+    isa: str
+    iree: str
+    kernels: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of tuning one matmul.
+
+    product: the matmul's name. tiles: the fastest tiles, None if they are the default ones. gain:
+    time with the default tiles divided by the time with the fastest ones.
+    """
+
+    key: Key
+    product: str
+    tiles: dict[str, int] | None
+    gain: float
+
+
+@dataclass(frozen=True)
+class _Store:
+    schema: int
+    findings: tuple[Finding, ...]
+
+
+def store_path() -> Path:
+    """Return the path of `tuned.json`."""
+    return cache.cache_path("tuned")
+
+
+def key_of(target: Target, threads: int) -> Key:
+    """Return the key of kernels that this machine compiles for `target` and runs on `threads`
+    threads."""
+    return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
+
+
+def read_findings() -> tuple[Finding, ...]:
+    """Return all findings, () if the file can't be read; StoreError if its content is invalid."""
+    path = store_path()
+    try:
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+            raise RecordError(f"it has no schema {SCHEMA}")
+        return from_json(_Store, value).findings
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return ()
+    except (OSError, ValueError, RecursionError, RecordError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StoreError(f"{path} was not written by castiron tune ({reason}); delete it, or compile with --no-tuned") from None
+
+
+def add_findings(findings: Iterable[Finding]) -> bool:
+    """Add findings, replacing those of the same key and matmul; return False if that fails."""
+    found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
+    text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
+    return cache.keep(store_path(), text.encode() + b"\n")
+
+
+def findings_of(key: Key) -> dict[str, Finding]:
+    """Return the findings under `key` by the matmul's name."""
+    return {finding.product: finding for finding in read_findings() if finding.key == key}
+
+
+def tuned_tiles(options: Options, target: Target) -> TileFields:
+    """Return the stored tiles that are faster than the default for a model compiled with these
+    options."""
+    if not options.tuned or options.target != "host" or options.lowering != "kernels":
+        return {}
+    found = findings_of(key_of(target, options.threads_or_cores))
+    return {name: finding.tiles for name, finding in found.items() if finding.tiles is not None}
+
+
+def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:
+    """Return the tiles that `tuned` has for a matmul; None for the default ones.
+
+    StoreError if the matmul's kernel rejects these tiles.
+    """
+    if matmul.name not in tuned:
+        return None
+    try:
+        tiles = read_tiles(matmul, tuned[matmul.name])
+        kernel_of(matmul, isa, threads, tiles)
+        return tiles
+    except ValueError as error:
+        raise StoreError(f"{store_path()} has invalid tiles ({error}); delete it, or compile with --no-tuned") from None

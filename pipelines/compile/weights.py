@@ -1,0 +1,149 @@
+"""Choose the codec of each weight by --weights, and convert and pack the weights.
+
+Mixes such as `q4_k_m`, and replacements of types whose blocks don't divide a row, are llama.cpp's
+(src/llama-quant.cpp), so a bundle is as large and as accurate as a GGUF file of that name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from castiron.emitter.codecs import CODECS
+from castiron.emitter.ir import Param
+from castiron.emitter.quantise import ENCODERS, convert
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+
+FLOATS = ("f32", "bf16", "f16")
+# Mix -> the type of most matrices.
+MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
+QUANTISED = (*ENCODERS, *MIXES)
+WEIGHTS = ("native", *FLOATS, *QUANTISED)
+
+# Weight of the error in each column, f32 [in], by the tensor's name; a missing tensor weighs all columns equally.
+Importance = Mapping[str, np.ndarray]
+UNIFORM: Importance = MappingProxyType({})
+
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight", "transformer.wte.weight")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d{1,9})\.")
+# Small matrices that llama.cpp doesn't quantise: routers, which choose by small differences, and
+# embeddings that are added as they are.
+_UNQUANTISED = re.compile(
+    r".*\.(gate|router|router\.layer|shared_expert_gate|wpe|(position|token_type)_embeddings|per_layer_model_projection)\.weight"
+)
+_VALUES = re.compile(r".*\.(v_proj|qkv_proj)\.weight")
+_DOWN = re.compile(r".*\.(down_proj|w2|mlp\.c_proj|output_linear)(\.weight)?")
+_KEYS, _OUT = re.compile(r".*\.k_proj\.weight"), re.compile(r".*\.o_proj\.weight")
+# Experts keep the type that they were trained in.
+_TRAINED = "mxfp4"
+# Replaces a type whose blocks of 256 don't fill a row.
+_SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+
+def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
+    """Return the codec of every tensor by name, for a value of --weights.
+
+    Vectors keep their codec. If `weights` quantises, some matrices keep their codec too: those
+    whose rows no codec's block divides, routers and other small matrices, and experts trained in
+    MXFP4.
+    CheckpointError if another matrix is quantised already.
+    """
+    matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
+    codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
+    if weights in FLOATS:
+        return codecs | {tensor.name: weights for tensor in matrices}
+    if weights == "native":
+        return codecs
+    matrices = [tensor for tensor in matrices if tensor.codec != _TRAINED]
+    if quantised := sorted({tensor.codec for tensor in matrices if CODECS[tensor.codec].quantised}):
+        raise CheckpointError(
+            f"{checkpoint.path} is already quantised to {', '.join(quantised)}, and quantising again would add to the error; "
+            f"give the checkpoint in f32, bf16 or f16, or leave --weights {weights} out"
+        )
+    wanted = _mixed(checkpoint, matrices, weights) if weights in MIXES else {}
+    for tensor in matrices:
+        if _is_quantisable(tensor):
+            codecs[tensor.name] = _fitting(tensor, wanted.get(tensor.name, weights))
+    return codecs
+
+
+def use_more_bits(layer: int, layers: int) -> bool:
+    """Return whether a mix spends more bits on a layer: on the first and the last eighth of the
+    layers, and on every third between (llama.cpp, src/llama-quant.cpp).
+    """
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _is_quantisable(tensor: Tensor) -> bool:
+    """Return whether a tensor is a matrix of a matmul or embedding, or a stack of all experts'
+    matrices."""
+    experts = len(tensor.shape) == 3 and ".experts." in tensor.name
+    return (len(tensor.shape) == 2 or experts) and not _UNQUANTISED.fullmatch(tensor.name)
+
+
+def _fitting(tensor: Tensor, codec: str) -> str:
+    """Return `codec`, or one with smaller blocks if `codec`'s blocks do not divide a row, or the
+    tensor's codec if neither fits."""
+    features = tensor.shape[-1]
+    if features % CODECS[codec].block:
+        codec = _SMALLER.get(codec, codec)
+    return tensor.codec if features % CODECS[codec].block else codec
+
+
+def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str, str]:
+    """Return the codec that `mix` (a key of MIXES) gives to each matrix, by name."""
+    base, config = MIXES[mix], checkpoint.config
+    eight_experts = (config.get("num_local_experts") or config.get("num_experts")) == 8
+    tied = config.get("tie_word_embeddings") or _HEAD not in checkpoint.tensors
+    heads = _EMBEDDINGS if tied else (_HEAD,)
+    # Layers are counted among those with such a tensor: in a hybrid model only some have values.
+    found = {
+        pattern: sorted({_layer_of(m.name) for m in matrices if pattern.fullmatch(m.name)}) for pattern in (_VALUES, _DOWN)
+    }
+
+    def more_bits(name: str, pattern: re.Pattern) -> bool:
+        return use_more_bits(found[pattern].index(_layer_of(name)), len(found[pattern]))
+
+    def codec_of(name: str) -> str:
+        if name in heads:
+            return "q6_k"
+        if _VALUES.fullmatch(name):
+            return "q8_0" if eight_experts else "q6_k" if more_bits(name, _VALUES) else base
+        if _DOWN.fullmatch(name):
+            return "q6_k" if more_bits(name, _DOWN) else base
+        if eight_experts and _KEYS.fullmatch(name):
+            return "q8_0"
+        return "q5_k" if eight_experts and _OUT.fullmatch(name) else base
+
+    return {tensor.name: codec_of(tensor.name) for tensor in matrices}
+
+
+def _layer_of(name: str) -> int:
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
+
+
+def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Importance = UNIFORM) -> np.ndarray:
+    """Return the bytes of a tensor in `codec`, converted through f32 if the checkpoint has another.
+
+    CheckpointError if the codec cannot represent the tensor's numbers.
+    """
+    tensor = checkpoint.tensors[name]
+    if tensor.codec == codec:
+        return tensor.data
+    try:
+        return convert(tensor.codec, tensor.data, codec, importance.get(name))
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
+
+
+def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
+    """Return the array of one parameter, as the compiled functions read it."""
+    # Quantising takes a while, and parts of one tensor name it several times.
+    read = {source: convert_tensor(checkpoint, *source, importance) for source in dict.fromkeys(param.source.tensors)}
+    return np.ascontiguousarray(param.source.pack(*(read[source] for source in param.source.tensors)))

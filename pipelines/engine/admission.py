@@ -1,0 +1,143 @@
+"""The requests of a scheduler: which is read next, which gets a free slot, and which is preempted."""
+
+from __future__ import annotations
+
+from bisect import insort, insort_left
+from collections import Counter
+from math import ceil
+
+from castiron.pipelines.engine.context import common_prefix
+from castiron.pipelines.engine.prefix_cache import PrefixCache
+from castiron.pipelines.engine.request import Request
+
+# A prompt that was passed over this often is read before others; the oldest such prompt first.
+PATIENCE = 4
+
+# Tokens left to read, the request's slot (None without one), and the request.
+Candidate = tuple[int, int | None, Request]
+
+
+class Admission:
+    """The queue of requests, which chooses the request to run next.
+
+    It compares requests in this order: the lowest `priority`; a client that has fewer slots than an
+    equal share; the oldest request that was passed over `PATIENCE` times; the fewest tokens left to
+    read. A request that shares its prefix with an older prompt being read waits until the prefix is
+    in the cache.
+
+    `self.waiting`: requests without a slot, by priority, then in order of arrival.
+    `self.prefilling`: requests whose prompt is being read, by slot. `self.decoding`: requests whose
+    answer is being generated, by slot.
+    """
+
+    def __init__(self, slots: int, cache: PrefixCache):
+        self.slots, self.cache = slots, cache
+        self.waiting: list[Request] = []
+        self.prefilling: dict[int, Request] = {}
+        self.decoding: dict[int, Request] = {}
+
+    @property
+    def running(self) -> dict[int, Request]:
+        """The requests that have a slot."""
+        return {**self.prefilling, **self.decoding}
+
+    @property
+    def num_free(self) -> int:
+        return self.slots - len(self.prefilling) - len(self.decoding)
+
+    @property
+    def free(self) -> list[int]:
+        return [slot for slot in range(self.slots) if slot not in self.prefilling and slot not in self.decoding]
+
+    def add(self, request: Request) -> None:
+        """Queue a request; a preempted request goes before others of the same priority."""
+        (insort_left if request.paused else insort)(self.waiting, request, key=lambda r: r.priority)
+
+    def remove(self, request: Request) -> int | None:
+        """Remove a request and return its slot, or None if it had no slot."""
+        for running in (self.prefilling, self.decoding):
+            for slot, other in running.items():
+                if other is request:
+                    del running[slot]
+                    return slot
+        if request in self.waiting:
+            self.waiting.remove(request)
+        return None
+
+    def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
+        """Return the request to read tokens of next and its slot, None for one without a slot.
+
+        Returns None if no request has tokens to read. `forced`: by slot, decoding requests with
+        tokens that a grammar forces, which are read like a prompt.
+        """
+        found: list[Candidate] = [
+            (len(request.unread(self.cache.sessions[slot].position)), slot, request)
+            for slot, request in (*self.prefilling.items(), *forced.items())
+        ]
+        if self.waiting and self.num_free:
+            found += self._for_free_slots(self.num_free)
+        if not found:
+            return None
+
+        def order(candidate: Candidate) -> tuple[int, bool, int, float]:
+            left, _, request = candidate
+            patient = request.passed_over < PATIENCE
+            return request.priority, patient, left if patient else 0, request.timing.arrived
+
+        _, slot, chosen = min(found, key=order)
+        for _, _, request in found:
+            request.passed_over = 0 if request is chosen else request.passed_over + 1
+        return slot, chosen
+
+    def preempted(self) -> int | None:
+        """Return the slot of the running request to preempt for a waiting one of a higher
+        priority, or None."""
+        if not self.waiting or self.num_free:
+            return None
+        first = self.waiting[0].priority
+        # A request with prompt_logprobs cannot be paused: the slot also stores its scores.
+        found = [(r.priority, r.timing.arrived, slot) for slot, r in self.running.items()
+                 if r.priority > first and r.prompt_logprobs is None]  # fmt: skip
+        if not found or sum(r.paused is not None for r in self.waiting) >= self.slots:
+            return None
+        priority, _, slot = max(found)
+        # Requests that could use the slot now: others wait for a prefix being read or fetched.
+        ready = self._for_free_slots(1)
+        return slot if ready and ready[0][2].priority < priority else None
+
+    def _for_free_slots(self, free: int) -> list[Candidate]:
+        """Return the waiting requests that may get one of `free` slots now."""
+        slots_of = Counter(r.client for r in self.running.values())
+        share = ceil(self.slots / len({*slots_of, *(r.client for r in self.waiting)}))
+        seen: Counter[str] = Counter()
+        found: dict[tuple[int, int], list[Candidate]] = {}
+        for request in self.waiting:
+            seen[request.client] += 1
+            if seen[request.client] > free:
+                continue
+            excess = max(0, slots_of[request.client] - share + 1)
+            if left := self._left_to_read(request):
+                found.setdefault((request.priority, excess), []).append((left, None, request))
+        return found[min(found)] if found else []
+
+    def _left_to_read(self, request: Request) -> int:
+        """Return how many tokens a waiting request has to read.
+
+        Returns 0 while another request reads the same prefix, or a thread reads it from disk.
+        """
+        if request.paused:
+            return max(1, len(request.prompt) - request.paused.position)
+        wanted = request.prompt, request.prompt_logprobs
+        cached = self.cache.longest(*wanted)
+        if self.decoding and self.cache.fetching(*wanted):
+            return 0
+        older = (r for r in self.prefilling.values() if r.timing.arrived <= request.timing.arrived)
+        return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
+
+    def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
+        """Return whether the cache will have more than `cached` tokens of the prompt of `request`
+        when the prompt of `other` has been read."""
+        common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
+        if wanted is None:
+            return common > cached
+        return given is not None and given >= wanted and self.cache.scored_positions(common) > cached

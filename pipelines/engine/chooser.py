@@ -1,0 +1,147 @@
+"""Choice of the next token of a request, by sampling among the tokens that a constraint allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from typing import Protocol
+
+import numpy as np
+
+from castiron.pipelines.engine.sampling import NEAR, REPEAT_WINDOW, Sampler, lead
+from castiron.pipelines.errors import PipelineError
+
+
+class ConstraintError(PipelineError):
+    """No token of the vocabulary continues the text as its constraint requires."""
+
+
+class Constraint(Protocol):
+    """An interface that decides which tokens may continue a text, such as a grammar.
+
+    `forced`: the tokens that must come next, in order; empty if there is a choice. `done`: whether
+    the text is complete and cannot continue. `eos`: the tokens that may end a complete text.
+    """
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def forced(self) -> Sequence[int]: ...
+    @property
+    def eos(self) -> Sequence[int]: ...
+    def copy(self) -> Constraint:
+        """Return an independent constraint in the same state."""
+        ...
+
+    def allows(self, token: int) -> bool: ...
+    def masked(self, logits: np.ndarray) -> np.ndarray:
+        """Return `logits` [vocab] with minus infinity for tokens that are not allowed.
+
+        Raises ConstraintError if no token is allowed.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Append `token` to the text; raise ConstraintError if it is not allowed."""
+        ...
+
+
+class MinTokens:
+    """A constraint that forbids the stop tokens until a text has `count` tokens."""
+
+    done = False
+    forced: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
+
+    def __init__(self, count: int, stop_tokens: Collection[int]):
+        self.left, self.stop_tokens = count, sorted(stop_tokens)
+
+    def copy(self) -> MinTokens:
+        return copy(self)
+
+    def allows(self, token: int) -> bool:
+        return not self.left or token not in self.stop_tokens
+
+    def masked(self, logits: np.ndarray) -> np.ndarray:
+        if self.left:
+            logits = logits.copy()
+            logits[self.stop_tokens] = -np.inf
+        return logits
+
+    def accept(self, token: int) -> None:
+        self.left = max(0, self.left - 1)
+
+
+class Chooser:
+    """The token choice of one request: `pick` returns the next token, `accept` appends it.
+
+    `self.recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty.
+    `self.counts`: how often each token was generated, for the frequency and presence penalties.
+    Both are updated only if the sampling needs logits.
+    """
+
+    def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
+        self.sampler, self.constraint = sampler, constraint
+        self.recent, self.counts = list(recent[-REPEAT_WINDOW:]), Counter[int]()
+        # A lookahead does not consume random numbers; it reads the one at index `_ahead` next.
+        self._is_lookahead, self._ahead = False, 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the text is complete and cannot continue."""
+        return bool(self.constraint and self.constraint.done)
+
+    @property
+    def forced(self) -> bool:
+        """Whether the next token is certain, whatever the logits are."""
+        return bool(self.constraint and self.constraint.forced)
+
+    def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
+        """Return the next token.
+
+        `argmax`: the most probable token. `logits`: function that returns the logits, f32 [vocab].
+        """
+        return self._pick(argmax, logits, False)[0]
+
+    def pick_if_certain(self, argmax: int, logits: Callable[[], np.ndarray]) -> int | None:
+        """Return the token that `pick` returns, or None if rounding could change the choice.
+
+        Functions of the bundle that add numbers in another order return slightly different logits.
+        """
+        token, certain = self._pick(argmax, logits, True)
+        return token if certain else None
+
+    def _pick(self, argmax: int, logits: Callable[[], np.ndarray], check: bool) -> tuple[int, bool]:
+        constraint = self.constraint
+        if constraint and constraint.forced:
+            return constraint.forced[0], True
+        if self.sampler.sampling.needs_logits:
+            allowed = constraint.masked(logits()) if constraint else logits()
+            return self.sampler.pick(allowed, self.recent, self.counts, self._ahead, check)
+        if not constraint or constraint.allows(argmax):
+            return argmax, not check or lead(logits()) >= NEAR
+        allowed = constraint.masked(logits())
+        return int(allowed.argmax()), not check or lead(allowed) >= NEAR
+
+    def accept(self, token: int) -> None:
+        """Append `token` to the text; raise ConstraintError if the constraint forbids it."""
+        forced = self.forced
+        if self.constraint:
+            self.constraint.accept(token)
+        if not self.sampler.sampling.needs_logits:
+            return
+        self.recent = [*self.recent[1 - REPEAT_WINDOW :], token]
+        self.counts[token] += 1
+        # A forced token uses no random number.
+        if self._is_lookahead:
+            self._ahead += not forced
+        elif not forced:
+            self.sampler.used()
+
+    def lookahead(self) -> Chooser:
+        """Return an independent copy, which draws later tokens with the same random numbers."""
+        other = copy(self)
+        other._is_lookahead = True
+        other.constraint, other.counts = self.constraint and self.constraint.copy(), self.counts.copy()
+        return other

@@ -1,0 +1,261 @@
+"""Proposals of a draft model, a smaller model with the same vocabulary as the target model.
+
+The draft model samples its proposals with the random numbers that will sample the target model's
+tokens. A proposal is right if both models choose the same token with the same random number, so the
+text is the same as without a draft (drafter-invariant: Daliri, Musco and Suresh, arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from castiron.pipelines.engine.chooser import Chooser
+from castiron.pipelines.engine.context import move_after, move_to
+from castiron.pipelines.engine.sampling import weights
+from castiron.vmfb.session import Session
+from castiron.vmfb.states import Snapshot
+
+# The draft reads only this many last tokens of a longer text at first.
+WINDOW = 64
+# Max tokens beyond the end of the text after which the draft can still return to that end.
+AHEAD = 64
+# Number of timing runs when a draft is opened, and tokens of each.
+ROUNDS, ROUND_TOKENS = 2, 32
+# Probabilities in the draft that separate the kinds of proposals, and the initial acceptance rates:
+# of each kind, then of all kinds together.
+CONFIDENCES, ACCEPTED = (0.3, 0.6, 0.8, 0.95), (0.3, 0.5, 0.7, 0.85, 0.95, 0.7)
+ALL_KINDS = -1
+
+
+class HitRates:
+    """Acceptance rates: the share of right proposals of each kind, in which older ones count less.
+
+    The kinds are indices of `prior`, the initial rates; each counts like `CASES` proposals. `decay`
+    multiplies the weight of the earlier proposals at each new one.
+    """
+
+    CASES = 4.0
+
+    def __init__(self, prior: Sequence[float], decay: float):
+        self._decay = decay
+        self._hits, self._cases = [rate * self.CASES for rate in prior], [self.CASES] * len(prior)
+
+    def __getitem__(self, kind: int) -> float:
+        return self._hits[kind] / self._cases[kind]
+
+    def learn(self, kind: int, right: bool) -> None:
+        self._hits[kind] = self._hits[kind] * self._decay + right
+        self._cases[kind] = self._cases[kind] * self._decay + 1
+
+
+def expected_tokens(rates: Iterable[float]) -> float:
+    """Return the expected number of tokens that a verification pass generates.
+
+    It generates one token without proposals; `rates`: acceptance rate of each proposal.
+    """
+    expected = probability = 1.0
+    for rate in rates:
+        probability *= rate
+        expected += probability
+    return expected
+
+
+class CallCosts:
+    """Seconds of a call of each width (number of tokens): the median of the last calls.
+
+    A width without calls is estimated from the next narrower width that has been timed.
+    """
+
+    GROWTH = 0.6  # a low estimate, or the width would never be tried
+
+    def __init__(self):
+        self._seconds: dict[int, deque[float]] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether a call of width 1 has been timed, from which other widths can be estimated."""
+        return 1 in self._seconds
+
+    def learn(self, width: int, seconds: float) -> None:
+        self._seconds.setdefault(width, deque(maxlen=7)).append(seconds)
+
+    def of(self, width: int) -> float:
+        if width in self._seconds:
+            return statistics.median(self._seconds[width])
+        narrower = max(known for known in self._seconds if known < width)
+        return self.of(narrower) * (width / narrower) ** self.GROWTH
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A token that the draft model proposes.
+
+    `confidence`: probability of the token in the draft model; None if a grammar forced the token.
+    """
+
+    token: int
+    confidence: float | None
+
+    @property
+    def kind(self) -> int:
+        return bisect_right(CONFIDENCES, self.confidence)
+
+
+class Draft:
+    """A draft model that reads the end of a text and proposes the next tokens.
+
+    `self.costs`: call times of the target model. `self.saved`: seconds saved in earlier texts.
+    Both, and the acceptance rates of the proposals, carry over from text to text.
+    """
+
+    def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
+        """Measure the speed of the draft model.
+
+        `session`: session of the draft model, which nothing else may use. `vocab`: number of tokens
+        in the target model's vocabulary. `clock`: function that returns seconds.
+        """
+        self.session, self.vocab, self.clock = session, vocab, clock
+        self._rates, self.costs, self.saved = HitRates(ACCEPTED, 0.95), CallCosts(), 0.0
+        # `_read`: tokens that the session has read. `_start`: index in `_text` at which they start.
+        # `_agreed`: how many of them equal the tokens of `_text`.
+        self._read: list[int] = []
+        self._start, self._text, self._agreed = 0, [0], 0
+        # A position that the session can return to.
+        self._before: Snapshot | None = None
+        self._measure()
+
+    def _measure(self) -> None:
+        session, count = self.session, min(ROUND_TOKENS, self.session.context - 1)
+        move_to(session, 0)
+        reading, steps = [], []
+        for _ in range(ROUNDS):
+            start = self.clock()
+            session.prefill([0] * count)
+            middle = self.clock()
+            session.step(0)
+            reading.append((middle - start) / count)
+            steps.append(self.clock() - middle)
+            move_to(session, 0)
+        # The minimum, because the first round reads the weights from disk.
+        self._read_seconds, self._step_seconds = min(reading), deque([min(steps)], maxlen=7)
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self._step_seconds)
+
+    def acceptance(self, guess: Guess | None) -> float:
+        """Return the acceptance rate of guesses of the same kind, or of all kinds for None, a guess
+        that has not been made yet."""
+        if guess is None:
+            return self._rates[ALL_KINDS]
+        return 1.0 if guess.confidence is None else self._rates[guess.kind]
+
+    def learn(self, guess: Guess, right: bool) -> None:
+        if guess.confidence is not None:
+            for kind in (guess.kind, ALL_KINDS):
+                self._rates.learn(kind, right)
+
+    def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
+        """Return the index in `text` from which the draft reads, and the seconds that this takes.
+
+        Returns None if it takes more than `seconds`. If the draft has read only the end of the
+        text, it starts again further back when that takes at most a quarter of `seconds`.
+        """
+        affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
+        cached = length - self._start
+        behind = cached - self._agree(text)
+        # If the text is longer than the draft's context, the draft reads as many last tokens as
+        # half its context, which leaves space for new ones.
+        context = self.session.context
+        longest = length if length < context else context // 2
+        extends = 2 * cached <= longest <= affordable // 4
+        if self._agreed >= behind and 0 < cached < context and not extends:
+            return (self._start, behind * self._read_seconds) if behind <= affordable else None
+        count = longest if longest <= max(WINDOW, affordable // 4) else WINDOW
+        return (length - count, count * self._read_seconds) if count <= affordable else None
+
+    def propose(self, text: list[int], start: int, chooser: Chooser, go_on: Callable[[list[Guess]], bool]) -> list[Guess]:
+        """Return guesses of the tokens after `text`, until `go_on(guesses)` is false.
+
+        First the draft reads the tokens of `text` from index `start` on that it has not read yet.
+        Returns no guesses if those have ids outside the draft's vocabulary. `chooser`: lookahead of
+        the request's chooser.
+        """
+        if max(text[start:][self._agreed if start == self._start else 0 :], default=0) >= self.session.vocab:
+            return []
+        argmax = self._follow(text, start)
+        guesses: list[Guess] = []
+        while not chooser.done:
+            guesses.append(self._guess(argmax, chooser))
+            token = guesses[-1].token
+            if self.session.position >= self.session.context or not go_on(guesses):
+                break
+            chooser.accept(token)
+            if token >= self.session.vocab:
+                break
+            begun = self.clock()
+            argmax = self._feed([token])
+            self._step_seconds.append(self.clock() - begun)
+        return guesses
+
+    def _follow(self, text: list[int], start: int) -> int:
+        """Read the tokens of `text` from `start` on that the session has not read yet; return the
+        most probable next token."""
+        if start != self._start:
+            self._start, self._agreed = start, 0
+        agreed = self._agree(text)
+        before, self._before = self._before, None
+        common, self._read = self._read[:agreed], []
+        if before and not before.stale and before.position <= agreed <= self.session.position:
+            move_after(self.session, before, common[before.position :])
+        else:
+            move_to(self.session, min(agreed, self.session.position), common)
+        self._read = common[: self.session.position]
+        unread = text[start + len(self._read) :]
+        begun = self.clock()
+        argmax = self._feed(unread)
+        if len(unread) >= ROUND_TOKENS:
+            self._read_seconds = (self._read_seconds + (self.clock() - begun) / len(unread)) / 2
+        self._before = self.session.snapshot(AHEAD)
+        self._agreed = len(self._read)
+        return argmax
+
+    def _feed(self, tokens: Sequence[int]) -> int:
+        argmax = self.session.step(tokens[0]) if len(tokens) == 1 else self.session.prefill(tokens)
+        self._read += tokens
+        return argmax
+
+    def _agree(self, text: list[int]) -> int:
+        """Return how many tokens that the session has read equal those of `text`.
+
+        The last token of `text` does not count, because it is read again for its logits.
+        """
+        if text is not self._text:
+            self._text, self._agreed = text, 0
+        count, limit = self._agreed, min(len(self._read), len(text) - 1 - self._start, self.session.position)
+        while count < limit and self._read[count] == text[self._start + count]:
+            count += 1
+        self._agreed = max(0, min(count, limit))
+        return self._agreed
+
+    def _guess(self, argmax: int, chooser: Chooser) -> Guess:
+        if chooser.forced:
+            return Guess(chooser.pick(0, self._logits), None)
+        logits = self._logits()
+        token = chooser.pick(argmax if argmax < self.vocab else int(logits.argmax()), lambda: logits)
+        weight = weights(logits)
+        return Guess(token, float(weight[token] / weight.sum()))
+
+    def _logits(self) -> np.ndarray:
+        """Return the logits, cut or padded to the target model's vocabulary size."""
+        logits = self.session.logits()[: self.vocab]
+        if len(logits) < self.vocab:
+            logits = np.concatenate([logits, np.full(self.vocab - len(logits), -np.inf, np.float32)])
+        return logits

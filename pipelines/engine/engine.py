@@ -1,0 +1,265 @@
+"""The engine: takes requests, runs the model and returns events."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castiron.pipelines.engine.request import Event, Failed, Finished, Request
+from castiron.pipelines.engine.scheduler import Events, Observer, Scheduler
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.batch import Batch
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.program import NanLogitsError
+from castiron.vmfb.session import Session
+from castiron.vmfb.state_file import StateError, identity, read_head, read_rows, write_state
+
+if TYPE_CHECKING:
+    from castiron.pipelines.engine.draft import Draft
+    from castiron.pipelines.engine.prefix_store import PrefixStore
+
+
+class SingleSlot:
+    """A batch of one slot: a single session with the interface of `Batch`."""
+
+    size = 1
+
+    def __init__(self, session: Session):
+        self.slots = [session]
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
+        try:
+            return {0: self.slots[0].step(tokens[0])}
+        except NanLogitsError:
+            return {0: -1}
+
+
+class Engine:
+    """Owns a model's states and runs requests, as many at once as there are slots.
+
+        engine = Engine("build/model")
+        for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
+            ...
+
+    The engine has no thread. A thread that waits for events runs the next turn of the scheduler,
+    for all requests, unless another thread is running one. A server dedicates a thread to this.
+    """
+
+    def __init__(
+        self,
+        model: Bundle | Path | str | Session | Any,
+        threads: int | None = None,
+        *,
+        single: bool = False,
+        observer: Observer | None = None,
+        store: PrefixStore | None = None,
+        draft: Draft | None = None,
+        ngrams: bool = False,
+        fill_slots: bool = False,
+    ):
+        """Open the bundle `model`, or use a session or batch that is already open.
+
+        Args:
+            model: a bundle or its path; or a session or a batch that nothing else uses.
+            threads: CPU threads, by default one per physical core.
+            single: have one slot, even if the bundle has batch functions.
+            observer: called with the events of the scheduler.
+            store: store on disk for the states of prefixes.
+            draft: draft model for speculative decoding.
+            ngrams: use tokens that repeat earlier text as proposals (prompt lookup).
+            fill_slots: prefer throughput to the time between two tokens.
+        """
+        if isinstance(model, Bundle | Path | str):
+            model = Session(model, threads) if single else Batch(model, threads)
+        if isinstance(model, Session):
+            model.rewind(0)
+        batch = SingleSlot(model) if isinstance(model, Session) else model
+        self._scheduler: Scheduler | None = Scheduler(
+            batch, observer=observer, store=store, draft=draft, ngrams=ngrams, fill_slots=fill_slots
+        )
+        self.slots, self.context, self.manifest = batch.size, self._scheduler.context, self._scheduler.manifest
+        self.submitted: deque[Request] = deque()
+        self.cancelled: deque[Request] = deque()
+        self.streams: dict[Request, EventStream] = {}
+        # Notified when a turn has ended.
+        self._turn_ended = threading.Condition()
+        self._in_turn = False
+        self._process = os.getpid()
+
+    @property
+    def closed(self) -> bool:
+        return self._scheduler is None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler; raises PipelineError if the engine is closed or the process was forked."""
+        if self._scheduler is None:
+            raise PipelineError("this model is closed; load it again")
+        if os.getpid() != self._process:
+            raise PipelineError("this model was loaded before the process was forked; load it in the child")
+        return self._scheduler
+
+    @property
+    def threads(self) -> int:
+        return self.scheduler.batch.slots[0].threads
+
+    def submit(self, request: Request) -> EventStream:
+        """Queue a request; return the stream of its events."""
+        stream = self.stream()
+        stream.submit(request)
+        return stream
+
+    def stream(self) -> EventStream:
+        """Return an empty stream, for the events of several requests."""
+        return EventStream(self)
+
+    def read(self, stream: EventStream) -> Events:
+        """Run turns until the stream has events, and return those; empty if no request is left."""
+        with self._turn_ended:
+            while not stream.events and (stream.live or self.cancelled):
+                if self._in_turn:
+                    self._turn_ended.wait()
+                else:
+                    self._turn(self.scheduler)
+            found, stream.events = stream.events, []
+        return found
+
+    def _turn(self, scheduler: Scheduler) -> None:
+        """Run one turn of the scheduler for all requests.
+
+        The caller holds the lock of `self._turn_ended`, which is released during the turn.
+        """
+        self._in_turn = True
+        self._turn_ended.release()
+        events: Events = []
+        try:
+            self._take_in(scheduler)
+            events = scheduler.turn()
+        except Exception as error:
+            # The scheduler handles errors of requests. After any other error, later requests are
+            # still served.
+            events = scheduler.fail_all(error)
+        except BaseException as error:
+            events = scheduler.interrupt(error)
+            raise
+        finally:
+            self._turn_ended.acquire()
+            self._in_turn = False
+            for request, event in events:
+                if stream := self.streams.get(request):
+                    stream.add(request, event)
+            self._turn_ended.notify_all()
+
+    def _take_in(self, scheduler: Scheduler) -> None:
+        """Pass the requests submitted and cancelled since the last turn to the scheduler."""
+        while self.submitted:
+            scheduler.submit(self.submitted.popleft())
+        while self.cancelled:
+            scheduler.cancel(self.cancelled.popleft())
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Scheduler]:
+        """Return a context manager that prevents turns while its body uses the model."""
+        with self._turn_ended:
+            while self._in_turn:
+                self._turn_ended.wait()
+            scheduler, self._in_turn = self.scheduler, True
+        try:
+            self._take_in(scheduler)
+            yield scheduler
+        finally:
+            with self._turn_ended:
+                self._in_turn = False
+                self._turn_ended.notify_all()
+
+    @property
+    def position(self) -> int:
+        """The number of tokens in the states (KV cache) of the latest request."""
+        with self.exclusive() as scheduler:
+            return scheduler.batch.slots[scheduler.cache.latest()].position
+
+    def save_state(self, path: Path) -> None:
+        """Write the tokens and states (KV cache) of the latest request to a file.
+
+        Removes the file if there are no tokens. May raise OSError.
+        """
+        with self.exclusive() as scheduler:
+            slot = scheduler.cache.latest()
+            session = scheduler.batch.slots[slot]
+            if position := session.position:
+                tokens = scheduler.cache.tokens[slot, :position]
+                write_state(path, identity(self.manifest), tokens, session.rows(position))
+            else:
+                path.unlink(missing_ok=True)
+
+    def load_state(self, path: Path) -> None:
+        """Load states that `save_state` wrote into the cache; raises StateError or OSError."""
+        state = read_head(path)
+        if state.bundle != identity(self.manifest):
+            raise StateError(f"{path} is a state of another bundle")
+        with self.exclusive() as scheduler:
+            scheduler.cache.load(read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens))), state.tokens)
+
+    def close(self) -> None:
+        """Close the engine after the current turn; running requests end with an error."""
+        with self._turn_ended:
+            self._scheduler = None
+            while self._in_turn:
+                self._turn_ended.wait()
+            self._turn_ended.notify_all()
+
+
+class EventStream:
+    """The events of the requests that were submitted to this stream, as (request, event) pairs.
+
+    Iterating runs turns of the engine until all these requests have ended.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.events: Events = []
+        self.live: set[Request] = set()
+
+    @property
+    def idle(self) -> bool:
+        return not self.live and not self.events
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; any thread may call this."""
+        self.live.add(request)
+        self.engine.streams[request] = self
+        self.engine.submitted.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Cancel a request, which then has no more events; any thread may call this."""
+        if request in self.live:
+            self._forget(request)
+            self.engine.cancelled.append(request)
+
+    def read(self) -> Events:
+        """Wait for the next events and return them; empty if no request is left."""
+        return self.engine.read(self)
+
+    def add(self, request: Request, event: Event) -> None:
+        """Add an event of a request; only the engine calls this."""
+        self.events.append((request, event))
+        if isinstance(event, Finished | Failed):
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.live.discard(request)
+        self.engine.streams.pop(request, None)
+
+    def __iter__(self) -> Iterator[tuple[Request, Event]]:
+        while not self.idle:
+            yield from self.read()
+
+    def close(self) -> None:
+        """Cancel the requests that have not ended."""
+        for request in list(self.live):
+            self.cancel(request)

@@ -1,0 +1,98 @@
+"""Memory that a bundle needs, that the machine has, and that this process has used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from castiron.pipelines.terminal import megabytes, print_message
+from castiron.vmfb.manifest import WEIGHTS, Manifest
+
+# Files with the memory limit of this process's control group, version 2 and 1.
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The memory that a bundle needs.
+
+    `weights`: bytes of the memory-mapped weights file, which processes share. `state`: bytes of the
+    state (KV cache) of one sequence with a full context; the system allocates a page when it is
+    first written. `slots`: max sequences that run at once.
+    """
+
+    weights: int
+    state: int
+    slots: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.state * self.slots
+
+    def __str__(self) -> str:
+        states = f"{self.slots} x {megabytes(self.state)}" if self.slots > 1 else megabytes(self.state)
+        return f"weights {megabytes(self.weights)}, states {states} when full"
+
+
+def needed(manifest: Manifest, slots: int = 1) -> Needed:
+    """Return the memory that a bundle needs to run `slots` sequences at once."""
+    return Needed(manifest.files[WEIGHTS].size, sum(state.nbytes for state in manifest.states), slots)
+
+
+def slots_of(manifest: Manifest) -> int:
+    """Return how many sequences `castiron serve` runs at once: the width of the widest batch
+    function, 1 without one."""
+    return max(manifest.widths("batch"), default=1)
+
+
+def warn_of_shortage(*manifests: Manifest) -> None:
+    """Print a warning if the weights of these bundles together exceed `total_bytes()`."""
+    weights, available = sum(manifest.files[WEIGHTS].size for manifest in manifests), total_bytes()
+    if weights > available:
+        print_message(
+            f"the weights take {megabytes(weights)} and there are {megabytes(available)} of memory: every token will read "
+            "them from disk; take a smaller model, or one with fewer bits"
+        )
+
+
+def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
+    """Print the memory that a bundle and its draft need to run `slots` sequences at once.
+
+    Also prints a warning if the weights exceed the machine's memory.
+    """
+    need, of_draft = needed(manifest, slots), needed(draft) if draft else None
+    total = need.total + (of_draft.total if of_draft else 0)
+    drafts = f"; draft: {of_draft}" if of_draft else ""
+    print_message(f"memory: {need}{drafts}; {megabytes(total)} at most, of {megabytes(total_bytes())}")
+    warn_of_shortage(manifest, *[draft] * bool(draft))
+
+
+def total_bytes() -> int:
+    """Return the machine's memory in bytes, or the limit of this container if it is lower."""
+    # Windows does not report its memory; 2^62 bytes there, so that no model is too large.
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62]
+    for path in LIMITS:
+        try:
+            found.append(int(path.read_text()))
+        # The file is absent, or contains "max".
+        except (OSError, ValueError):
+            continue
+    return min(found)
+
+
+def peak_rss_mb() -> float:
+    """Return the peak resident memory of this process in MB (10^6 bytes), mapped files included."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # getrusage includes the time before exec, when a child is still a copy of its parent.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024 / 1e6
+    try:
+        import resource
+    except ImportError:
+        # Windows does not report it.
+        return 0.0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -1,0 +1,173 @@
+"""The prefix cache: it knows the tokens in each slot's states and finds a prompt's best slot."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from castiron.pipelines.engine.context import common_prefix, move_to
+
+if TYPE_CHECKING:
+    from castiron.pipelines.engine.prefix_store import PrefixStore
+    from castiron.pipelines.engine.sampling import Score
+    from castiron.vmfb.session import Session
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A copy of the states of a preempted request.
+
+    `rows`: the states, an array each. `position`: how many tokens they contain. `chunked_tokens`:
+    how many of these were read in complete chunks. `prefilling`: whether the request has unread
+    prompt tokens.
+    """
+
+    rows: list[np.ndarray]
+    position: int
+    chunked_tokens: int
+    prefilling: bool
+
+    @classmethod
+    def of(cls, session: Session, prefilling: bool) -> Paused:
+        position = session.position
+        return cls([rows.copy() for rows in session.rows(position)], position, session.chunked_tokens, prefilling)
+
+    def resume(self, session: Session) -> None:
+        session.take(self.rows, self.position, self.chunked_tokens)
+
+
+# A prompt continues in place in a slot if at most this many of the slot's last tokens differ,
+# because a client sends an answer back as text, whose last tokens may be tokenized differently.
+REWRITTEN = 16
+
+
+class PrefixCache:
+    """The prefix cache, which reuses the states (KV cache) of the slots for later prompts.
+
+    States outlive the request that filled them. A prompt that continues the text in a slot reuses
+    its states in place; a prompt that shares only a part of the text gets a copy of that part. The
+    cache reads a prefix from `store` (states on disk) if it is at least one chunk longer there than
+    in any slot.
+
+    `self.sessions`: one for each slot. `self.tokens`: i32 [slots, context], valid up to the
+    position of each session. `self.scores`: for each slot the log-probabilities of its tokens from
+    index 1 on. A request with prompt_logprobs adds to them, and reuses only a prefix with scores.
+    """
+
+    def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
+        """Create an empty cache; `score_width`: how many tokens one call of the model scores."""
+        self.sessions, self.store, self.score_width = sessions, store, score_width
+        self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
+        self.scores: list[list[Score]] = [[] for _ in sessions]
+        # Value of the counter `_clock` when each slot was last used.
+        self.used = [0] * len(sessions)
+        self._clock = 0
+
+    def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
+        """Return the length of the prefix of `prompt`, i32 [n], that a slot's states can provide.
+
+        The session of the slot must be able to return to the end of the prefix. `top`: how many of
+        the most probable tokens the request wants at each position, None without prompt_logprobs.
+        With `top` the prefix ends where a scoring call ended, and all its tokens have such scores.
+        """
+        session, scores = self.sessions[slot], self.scores[slot]
+        found = common_prefix(self.tokens[slot, : session.position], prompt)
+        if top is not None:
+            # If the last score has enough of the most probable tokens, all earlier ones do.
+            found = self.scored_positions(min(found, len(scores) + 1)) if scores and len(scores[-1].top) >= top else 0
+        return session.reachable(found)
+
+    def scored_positions(self, cached: int) -> int:
+        """Return how many of `cached` tokens with scores need not be read again.
+
+        The last token is read again, because its logits are not cached, and so are the other tokens
+        of its scoring call.
+        """
+        return max(0, cached - 1) // self.score_width * self.score_width
+
+    def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
+        """Return how many tokens of `prompt` the method `take` would find in the cache."""
+        cached = max(self._cached(prompt, top))
+        return max(cached, self.store.lookup(self.sessions[0], prompt)) if self.store and top is None else cached
+
+    def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
+        """Whether a thread is still reading from disk the state that `take` would use."""
+        if not self.store or top is not None:
+            return False
+        cached = max(self._cached(prompt, top))
+        on_disk = self.store.lookup(self.sessions[0], prompt) >= cached + self.store.width
+        return on_disk and self.store.fetching(self.sessions[0], prompt)
+
+    def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
+        """Prepare one of the `free` slots for `prompt`; return the slot and the cached tokens.
+
+        The latter is the number of tokens of `prompt` that the states of the slot now contain.
+        """
+        slot, found = self._take(prompt, free, self._cached(prompt, top), top)
+        self.touch(slot)
+        return slot, found
+
+    def _cached(self, prompt: np.ndarray, top: int | None) -> list[int]:
+        return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
+
+    def _take(self, prompt: np.ndarray, free: Collection[int], cached: list[int], top: int | None) -> tuple[int, int]:
+        best = max(cached)
+        if self.store and top is None and self.store.lookup(self.sessions[0], prompt) >= best + self.store.width:
+            slot = self._unused_longest(free)
+            if found := self.store.take(self.sessions[slot], prompt):
+                self.tokens[slot, :found], self.scores[slot] = prompt[:found], []
+                return slot, found
+        slot = max(free, key=lambda s: (cached[s], -s))
+        continues = cached[slot] == best and self.sessions[slot].position - best <= REWRITTEN
+        if not continues:
+            # The prompt shares only a part of that slot's tokens: copy them to another slot.
+            slot = self._unused_longest(free)
+        source = slot if cached[slot] == best else cached.index(best)
+        move_to(self.sessions[slot], best, source=self.sessions[source])
+        self.tokens[slot, :best] = self.tokens[source, :best]
+        # A score belongs to the token after the position of its logits.
+        self.scores[slot] = self.scores[source][: best if top is not None else max(0, best - 1)]
+        return slot, best
+
+    def _unused_longest(self, slots: Collection[int]) -> int:
+        return min(slots, key=lambda s: (self.used[s], s))
+
+    def latest(self) -> int:
+        """Return the slot that was used last."""
+        return max(range(len(self.sessions)), key=lambda s: self.used[s])
+
+    def appended(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
+        """Record that the slot's session has just read `tokens`."""
+        end = self.sessions[slot].position
+        self.tokens[slot, end - len(tokens) : end] = tokens
+
+    def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
+        """Restore the states of a preempted request in one of the `free` slots; return the slot.
+
+        `tokens`: the tokens of the request's prompt and answer.
+        """
+        slot = self._unused_longest(free)
+        paused.resume(self.sessions[slot])
+        self._replace(slot, tokens[: paused.position])
+        return slot
+
+    def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
+        """Put the states `rows`, which contain `tokens`, into the least recently used slot.
+
+        No request may be running.
+        """
+        slot = self._unused_longest(range(len(self.sessions)))
+        self.sessions[slot].take(rows, len(tokens))
+        self._replace(slot, tokens)
+
+    def _replace(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
+        self.tokens[slot, : len(tokens)], self.scores[slot] = tokens, []
+        self.touch(slot)
+
+    def touch(self, slot: int) -> None:
+        """Record that the slot is in use now."""
+        self._clock += 1
+        self.used[slot] = self._clock

@@ -1,0 +1,256 @@
+"""A request to the engine, and the events that report its progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from castiron.pipelines.engine.chooser import Chooser, Constraint, MinTokens
+from castiron.pipelines.engine.context import check_free_positions
+from castiron.pipelines.engine.sampling import REPEAT_WINDOW, Sampler, Sampling, log_probabilities
+from castiron.pipelines.errors import PipelineError
+
+if TYPE_CHECKING:
+    from castiron.pipelines.engine.prefix_cache import Paused
+    from castiron.pipelines.engine.sampling import Score
+
+
+# A repetition loop has a period of at most MAX_PERIOD tokens, at least MIN_REPEATS periods and at
+# least MIN_TOKENS tokens. Tables and code repeat a line a few times, but a model that has repeated
+# tokens 8 times, 192 in all, does not leave the loop.
+MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 128, 8, 192
+
+
+class RepetitionDetector:
+    """A detector of repetition loops at the end of a text."""
+
+    def __init__(self) -> None:
+        # At index p - 1, for period p: the token p positions ago, and how many consecutive last
+        # tokens equal the token p positions before them.
+        self._ago = np.full(MAX_PERIOD, -1, np.int64)
+        self._runs = np.zeros(MAX_PERIOD, np.int64)
+        periods = np.arange(1, MAX_PERIOD + 1)
+        self._needed = np.maximum(MIN_TOKENS, MIN_REPEATS * periods) - periods
+
+    def add(self, token: int) -> bool:
+        """Append `token` to the text; return whether the text now ends in a repetition loop."""
+        self._runs = np.where(self._ago == token, self._runs + 1, 0)
+        self._ago[1:] = self._ago[:-1]
+        self._ago[0] = token
+        return bool((self._runs >= self._needed).any())
+
+
+def _no_logits() -> np.ndarray:
+    raise RuntimeError("a token that is not forced needs logits")
+
+
+class Event:
+    """Base class of the events of a request."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A generated token.
+
+    `logprob`: natural logarithm of the token's probability, before penalties, temperature and
+    constraint. `top`: the most probable tokens as (id, logprob), most probable first. Both are None
+    unless the request sets `top_logprobs`.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Tokens(Event):
+    """The event of newly generated tokens."""
+
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """The event of the end of a request.
+
+    `reason`: "stop" (a stop token, a stop string, or a complete text of a constraint), "length"
+    (max_tokens) or "context" (no free position). `repeated`: whether a repetition loop was the
+    reason to stop. `stop_string`: stop string that ended the text.
+    """
+
+    reason: str
+    repeated: bool = False
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """The event of the end of a request that failed."""
+
+    error: PipelineError
+
+
+class Output(Protocol):
+    """An interface that converts the tokens of one request to events, on the engine's thread.
+
+    `stopped`: whether the request must end, for example after a stop string.
+    """
+
+    @property
+    def stopped(self) -> bool: ...
+    def add(self, token: Token) -> list[Event]: ...
+    def finish(self, end: Finished, last: Token | None) -> list[Event]:
+        """Return the last events of the request, the last of which is a Finished.
+
+        `end`: the engine's reason for the end. `last`: stop token to report, None for no report.
+        """
+        ...
+
+
+class TokenOutput:
+    """An output that reports token ids only, without text."""
+
+    stopped = False
+
+    def add(self, token: Token) -> list[Event]:
+        return [Tokens((token,))]
+
+    def finish(self, end: Finished, last: Token | None) -> list[Event]:
+        return [Tokens((last,)), end] if last else [end]
+
+
+@dataclass
+class Timing:
+    """The times at which a request arrived, got a slot, and got its first and its latest token, in
+    `time.monotonic` seconds."""
+
+    arrived: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
+class Request:
+    """A prompt, the options of its generation, and its progress.
+
+    Attributes:
+        prompt: token ids, i32 [n].
+        tokens: generated ids, without the stop token.
+        scores: log-probabilities of the prompt's tokens from index 1 on, as far as computed.
+        finish_reason: `reason` of the request's `Finished` event, None before the end.
+        cached: how many tokens of the prompt came from the prefix cache.
+    """
+
+    def __init__(
+        self,
+        prompt: Collection[int],
+        context: int,
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling | Sampler = Sampling(),
+        stop_tokens: Collection[int] | None = None,
+        constraint: Constraint | None = None,
+        min_tokens: int = 0,
+        repetition_stop: bool = False,
+        top_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        output: Output | None = None,
+        client: str = "",
+        priority: int = 0,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ):
+        """Create a request and check that the prompt and `max_tokens` fit in the context.
+
+        Args:
+            context: max tokens of prompt and answer together.
+            max_tokens: max tokens of the answer; None for no limit but the context.
+            sampling: a Sampler continues with the random numbers of an earlier request.
+            stop_tokens: None for the end tokens of the model, () for no stop tokens.
+            constraint: decides which tokens may come next.
+            min_tokens: min tokens of the answer before a stop token can be chosen.
+            repetition_stop: whether a repetition loop ends the request.
+            top_logprobs: report the log-probabilities of each token and of that many most probable.
+            prompt_logprobs: the same for the prompt, in `self.scores`; max_tokens may then be 0,
+                and the stop token is reported.
+            output: converts tokens to events; by default a TokenOutput.
+            client: name of the client; clients get equal shares of the slots.
+            priority: requests with a lower number run first.
+            on_prefill: called with (tokens read, tokens of the prompt) after each chunk.
+
+        Raises:
+            PipelineError: the prompt is empty, or the prompt and max_tokens exceed the context.
+        """
+        scored = prompt_logprobs is not None
+        free = check_free_positions(context, len(prompt), None if scored and max_tokens == 0 else max_tokens)
+        self.limit, self.limit_reason = (free, "context") if max_tokens is None else (max_tokens, "length")
+        self.prompt = np.asarray(prompt)
+        self.stop_tokens = None if stop_tokens is None else frozenset(stop_tokens)
+        self.top_logprobs, self.prompt_logprobs = top_logprobs, prompt_logprobs
+        self.client, self.priority, self.on_prefill = client, priority, on_prefill
+        self.output = output or TokenOutput()
+        if min_tokens:
+            constraint = MinTokens(min_tokens, self.stop_tokens or ())
+        sampler = sampling if isinstance(sampling, Sampler) else Sampler(sampling)
+        self.chooser = Chooser(sampler, constraint, [*prompt][-REPEAT_WINDOW:])
+        self._repetition = RepetitionDetector() if repetition_stop else None
+        self.tokens: list[int] = []
+        self.scores: list[Score] = []
+        self.finish_reason: str | None = None
+        self.repeated = False
+        # `chosen`: number of tokens chosen, including a stop token.
+        self.chosen, self.cached, self.timing = 0, 0, Timing()
+        # How often another prompt was read before this one; the states of a preempted request.
+        self.passed_over = 0
+        self.paused: Paused | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self.chooser.constraint
+
+    @property
+    def forced(self) -> bool:
+        """Whether the next token is certain, so that `advance` needs no logits."""
+        return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
+
+    def unread(self, position: int) -> Sequence[int]:
+        """Return the tokens of the prompt or answer that a session at `position` has not read."""
+        return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
+
+    def advance(self, argmax: int = 0, logits: Callable[[], np.ndarray] = _no_logits, chosen: int | None = None) -> list[Event]:
+        """Choose the next token and return the events, with a Finished last if the request ends.
+
+        Args:
+            argmax: the most probable token.
+            logits: function that returns the logits, f32 [vocab].
+            chosen: the token that `self.chooser` has already picked, None if it has not.
+        """
+        self.timing.last = time.monotonic()
+        self.timing.first = self.timing.first or self.timing.last
+        if not self.limit:
+            return self._finish(self.limit_reason)
+        token, constraint = self._choose(argmax, logits, chosen), self.constraint
+        complete = bool(constraint and constraint.done)
+        if self.stop_tokens and token.id in self.stop_tokens or complete and token.id in constraint.eos:
+            return self._finish("stop", token if self.prompt_logprobs is not None else None)
+        self.tokens.append(token.id)
+        events, output = self.output.add(token), self.output
+        if self._repetition and self._repetition.add(token.id) and not output.stopped:
+            self.repeated = True
+        if self.repeated or complete or output.stopped:
+            return events + self._finish("stop")
+        return events + self._finish(self.limit_reason) if len(self.tokens) == self.limit else events
+
+    def _choose(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None) -> Token:
+        token = self.chooser.pick(argmax, logits) if chosen is None else chosen
+        self.chooser.accept(token)
+        self.chosen += 1
+        return Token(token, *(() if self.top_logprobs is None else log_probabilities(logits(), token, self.top_logprobs)))
+
+    def _finish(self, reason: str, last: Token | None = None) -> list[Event]:
+        events = self.output.finish(Finished(reason, self.repeated), last)
+        self.finish_reason = events[-1].reason
+        return events

@@ -1,0 +1,349 @@
+"""Sampling of the next token from the logits, and log-probabilities of tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.program import NanLogitsError
+from castiron.vmfb.record import short
+
+if TYPE_CHECKING:
+    from castiron.vmfb.session import Session
+
+# How many last tokens the repeat penalty counts, like --repeat-last-n of llama.cpp.
+REPEAT_WINDOW = 64
+# To draw a token, the weights are summed in blocks of this size first.
+BLOCK = 256
+# Functions of a bundle add numbers in different orders, so their logits differ by rounding. That
+# could change a choice if the two largest logits differ by less than NEAR times the largest
+# magnitude, or if the random number is nearer than NEAR_DRAWN to another token's interval.
+NEAR, NEAR_DRAWN = 1e-4, 2e-5
+# Fields of a generation_config, in HF's names, that change how a model samples.
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling options of a generation; raises PipelineError for a value outside its range.
+
+    temperature 0 means greedy decoding. top_k 0, top_p 1, min_p 0 and repeat_penalty 1 have no
+    effect. Equal seeds generate equal tokens; without a seed each generation differs. As in
+    OpenAI's API, a logit is lowered by frequency_penalty times the number of times that its token
+    was generated, and by presence_penalty if the token was generated at all; logit_bias maps token
+    ids to numbers that are added to their logits.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, is_valid, valid in (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repeat_penalty", 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
+            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
+            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
+            ("seed", self.seed is None or self.seed >= 0, "0 or more"),
+        ):
+            if not is_valid:
+                raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {valid}")
+
+    @cached_property
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """The token ids of logit_bias, i64 [n], and the biases, f64 [n]."""
+        return np.array([*self.logit_bias], np.int64), np.array([*self.logit_bias.values()], np.float64)
+
+    @property
+    def shifts_logits(self) -> bool:
+        """Whether penalties or biases are added to the logits."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the choice needs the logits; otherwise it is the argmax, which the compiled
+        functions return."""
+        return self.temperature > 0 or self.repeat_penalty != 1 or self.shifts_logits
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The settings that a server reports as defaults, by the name of the field."""
+        return {name: getattr(self, name) for name in (*SAMPLED, "repeat_penalty")}
+
+    def __str__(self) -> str:
+        """Return "greedy", or the settings that differ from the defaults: "temperature 0.6, top-k 20"."""
+        usual = Sampling().settings
+        parts = [] if self.temperature else ["greedy"]
+        for name, value in self.settings.items():
+            if value != usual[name] and (self.temperature or name == "repeat_penalty"):
+                parts.append(f"{name.replace('_', '-')} {value:g}")
+        return ", ".join(parts)
+
+
+def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
+    """Return the sampling options of a generation_config.json, None if it has none.
+
+    As in `generate` of HF transformers, do_sample false means greedy decoding. There are three
+    differences: a file with a field of `SAMPLED` and without do_sample samples, where HF warns and
+    ignores the field; a missing field has no effect, where HF's top_k is 50 by default; and the
+    repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts all tokens.
+
+    Raises PipelineError for values out of range.
+    """
+    stated: dict[str, Any] = {name: value for name in SAMPLED if (value := _number(generation, name)) is not None}
+    samples, penalty = generation.get("do_sample"), _number(generation, "repetition_penalty")
+    if not stated and penalty is None and samples is None:
+        return None
+    if samples is False or not (samples or stated):
+        stated = {}
+    else:
+        stated.setdefault("temperature", 1.0)
+    if "top_k" in stated:
+        # Some files have -1 for all.
+        stated["top_k"] = max(0, int(stated["top_k"]))
+    try:
+        return Sampling(**stated, repeat_penalty=1.0 if penalty is None else penalty)
+    except PipelineError as error:
+        raise _invalid(error) from None
+
+
+def _number(generation: Mapping[str, Any], name: str) -> float | None:
+    value = generation.get(name)
+    # An integer may exceed 64 bits.
+    if value is None or isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return value
+    raise _invalid(f"{name} is {short(repr(value))}, which is not a number")
+
+
+def _invalid(reason: object) -> PipelineError:
+    remedy = "correct generation_config.json and compile it again"
+    return PipelineError(f"the model's generation_config is invalid ({reason}): {remedy}")
+
+
+class Sampler:
+    """The sampler of one generation, which uses one random number for each token that it draws."""
+
+    def __init__(self, sampling: Sampling = Sampling()):
+        self.sampling = sampling
+        self.random = np.random.default_rng(sampling.seed) if sampling.temperature > 0 else None
+        # Random numbers that a lookahead has read and no generated token has used yet.
+        self._numbers: deque[float] = deque()
+
+    def pick(
+        self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, ahead: int = 0, check: bool = False
+    ) -> tuple[int, bool]:
+        """Return the next token, and whether the choice is certain despite rounding.
+
+        The order is: penalties and biases of OpenAI's API; then, as in llama.cpp, repeat penalty,
+        top-k, top-p, min-p and temperature. Of equal logits the one with the lowest id is chosen.
+
+        Args:
+            logits: f32 [vocab].
+            history: the tokens so far, prompt included.
+            counts: how often each token was generated.
+            ahead: index of the random number, counted from the next one; above 0 in a lookahead.
+            check: whether the caller needs the second result.
+        """
+        sampling = self.sampling
+        if sampling.shifts_logits:
+            logits = shifted(logits, sampling, counts)
+        if sampling.repeat_penalty != 1:
+            logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
+        if self.random is None:
+            return int(logits.argmax()), not check or lead(logits) >= NEAR
+        number = self._number(ahead)
+        if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+            # Nothing is cut, so nothing needs to be sorted.
+            return _draw(weights(logits, sampling.temperature), number)
+        order, probability = candidates(logits, sampling)
+        # The temperature applies to the tokens that top-k, top-p and min-p have left.
+        index, certain = _draw(weights(np.log(probability), sampling.temperature), number)
+        return int(order[index]), certain
+
+    def used(self) -> None:
+        """Move on to the next random number."""
+        if self.random is not None:
+            self._number(0)
+            self._numbers.popleft()
+
+    def _number(self, ahead: int) -> float:
+        while len(self._numbers) <= ahead:
+            self._numbers.append(self.random.random())
+        return self._numbers[ahead]
+
+
+def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
+    """Draw an index with probabilities in proportion to `weight`, f32 [n].
+
+    `number`: uniform random number in [0, 1). Also returns whether the number is at least
+    NEAR_DRAWN from the intervals of the neighbouring indices.
+    """
+    # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
+    # the block.
+    sums = np.add.reduceat(weight, np.arange(0, len(weight), BLOCK)).cumsum(dtype=np.float64)
+    goal = number * sums[-1]
+    block = _drawn(sums, goal)
+    before = sums[block - 1] if block else 0.0
+    within = weight[block * BLOCK :][:BLOCK].cumsum(dtype=np.float64)
+    index = _drawn(within, goal - before)
+    low, high = before + (within[index - 1] if index else 0.0), before + within[index]
+    near = NEAR_DRAWN * sums[-1]
+    # The first and the last token have one neighbour.
+    certain = (low <= 0 or goal - low >= near) and (high >= sums[-1] or high - goal >= near)
+    return block * BLOCK + index, bool(certain)
+
+
+def lead(logits: np.ndarray) -> float:
+    """Return the difference of the two largest `logits` [n], divided by the largest finite
+    magnitude."""
+    best = int(logits.argmax())
+    largest, smallest = logits[best], logits.min()
+    if np.isinf(smallest):
+        smallest = logits[np.isfinite(logits)].min()
+    scale = max(abs(largest), abs(smallest))
+    others = max(logits[:best].max(initial=-np.inf), logits[best + 1 :].max(initial=-np.inf))
+    return float((largest - others) / scale) if scale else 0.0
+
+
+def _drawn(sums: np.ndarray, goal: float) -> int:
+    """Return the first index of the running sums `sums` whose value exceeds `goal`.
+
+    If rounding leaves no such index, returns the last index with a positive weight.
+    """
+    return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
+
+
+def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Return exp(logits / temperature), scaled so that the largest value is 1.
+
+    The result is f32 [n], because NumPy computes exp of f32 many times as fast as of f64.
+    """
+    weight = (logits - logits.max()).astype(np.float32, copy=False)
+    # Beyond these limits the f32 weights are zero for all but one token, or all equal.
+    if temperature != 1:
+        weight /= np.float32(min(max(temperature, 1e-5), 1e9))
+    return np.exp(weight, out=weight)
+
+
+def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -> np.ndarray:
+    """Return the logits, f64 [vocab], after OpenAI's penalties and biases.
+
+    The formula is logits[j] - c[j] * frequency_penalty - (c[j] > 0) * presence_penalty +
+    logit_bias[j], where c[j] is how often token j was generated (`counts`).
+    """
+    logits = logits.astype(np.float64)
+    for token, count in counts.items():
+        logits[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
+    ids, biases = sampling.biases
+    logits[ids] += biases
+    return logits
+
+
+def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
+    """Return the logits, f64 [vocab], after the repeat penalty.
+
+    The logits of `recent` tokens are divided by the penalty, or multiplied by it if they are below
+    zero (CTRL, arXiv 1909.05858, section 4.1, in the form that HF and llama.cpp use).
+    """
+    seen = np.unique(np.asarray(recent, np.int64))
+    logits = logits.copy()
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    return logits
+
+
+def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens that top-k, top-p and min-p leave, at least one, the most probable first.
+
+    The results are their ids and their probabilities, f64. `logits`: [vocab].
+    """
+    weight = weights(logits)
+    # Sorting a complete vocabulary costs more than a decode step, so what the cuts are certain to
+    # remove goes first.
+    if 0 < sampling.top_k < len(logits):
+        possible = logits >= np.partition(logits, -sampling.top_k)[-sampling.top_k]
+    else:
+        # All tokens below the mean of the mass that top-p cuts have less than that mass together.
+        # Rounding must not decide before the cuts do.
+        outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight)
+        possible = weight >= 0.999 * max(sampling.min_p, outside)
+    ids = np.flatnonzero(possible)
+    order = ids[np.argsort(-logits[ids], kind="stable")]
+    total = weight.sum(dtype=np.float64)
+    exact = np.exp(logits[order].astype(np.float64) - float(logits.max()))
+    if 0 < sampling.top_k < len(logits):
+        order, exact = order[: sampling.top_k], exact[: sampling.top_k]
+        total = exact.sum()
+    probability = exact / total
+    # Underflown tails would be log(0) later.
+    keep = int(np.count_nonzero(probability))
+    if sampling.top_p < 1:
+        keep = min(keep, int(probability.cumsum().searchsorted(sampling.top_p)) + 1)
+    if sampling.min_p > 0:
+        keep = min(keep, int(np.count_nonzero(probability >= sampling.min_p * probability[0])))
+    return order[:keep], probability[:keep]
+
+
+class Score(NamedTuple):
+    """The natural logarithm of a token's probability, and the most probable tokens at the same
+    position as (id, logarithm)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
+    """Return the log softmax of `logits`, f32 [vocab], at `token` and at the `count` most probable
+    tokens; tokens of equal probability are in the order of their ids."""
+    top = logits.max()
+    total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
+    count = min(count, len(logits))
+    if count < 2:
+        # Nothing needs to be sorted.
+        return Score(float(logits[token]) - total, ((int(logits.argmax()), float(top) - total),) * count)
+    ids = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
+    return Score(float(logits[token]) - total, tuple((int(index), float(logits[index]) - total) for index in ids))
+
+
+def score_width(widths: Sequence[int], max_width: int) -> int:
+    """Return how many tokens a call scores: the widest verify width up to `max_width`, or else the
+    narrowest; 1 (a step) without verify functions."""
+    return max((width for width in widths if width <= max_width), default=min(widths, default=1))
+
+
+def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
+    """Read `tokens` and yield the logits after each, f32 [vocab]: by calls of `width` tokens
+    (`score_width`), or by steps if the last tokens do not fill a call and the states cannot drop
+    the padding.
+
+    Raises NanLogitsError for logits that are NaN.
+    """
+    for start in range(0, len(tokens), width):
+        part = tokens[start : start + width]
+        if len(part) == width > 1:
+            session.verify(part)
+        elif width == 1 or not session.verify_fewer(part, width):
+            for token in part:
+                session.step(token)
+                yield session.logits()
+            continue
+        for row in session.verified_rows():
+            if np.isnan(row.max()):
+                raise NanLogitsError
+            yield row

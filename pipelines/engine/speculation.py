@@ -1,0 +1,399 @@
+"""Speculative decoding: the model checks several proposed tokens in one pass.
+
+Proposals come from earlier text (`Ngrams`) and from a smaller model (`Draft`). At each position the
+model chooses a token as it does without speculation: the most probable one, or the one drawn with
+the next random number. A proposal is right if it is the chosen token, so the text is the same as
+without speculation (Leviathan et al., arXiv 2211.17192, in its greedy form).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from castiron.pipelines.engine.context import move_after
+from castiron.pipelines.engine.draft import CallCosts, Draft, Guess, HitRates, expected_tokens
+from castiron.pipelines.engine.request import Event, Request
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.program import NanLogitsError
+from castiron.vmfb.states import Snapshot
+
+# Shortest match that is looked up, and longest match that is counted, in tokens.
+MIN_MATCH, MAX_MATCH = 2, 32
+# How many of the latest occurrences of a pair of tokens are compared.
+OCCURRENCES = 8
+# Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.
+FOLLOWED = (0.25, 0.5, 0.75, 0.9, 0.95)
+# Share of the time that proposals may lose: those from the text, and those of both sources. With
+# the cost of a first try this stays below 5 % of the time of a text.
+MAX_LOSS, MAX_LOSS_OF_ALL = 0.02, 0.04
+# Share of the seconds saved, by proposals from the text and by the draft in earlier texts, that the
+# draft may lose in addition.
+SPENT_GAINS = 0.25
+# A draft that saves no time is tried again after WAIT tokens, then after twice as many each time,
+# up to MAX_WAIT.
+WAIT, MAX_WAIT = 8, 256
+# An estimate spreads the time to read the text over this many passes of the draft.
+PASSES = 8
+
+
+class Ngrams:
+    """Proposals from the text so far: the tokens that followed an earlier occurrence of the last
+    tokens (prompt lookup, Saxena 2023).
+
+    `self.length`: how many last tokens match the earlier occurrence, 0 without a match. `self.end`:
+    index in `self.tokens` after that occurrence.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()):
+        self.tokens: list[int] = []
+        self._occurrences: dict[tuple[int, int], deque[int]] = {}
+        self.length = self.end = 0
+        for token in tokens:
+            self._append(token)
+        self._find()
+
+    def add(self, token: int) -> None:
+        follows = self.length and self.tokens[self.end] == token
+        length, end = (self.length + 1, self.end + 1) if follows else (0, 0)
+        self._append(token)
+        self._find()
+        # A long match is followed even where its last pair has occurred too often since.
+        if length > self.length:
+            self.length, self.end = min(length, MAX_MATCH), end
+
+    def propose(self, count: int) -> list[int]:
+        """Return the `count` tokens after the earlier occurrence; no tokens without a match.
+
+        If fewer than `count` tokens follow it, they repeat.
+        """
+        if not self.length:
+            return []
+        period = len(self.tokens) - self.end
+        return [self.tokens[self.end + i % period] for i in range(count)]
+
+    def _append(self, token: int) -> None:
+        tokens = self.tokens
+        # Index the pair that now has a next token; the last pair is looked up, not indexed.
+        if len(tokens) >= MIN_MATCH:
+            self._occurrences.setdefault((tokens[-2], tokens[-1]), deque(maxlen=OCCURRENCES)).append(len(tokens))
+        tokens.append(token)
+
+    def _find(self) -> None:
+        tokens = self.tokens
+        self.length = self.end = 0
+        for end in reversed(self._occurrences.get(tuple(tokens[-2:]), ())):
+            length = MIN_MATCH
+            while length < min(MAX_MATCH, end) and tokens[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            if length > self.length:
+                self.length, self.end = length, end
+
+
+def match_kind(length: int) -> int:
+    """Return the index in `FOLLOWED` for a match of `length` tokens."""
+    return min(length, MAX_MATCH).bit_length() - 2
+
+
+@dataclass
+class SourceStats:
+    """Counts of one source of proposals.
+
+    `proposed`: tokens that were checked. `accepted`: tokens that were right. `lost`: seconds lost
+    compared with decoding the same tokens by steps, below 0 if proposals saved time.
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    lost: float = 0.0
+
+
+@dataclass
+class Pass:
+    """One call of the model over the last token of the text and proposed tokens.
+
+    `tokens`: these tokens. `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: name
+    of the source of the proposals. `before`: snapshot of the session before the call, None without
+    proposals. `guesses`: proposals of the draft model. `taken`: how many tokens were chosen.
+    `doubtful`: whether rounding required a step to choose the last token.
+    """
+
+    tokens: list[int]
+    argmaxes: list[int]
+    source: str | None = None
+    before: Snapshot | None = None
+    guesses: list[Guess] = field(default_factory=list)
+    seconds: float = 0.0
+    taken: int = 0
+    doubtful: bool = False
+
+
+class Speculator:
+    """The speculative decoding of one request, which reads one or several tokens in each pass.
+
+        while request.finish_reason is None:
+            if not speculator.ready:
+                speculator.feed(tokens that the session has not read)
+            events = speculator.advance()
+
+    `self.stats`: counts by source. `self.passes`: calls that checked proposals. `self.spent`:
+    seconds of all passes, of which `self.draft_seconds` in the draft model. `self.prompt_seconds`:
+    seconds that the prompt took, set by the caller.
+    """
+
+    def __init__(
+        self, session, request: Request, draft: Draft | None = None, clock: Callable[[], float] = time.perf_counter
+    ):  # fmt: skip
+        """Raise PipelineError if the bundle has no functions that verify several tokens at once."""
+        self.session, self.request, self.draft, self.clock = session, request, draft, clock
+        self.widths = session.manifest.widths("verify")
+        if not self.widths:
+            raise PipelineError("the bundle has no verify functions for speculation; compile it with --speculate 4,8")
+        self.ngrams, self.match_rates = Ngrams([*map(int, request.prompt)]), HitRates(FOLLOWED, 0.98)
+        self.costs = draft.costs if draft else CallCosts()
+        self.stats = {"ngram": SourceStats()} | ({"draft": SourceStats()} if draft else {})
+        self.passes, self.spent, self.draft_seconds, self.prompt_seconds = 0, 0.0, 0.0, 0.0
+        self._pass: Pass | None = None
+        # How many of the request's tokens are in `ngrams`; tokens until the draft is tried again,
+        # and the wait after that try.
+        self._noted = self._until = 0
+        self._wait, self._trying, self._start = WAIT, False, 0
+        self._saved = draft.saved if draft else 0.0
+
+    @property
+    def proposed(self) -> int:
+        return sum(source.proposed for source in self.stats.values())
+
+    @property
+    def accepted(self) -> int:
+        return sum(source.accepted for source in self.stats.values())
+
+    @property
+    def draft_share(self) -> float:
+        """The share of the time since the prompt that the draft model took, 0 to 1."""
+        return self.draft_seconds / self.spent if self.spent else 0.0
+
+    def __str__(self) -> str:
+        by = [f"{stats.proposed} by the {'text' if name == 'ngram' else name}" for name, stats in self.stats.items()]
+        sources = f" ({', '.join(by)}, {self.draft_share:.0%} of the time)" if self.draft else ""
+        return f"{self.accepted} of {self.proposed} proposed tokens were right{sources}"
+
+    def report(self) -> dict:
+        """Return the counts as a dict for JSON."""
+        sources = {name: {"proposed": stats.proposed, "accepted": stats.accepted} for name, stats in self.stats.items()}
+        return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next token can be chosen."""
+        return self._pass is not None
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Read the last tokens of the text, `tokens`, and possibly proposals after them."""
+        for token in self.request.tokens[self._noted :]:
+            self._note(token)
+        if len(tokens) > 1:
+            self._pass = Pass(list(tokens), [self.session.prefill(tokens)])
+            return
+        (token,), start = tokens, self.clock()
+        source, count = self._plan()
+        if source == "draft":
+            self._pass = self._draft_pass(token, count)
+        elif source:
+            self._pass = self._check(token, self.ngrams.propose(count), source)
+        else:
+            self._pass = self._step(token)
+        self._pass.seconds = self.clock() - start
+
+    def advance(self) -> list[Event]:
+        """Choose the request's next token and return its events."""
+        assert self._pass is not None
+        found, at = self._pass, self._pass.taken
+        argmax, logits, chosen = self._choose(found, at)
+        found.taken = at + 1
+        if at < len(found.guesses) and self.draft:
+            self.draft.learn(found.guesses[at], chosen == found.guesses[at].token)
+        right = found.before is not None and at + 1 < len(found.tokens) and chosen == found.tokens[at + 1]
+        if right and found.source:
+            self.stats[found.source].accepted += 1
+        events = self.request.advance(argmax, logits, chosen)
+        if not right or self.request.finish_reason is not None or found.doubtful:
+            self._end(found)
+        return events
+
+    def _note(self, token: int) -> None:
+        if length := self.ngrams.length:
+            self.match_rates.learn(match_kind(length), self.ngrams.propose(1)[0] == token)
+        self.ngrams.add(token)
+        self._noted += 1
+        self._until -= 1
+
+    def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
+        """Return the most probable token after `found.tokens[at]`, the logits and the chosen token.
+
+        A verify call adds numbers in another order than a step. If that could change the chosen
+        token, a step computes the logits again.
+        """
+        argmax, chooser, session = found.argmaxes[at], self.request.chooser, self.session
+        if argmax < 0:
+            raise NanLogitsError
+        if found.before is None:
+            return argmax, session.logits, chooser.pick(argmax, session.logits)
+        start = self.clock()
+        logits = lambda: session.verified_logits(at)
+        chosen = chooser.pick_if_certain(argmax, logits)
+        if chosen is None:
+            found.doubtful = True
+            move_after(session, found.before, found.tokens[:at])
+            argmax, logits = session.step(found.tokens[at]), session.logits
+            chosen = chooser.pick(argmax, logits)
+        found.seconds += self.clock() - start
+        return argmax, logits, chosen
+
+    def _end(self, found: Pass) -> None:
+        """End a pass: move the session to the end of the right tokens and update the counts."""
+        self._pass = None
+        before = found.before
+        if before and self.session.position != before.position + found.taken:
+            start = self.clock()
+            move_after(self.session, before, found.tokens[: found.taken])
+            found.seconds += self.clock() - start
+        self.spent += found.seconds
+        if found.source:
+            lost = found.seconds - found.taken * self.costs.of(1)
+            self.stats[found.source].lost += lost
+            if self.draft and found.source == "draft":
+                self.draft.saved -= lost
+
+    def _step(self, token: int) -> Pass:
+        start = self.clock()
+        found = Pass([token], [self.session.step(token)])
+        self.costs.learn(1, self.clock() - start)
+        return found
+
+    def _check(self, token: int, proposal: list[int], source: str) -> Pass:
+        start, tokens = self.clock(), [token, *proposal]
+        width = self._width(len(proposal))
+        before = self.session.snapshot(width)
+        argmaxes = self.session.verify([*tokens, *[0] * (width - len(tokens))])
+        self.costs.learn(width, self.clock() - start)
+        self.passes += 1
+        self.stats[source].proposed += len(proposal)
+        return Pass(tokens, argmaxes, source, before)
+
+    def _width(self, count: int) -> int:
+        """Return the width of the narrowest verify function for `count` proposals."""
+        return min(width for width in self.widths if width > count)
+
+    def _plan(self) -> tuple[str | None, int]:
+        """Return the source with the highest expected tokens per second, and its number of
+        proposals; (None, 0) for a step without proposals."""
+        free = self.session.context - self.session.position
+        widest = max((width for width in self.widths if width <= free), default=1)
+        left = self.request.limit - len(self.request.tokens)
+        if not self.costs.known or widest == 1 or left == 1:
+            return None, 0
+        step = 1 / self.costs.of(1)
+        rate, source, count = max((step, None, 0), self._plan_ngrams(widest, left), key=lambda option: option[0])
+        if self.draft and (wanted := self._plan_draft(widest, left, rate)):
+            source, count = "draft", wanted
+        return source, count
+
+    def _plan_ngrams(self, widest: int, left: int) -> tuple[float, str, int]:
+        """Return the expected tokens per second with proposals from the text, the name of this
+        source, and the number of proposals."""
+        length, stats = self.ngrams.length, self.stats["ngram"]
+        if not length or stats.lost > MAX_LOSS * self.spent:
+            return 0.0, "ngram", 0
+        longest = min(left, 1 + self._allowed(widest))
+        rates = [self.match_rates[match_kind(length + i)] for i in range(widest - 1)]
+        options = [(min(expected_tokens(rates[: width - 1]), longest) / self.costs.of(width), "ngram", width - 1)
+                   for width in self.widths if width <= widest and longest > 1]  # fmt: skip
+        return max(options, default=(0.0, "ngram", 0))
+
+    def _plan_draft(self, widest: int, left: int, other: float) -> int:
+        """Return how many tokens the draft model should propose.
+
+        Returns 0 if the best alternative is expected to generate more tokens per second (`other`)
+        and the draft is not due for a new try.
+        """
+        assert self.draft
+        credit, longest = self._credit(), min(widest, left) - 1
+        few = min(self.widths[0] - 1, longest)
+        # Seconds lost by a try without a right proposal.
+        min_loss = self._cost(few) - self.costs.of(1)
+        plan = self.draft.plan(self.ngrams.tokens, credit - min_loss) if credit > min_loss else None
+        if plan is None:
+            return 0
+        self._start, reading = plan
+        affordable = [n for n in range(1, longest + 1) if self._cost(n) - self.costs.of(1) + reading <= credit]
+        rates = {count: self._rate([], count, reading / PASSES) for count in affordable}
+        best = max(rates, key=rates.__getitem__, default=0)
+        self._trying = not best or rates[best] <= other
+        if not self._trying:
+            self._wait = WAIT
+            return max(affordable)
+        if few in affordable and self._until <= 0 and other <= 1 / self.costs.of(1):
+            self._until, self._wait = self._wait, min(2 * self._wait, MAX_WAIT)
+            return few
+        return 0
+
+    def _credit(self) -> float:
+        """Return how many seconds the draft may still lose, a share of the time spent and saved."""
+        ngrams = self.stats["ngram"].lost
+        gains = max(0.0, self._saved) + max(0.0, -ngrams)
+        lost = self.stats["draft"].lost + max(0.0, ngrams)
+        return MAX_LOSS_OF_ALL * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
+
+    def _cost(self, count: int) -> float:
+        """Return the expected seconds of a pass with `count` proposals of the draft model."""
+        assert self.draft
+        return self.costs.of(self._width(count)) + count * self.draft.step_seconds
+
+    def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
+        """Return the expected tokens per second of a pass with `count` proposals of the draft.
+
+        `guesses`: the first of these proposals. `more_seconds`: additional time of the pass.
+        """
+        assert self.draft
+        padded = [*guesses[:count], *[None] * (count - len(guesses))]
+        return expected_tokens(map(self.draft.acceptance, padded)) / (self._cost(count) + more_seconds)
+
+    def _draft_pass(self, token: int, longest: int) -> Pass:
+        """Check up to `longest` proposals of the draft model, as many as raise the expected tokens
+        per second; run a step without proposals if none do."""
+        assert self.draft
+        draft, start, trying = self.draft, self.clock(), self._trying
+
+        def go_on(guesses: list[Guess]) -> bool:
+            done = len(guesses)
+            more = range(done + 1, longest + 1)
+            return done < longest and (trying or max(self._rate(guesses, n) for n in more) > self._rate(guesses, done))
+
+        guesses = draft.propose(self.ngrams.tokens, self._start, self.request.chooser.lookahead(), go_on)
+        self.draft_seconds += self.clock() - start
+        step_rate = 1 / (self.costs.of(1) + len(guesses) * draft.step_seconds)
+        if guesses and (trying or self._rate(guesses, len(guesses)) > step_rate):
+            found = self._check(token, [guess.token for guess in guesses], "draft")
+        else:
+            found = self._step(token)
+            found.source = "draft"
+        found.guesses = guesses
+        return found
+
+    def _allowed(self, width: int) -> int:
+        """Return how many of `width` - 1 tokens proposed from the text the constraint allows;
+        `width` without a constraint."""
+        if not self.request.constraint:
+            return width
+        constraint, count = self.request.constraint.copy(), 0
+        for token in self.ngrams.propose(width - 1):
+            if constraint.done or not constraint.allows(token):
+                break
+            constraint.accept(token)
+            count += 1
+        return count

@@ -1,0 +1,1 @@
+"""Measure bundles: accuracy against HF transformers, perplexity, speed, and tiles to tune."""

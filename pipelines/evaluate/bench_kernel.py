@@ -1,0 +1,236 @@
+"""Time one kernel on operands like a model's, against the machine's limits."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, current_function
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.weights.packing import LANES, pack
+from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.printer import print_module
+from castiron.emitter.types import TensorType
+from castiron.pipelines.compile.parts import KINDS, named_kernel
+from castiron.pipelines.evaluate.machine import (
+    LOAD_SECONDS,
+    PEAKS,
+    bound_of,
+    describe,
+    load_module,
+    mean_seconds,
+    of_limit,
+    peak_of,
+    spread,
+)
+from castiron.pipelines.evaluate.random_checkpoint import tiled_rows
+from castiron.pipelines.terminal import counted, megabytes
+
+# Calls take weights and KV caches in turn from more memory than a CPU cache holds, like the layers of a model.
+STREAMED_BYTES = 256 << 20
+MAX_COPIES = 512
+# Operands of at least 1/LARGE of the largest one's size also come in turn: keys and values.
+LARGE = 4
+# A kernel with hardly any work, to measure the overhead of a call.
+EMPTY = ("argmax", "16")
+
+Progress = Callable[[str, float], None]
+
+
+class Timed:
+    """A kernel compiled for this machine, with its operands."""
+
+    def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
+        """Compile and load the kernel; `values` are its tensor operands by name. CompileError if it
+        does not compile."""
+        import iree.runtime as rt
+
+        from castiron.vmfb.program import Buffer, release_at_exit
+
+        self.device, self._context, module = load_module(print_module(module_of(kernel)), threads)
+        self._function = module.lookup_function("call")
+        self._results = rt.VmVariantList(len(kernel.results))
+        sizes = {name: type_.nbytes for name, type_ in kernel.tensors.items()}
+        large = {name for name, size in sizes.items() if size * LARGE >= max(sizes.values())}
+        copies = min(MAX_COPIES, max(1, STREAMED_BYTES // sum(sizes[name] for name in large)))
+
+        def buffer(type_: TensorType, value: np.ndarray | None = None) -> Buffer:
+            made = Buffer(self, type_.shape, type_.dtype.name)  # type: ignore[arg-type]
+            # Unwritten pages are all the same page of zeros.
+            made.array[...] = 0 if value is None else value
+            return made
+
+        results = [buffer(type_) for name, type_ in kernel.results.items() if name not in kernel.in_place]
+        same = {name: buffer(kernel.tensors[name], values[name]) for name in sizes if name not in large}
+        self._buffers, self._arguments = [results, same], []
+        for _ in range(copies):
+            own = same | {name: buffer(kernel.tensors[name], values[name]) for name in large}
+            arguments = rt.VmVariantList(len(own) + len(results))
+            for operand in [*(own[name] for name in sizes), *results]:
+                arguments.push_ref(operand.view)
+            self._buffers.append(own)
+            self._arguments.append(arguments)
+        self._next = 0
+        release_at_exit(self, "_results", "_arguments", "_buffers", "_function", "_context", "device")
+
+    def seconds(self, min_seconds: float) -> tuple[float, int]:
+        """Return the result of `mean_seconds` for the kernel."""
+
+        def call() -> None:
+            self._context.invoke(self._function, self._arguments[self._next], self._results)
+            self._next = (self._next + 1) % len(self._arguments)
+
+        return mean_seconds(call, min_seconds)
+
+
+def module_of(kernel: Kernel) -> Module:
+    """Return a module with a function `call` that dispatches the kernel once.
+
+    Its arguments are the tensors, then storage for each result that is not updated in place,
+    because the time would otherwise include an allocation.
+    """
+    module = Module("kernel")
+    storage = {f"{name}_storage": type_ for name, type_ in kernel.results.items() if name not in kernel.in_place}
+    with module.function("call", **kernel.tensors, **storage) as inputs:
+        given = dict(zip([*kernel.tensors, *storage], inputs, strict=True))
+        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
+        updated = {i: given[kernel.in_place.get(name, f"{name}_storage")] for i, name in enumerate(results)}
+        current_function().returns(updated, **results)
+    return module
+
+
+def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
+    """Return random operands for a kernel, by name.
+
+    The KV cache is filled up to `position`; experts and embedding rows are chosen in turn.
+    """
+    rng = np.random.default_rng(0)
+    full = {"length": tokens, "start": position, "position": position, "counters": 0}
+    found = {}
+    for name, type_ in kernel.tensors.items():
+        kind = type_.dtype.name
+        if name == "weight" and kind == "i8":
+            rows, inner = type_.shape[0] * LANES, sizes[-1]
+            value = pack(codec, tiled_rows(codec, rows, inner)).view(np.int8).reshape(type_.shape)
+        elif name in full:
+            value = np.full(type_.shape, full[name])
+        elif name in ("chosen", "ids"):
+            value = np.arange(type_.shape[0]) % sizes[0]
+        elif kind == "i8" and name in ("k_cache", "v_cache"):
+            rows = np.resize(rng.standard_normal(1 << 20) * 0.5, (*type_.shape[:3], sizes[-1]))
+            value = CACHES["q8_0"].stored(rows)
+        elif kind in ("i8", "i32"):
+            bits = 8 if kind == "i8" else 32
+            value = rng.integers(-(1 << bits - 1), 1 << bits - 1, type_.shape)
+        else:
+            value = np.resize(rng.standard_normal(1 << 20) * 0.5, type_.shape).astype(np.float32)
+            # States decay.
+            value = -np.abs(value) if name == "rate" else value
+            # NumPy has no bf16: these are its bits.
+            value = (value.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else value
+        found[name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """A kernel, the settings from which it was made, and the position at which it runs with a full
+    cache."""
+
+    kernel: Kernel
+    settings: Mapping[str, Any]
+    position: int
+
+
+def kernel_run(
+    kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
+) -> KernelRun:
+    """Return the kernel that `named_kernel` makes for this machine; PipelineError for arguments
+    that do not fit."""
+    from castiron.vmfb.targets import resolve
+
+    isa = resolve("host").isa
+    of_machine = {"isa": isa, "threads": threads}
+    kernel = named_kernel(
+        kind, shape, tokens=tokens, codec=codec, context=context, numerics=numerics, cache=cache, **of_machine
+    )
+    tokens = KINDS[kind].tokens[0] if tokens is None else tokens
+    context = max(context, tokens)
+    settings = {
+        "kernel": kind, "shape": shape, "tokens": tokens, "codec": codec, "numerics": numerics, **of_machine,
+        "context": context, "cache": cache,
+    }  # fmt: skip
+    return KernelRun(kernel, settings, context - (1 if kind == "attention_decode" else tokens))
+
+
+def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
+    """Measure a kernel and, between the rounds, the machine's limits; return the result of
+    `castiron bench --kernel`."""
+    kernel, settings, position = run.kernel, run.settings, run.position
+    threads, codec = settings["threads"], settings["codec"]
+    progress("compiling the kernel", 0.0)
+    sizes = [int(word) for word in settings["shape"].split("x")]
+    timed = Timed(kernel, operands(kernel, codec, sizes, settings["tokens"], position), threads)
+    empty_kernel = named_kernel(*EMPTY, isa=settings["isa"], threads=threads)
+    empty = Timed(empty_kernel, operands(empty_kernel, "f32", [16], 1, 0), threads)
+    limits: dict[str, list[float]] = {"read_gb_s": [], peak_of(kernel.name): []}
+    calls, overheads, count = [], [], 0
+    for done in range(rounds + 1):
+        progress(f"timing {kernel.name}", done / (rounds + 1))
+        call, number = timed.seconds(LOAD_SECONDS)
+        overheads += [empty.seconds(LOAD_SECONDS / 100)[0] for _ in range(10)]
+        if done:
+            calls.append(call)
+            count += number
+            for name, values in limits.items():
+                values.append(getattr(machine, name)())
+    # Time above the minimum is waiting for other processes.
+    overhead = min(overheads)
+    own = [max(call - overhead, call / 2) for call in calls]
+    flops, nbytes = kernel.work(position)
+    medians = {name: statistics.median(values) for name, values in limits.items()}
+    seconds = statistics.median(own)
+    bound, share = bound_of(kernel.name, nbytes, flops, seconds, medians)
+    return {
+        "kernel": kernel.name,
+        "us": round(seconds * 1e6, 2),
+        "overhead_us": round(overhead * 1e6, 2),
+        "calls": count,
+        "bytes": nbytes,
+        "flops": flops,
+        "gb_s": round(nbytes / seconds / 1e9, 2),
+        "gflop_s": round(flops / seconds / 1e9, 2),
+        "bound": bound,
+        "limit_share": share and round(share, 4),
+        "runs": {"us": spread([value * 1e6 for value in own])},
+        "machine": {
+            **describe(),
+            **{name: round(value, 2) for name, value in medians.items()},
+            "runs": {name: spread(values) for name, values in limits.items()},
+        },
+        "settings": {**settings, "rounds": rounds},
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Format the result as text."""
+    settings, machine, runs = result["settings"], result["machine"], result["runs"]["us"]
+    bound = {"memory": "memory bound", "compute": "compute bound", "cache": "in cache"}[result["bound"]]
+    peak, of = next((machine[name], of) for name, of in PEAKS.items() if name in machine)
+    share = "" if result["bound"] == "cache" else f", {of_limit(result)} of the limit"
+    return "\n".join(
+        [
+            f"{result['kernel']} on {counted(settings['threads'], 'thread')}, {counted(settings['tokens'], 'token')}, "
+            f"{settings['isa']}",
+            f"{machine['cpu']}: reads {machine['read_gb_s']:.1f} GB/s, {of} peak {peak:.0f} GFLOP/s",
+            "",
+            f"{result['us']:.1f} us a call ({runs['min']:.1f} to {runs['max']:.1f}), overhead {result['overhead_us']:.1f} us",
+            f"{megabytes(result['bytes'])} at {result['gb_s']:.1f} GB/s, {result['flops'] / 1e6:,.1f} MFLOP at "
+            f"{result['gflop_s']:.1f} GFLOP/s: {bound}{share}",
+        ]
+    )

@@ -1,0 +1,59 @@
+"""Reading small files in bounded memory, and checking free disk space.
+
+A path that a user or a checkpoint names may be a pipe, a device or a file as large as the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.terminal import megabytes
+from castiron.vmfb.staging import remove_abandoned
+
+# Tokenizers of 260,000 tokens take 35 MB, an index of 100,000 tensors 10 MB.
+MAX_BYTES = 100_000_000
+# Values of JSON, counted by their separators; the tokenizer of 260,000 tokens has 1.8 million.
+MAX_VALUES = 4_000_000
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file of at most `MAX_BYTES`; OSError for anything else."""
+    try:
+        # Opening a pipe waits for a writer, and a device has no end.
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError:  # a NUL in the name
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+    with open(number, "rb") as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MAX_BYTES // 10**6} MB, the limit for such a file", str(path))
+    return data
+
+
+def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
+    """Return whether JSON text may have more than `limit` values; parsed values take up to thirty
+    times the memory of their text."""
+    marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
+    return sum(map(text.count, marks)) > limit
+
+
+def require_free_space(path: Path | str, needed: int, what: str) -> None:
+    """Raise PipelineError unless the disk of `path`, which may not exist yet, has `needed` bytes
+    free.
+
+    what: the work that needs the space, for the error. Temporary files that killed processes left
+    beside `path` are removed first.
+    """
+    path = Path(path).absolute()
+    remove_abandoned(path.parent)
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise PipelineError(f"{what} needs {megabytes(needed)}, but {folder} has {megabytes(free)} free; delete files there")

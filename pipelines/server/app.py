@@ -1,0 +1,292 @@
+"""The ASGI application: authentication, limits, metrics and log around the endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from castiron.pipelines.api.api_errors import ApiError, api_error, http_error
+from castiron.pipelines.api.async_engine import AsyncEngine
+from castiron.pipelines.api.byte_limit import CLIENT, ByteLimit
+from castiron.pipelines.api.embeddings import EmbeddingsApi, EmbeddingsEngine
+from castiron.pipelines.api.generation_api import GenerationApi
+from castiron.pipelines.api.model_api import Limits, ModelApi
+from castiron.pipelines.api.responses import ResponseStore
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.prefix_store import PrefixStore
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.server.exchange import CLIENT_LEFT, BodyRoute, Exchange, error_response, exchange_of
+from castiron.pipelines.server.metrics import Metrics
+from castiron.pipelines.server.routes import OPEN_PATHS, add_routes
+from castiron.pipelines.server.served_models import ModelPool, check_tokenizer, directory_name
+from castiron.pipelines.terminal import print_message
+from castiron.pipelines.text.embedder import Embedder
+from castiron.pipelines.text.generation import open_draft
+from castiron.pipelines.text.tokenizer import load_tokenizer
+from castiron.vmfb.bundle import Bundle, open_bundle
+
+# Max bytes of request bodies in flight, of all clients and of one client, in largest bodies.
+BODIES, BODIES_PER_CLIENT = 16, 4
+# Default max sequences of one client that wait for a slot.
+QUEUE = 64
+# Bits of an IPv6 address that identify one customer's network.
+NETWORK_BITS = 64
+
+
+def api_key(scope: Scope) -> bytes:
+    """Return the API key from Authorization or Anthropic's x-api-key, or b"" without one."""
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+
+
+class Access:
+    """Rules for which requests are served, and which client sent them."""
+
+    def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
+        """`keys`: API keys, none for a server without authentication. `origins`: sites whose pages
+        may send requests, "*" for all. `local`: whether the server listens on this machine only."""
+        self.keys = [key.encode(errors="surrogateescape") for key in keys]
+        self.origins, self.local = origins, local
+        self.names = {urlsplit(origin).hostname for origin in origins}
+
+    def key(self, scope: Scope) -> int | None:
+        """Return the index of the request's API key, None for a missing or wrong one."""
+        given = api_key(scope)
+        # Every key is compared, so that the time reveals nothing about them.
+        found = [hmac.compare_digest(given, known) for known in self.keys]
+        return found.index(True) if any(found) else None
+
+    def client(self, scope: Scope) -> str:
+        """Return the client whose limits the request uses: its API key, or else its IP address.
+
+        The machines of an IPv6 network are one client. The field `user` does not identify a client,
+        which could send many names.
+        """
+        key = self.key(scope)
+        return _network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
+
+    def is_host_allowed(self, scope: Scope) -> bool:
+        """Return whether the Host header excludes DNS rebinding.
+
+        In that attack, a site's name resolves to this machine, so that its page can send requests
+        as if it were this server's own page. A local server without keys therefore accepts only IP
+        addresses, names without a dot or below localhost, and hosts of allowed origins.
+        """
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        if not self.local or self.keys or "*" in self.origins or not host:
+            return True
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        return "." not in name or name.endswith(".localhost") or name in self.names or _address(name) is not None
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def _network(address: str) -> str:
+    found = _address(address)
+    if isinstance(found, ipaddress.IPv6Address) and not found.ipv4_mapped:
+        return str(ipaddress.ip_network((int(found), NETWORK_BITS), strict=False))
+    return address
+
+
+def open_app(
+    bundle: Bundle | str | Path,
+    *,
+    api_keys: Sequence[str] = (),
+    cors: Sequence[str] = (),
+    local: bool = False,
+    quiet: bool = True,
+    **options,
+) -> App:
+    """Return an ASGI application that serves a bundle with OpenAI's and Anthropic's APIs.
+
+    Its lifespan starts and stops the thread that runs the model, so it can run only once.
+
+    Args:
+        cors: origins whose pages may send requests, "*" for all.
+        local: whether the server listens on this machine only.
+        quiet: whether to write no line to stderr for each request.
+        options: options of `open_api`.
+    """
+    metrics = Metrics()
+    return App(ModelPool.single(open_api(bundle, metrics, **options)), metrics, Access(api_keys, cors, local), quiet=quiet)
+
+
+def open_api(
+    bundle: Bundle | str | Path,
+    metrics: Metrics,
+    *,
+    threads: int | None = None,
+    queue: int = QUEUE,
+    name: str | None = None,
+    limits: Limits = Limits(),
+    template_args: Mapping[str, object] | None = None,
+    parse_special: bool = False,
+    store: PrefixStore | None = None,
+    draft: Bundle | None = None,
+) -> ModelApi:
+    """Open a bundle and return its endpoints.
+
+    Args:
+        queue: sequences of one client that may wait for a slot.
+        name: model name; by default the bundle's name, and requests may use its directory's too.
+        template_args: default variables of the chat template.
+        parse_special: whether special tokens in messages become tokens instead of text.
+        store: store on disk for the states of long prefixes.
+        draft: bundle of a draft model for speculative decoding, used while a single request runs.
+
+    Raises:
+        PipelineError: for a bundle without a tokenizer, or a variable that its chat template does
+        not read.
+    """
+    bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    check_tokenizer(bundle)
+    manifest = bundle.manifest
+    names = list(dict.fromkeys([name or manifest.name, *([] if name else [directory_name(bundle)])]))
+    counting = metrics.model(names[0])
+    if manifest.encoder:
+        return EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, counting.embedded), names, limits)
+    text = load_tokenizer(bundle, template_args, parse_special)
+    proposing = open_draft(draft, bundle, threads) if draft else None
+    engine = Engine(bundle, threads, observer=counting, store=store, draft=proposing)
+    counting.watch(engine.scheduler)
+    return GenerationApi(AsyncEngine(engine, queue), text, names, manifest, limits)
+
+
+def endpoints(models: ModelPool, metrics: Metrics) -> FastAPI:
+    """Return the FastAPI application of the endpoints, without authentication, limits and log."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI):
+        models.start(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            models.stop()
+
+    errors = (ApiError, PipelineError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
+    app = FastAPI(
+        lifespan=lifespan, exception_handlers=dict.fromkeys(errors, _handle_error), openapi_url=None, docs_url=None,
+        redoc_url=None, redirect_slashes=False,
+    )  # fmt: skip
+    app.router.route_class = BodyRoute
+    app.state.models, app.state.responses = models, ResponseStore()
+    add_routes(app, metrics)
+    return app
+
+
+async def _handle_error(request: Request, error: Exception) -> Response:
+    path, headers = request.url.path, None
+    match error:
+        case ApiError():
+            found = error
+        case PipelineError():
+            found = api_error(error)
+        case HTTPException():
+            found, headers = http_error(error.status_code, error.detail, path), error.headers
+        case RequestValidationError():
+            # An invalid path; `BodyRoute` validates bodies.
+            found = http_error(404, "", path)
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_LEFT)
+        case _:
+            # Starlette raises the error again after the response, so that it is logged.
+            found = ApiError(500, "the server failed on this request; other requests are not affected")
+    exchange_of(request.scope).code = found.code
+    return error_response(found, path, headers)
+
+
+class App:
+    """An ASGI application that checks keys and hosts, applies limits, and logs responses."""
+
+    def __init__(self, models: ModelPool, metrics: Metrics, access: Access = Access(), *, quiet: bool = True):
+        self.models, self.metrics, self.access, self.quiet = models, metrics, access, quiet
+        self.app = endpoints(models, metrics)
+        self.paths = {route.path for route in self.app.routes}
+        body_bytes = models.limits.body_bytes
+        self.bodies = ByteLimit("bodies", BODIES * body_bytes, BODIES_PER_CLIENT * body_bytes)
+        # CORS is outside authentication: browsers send preflight requests without a key, and pages must be able to read a 401.
+        self._answer: ASGIApp = self._with_key
+        if access.origins:
+            self._answer = CORSMiddleware(
+                self._with_key, allow_origins=access.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+                allow_private_network=True,
+            )  # fmt: skip
+
+    @property
+    def api(self) -> ModelApi | None:
+        """The endpoints of the first model, or None while it is closed."""
+        return self.models.models[0].api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = self._exchange(scope)
+        # A HEAD request is handled as GET; uvicorn leaves the body out.
+        inner = {**scope, "state": {**scope.get("state", {}), "exchange": exchange}}
+        inner["method"] = "GET" if scope["method"] == "HEAD" else scope["method"]
+
+        async def receive_part():
+            message = await receive()
+            exchange.is_receiving = message.get("more_body", False)
+            return message
+
+        async def send_part(message):
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                if exchange.is_receiving:
+                    # The rest of the body will not be read as a request.
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        try:
+            async with exchange.exits:
+                await self._answer(inner, receive_part, send_part)
+        finally:
+            exchange.body.release()
+            self._count(scope, exchange)
+
+    def _exchange(self, scope: Scope) -> Exchange:
+        headers, client = dict(scope["headers"]), self.access.client(scope)
+        is_receiving = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        return Exchange(client, api_key(scope), self.models.limits.seconds, self.bodies.share(client), is_receiving)
+
+    def _count(self, scope: Scope, exchange: Exchange) -> None:
+        path = scope["path"] if scope["path"] in self.paths else "other"
+        self.metrics.answered(path, scope["method"], exchange.status, exchange.code)
+        if not self.quiet and path not in ("/health", "/metrics"):
+            line = f"{scope['method']} {scope['path'][:200]!a} {exchange.status}"
+            print_message(f"{line}: {exchange.job.summary}" if exchange.job else line)
+
+    async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.access.keys and scope["path"] not in OPEN_PATHS and self.access.key(scope) is None:
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            await error_response(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
+        elif not self.access.is_host_allowed(scope):
+            message = "unknown host: this server is for its own machine; use localhost, or start it with --api-key or --cors"
+            await error_response(ApiError(403, message, code="unknown_host"), scope["path"])(scope, receive, send)
+        else:
+            CLIENT.set(exchange_of(scope).client)
+            await self.app(scope, receive, send)

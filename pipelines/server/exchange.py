@@ -1,0 +1,209 @@
+"""One HTTP request and its response, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.byte_limit import ByteShare
+from castiron.pipelines.api.generation_api import Job
+from castiron.pipelines.api.model_api import run_in_thread
+from castiron.pipelines.api.parse_body import parse_body
+
+# Status in the log and metrics for a client that left before the response, as in nginx.
+CLIENT_LEFT = 499
+# Max seconds to receive a body of a few megabytes.
+BODY_SECONDS = 30.0
+# Bodies below so many bytes are parsed faster than handed to another thread.
+SMALL_BODY = 16_000
+
+
+@dataclass
+class Exchange:
+    """One HTTP request and its response.
+
+    client: client whose limits the request uses. api_key: API key, empty without one. seconds: max
+    duration. body: memory of the request body. is_receiving: whether more of the body will arrive.
+    exits: cleanup at the end. status: HTTP status of the response. code: code of an error response.
+    job: job whose `summary` is logged. deadline: end of the max duration, in event loop time.
+    """
+
+    client: str
+    api_key: bytes
+    seconds: float
+    body: ByteShare
+    is_receiving: bool
+    exits: AsyncExitStack = field(default_factory=AsyncExitStack)
+    status: int = CLIENT_LEFT
+    code: str | None = None
+    job: Any = None
+    deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline = asyncio.get_running_loop().time() + self.seconds
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """Return the exchange that `App` put into the ASGI scope."""
+    return scope["state"]["exchange"]
+
+
+class BodyRoute(APIRoute):
+    """A route whose endpoint is called with the request and its validated body.
+
+    FastAPI would parse and validate on the event loop, collect every error, and accept no body
+    without a content type.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if self.body_field is None:
+            return super().get_route_handler()
+        (record,) = (param.field_info.annotation for param in self.dependant.body_params)
+
+        async def handle(request: Request) -> Response:
+            data = await read_body(request, request.app.state.models.limits.body_bytes)
+            body = parse_body(record, data) if len(data) < SMALL_BODY else await run_in_thread(parse_body, record, data)
+            return await self.endpoint(request, body)
+
+        return handle
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body; raise ApiError if it is too large, too slow, or a web page's form."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and "origin" in request.headers:
+        # A page of any site can send other content types without a preflight request. Only browsers send an Origin header, so
+        # other clients may leave the content type out.
+        raise ApiError(415, "wrong content type from a web page; send JSON with the header 'Content-Type: application/json'")
+    too_large = ApiError(413, f"request body too large: the limit is {limit} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > limit:
+        raise too_large
+    data, share = bytearray(), exchange_of(request.scope).body
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                share.take(len(part))
+                data += part
+                if len(data) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"request body incomplete after {BODY_SECONDS:.0f} s; send it faster") from None
+    return bytes(data)
+
+
+async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
+    """Return the response with the result of `work`: a JSON object, or a job to run."""
+    exchange = exchange_of(request.scope)
+
+    async def finish(work: Awaitable[Any]) -> Any:
+        return await while_connected(request.receive, before_deadline(exchange, work))
+
+    result = await finish(work)
+    if isinstance(result, dict):
+        return JSONResponse(result)
+    exchange.job = result
+    if stream:
+        return EventStream(result)
+    try:
+        return JSONResponse(await finish(result.answer()))
+    finally:
+        if isinstance(result, Job):
+            result.close()
+
+
+class EventStream(Response):
+    """A stream of a job's events; an event is named by its `type` if it has one.
+
+    The status is sent with the first event, so that a request that fails earlier gets an ordinary
+    error response.
+    """
+
+    def __init__(self, job: Job):
+        self.job, self.is_started = job, False
+        self.status_code, self.background = 200, None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        try:
+            await while_connected(receive, self._stream(send, exchange))
+        except ClientDisconnect:
+            exchange.status = CLIENT_LEFT
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+        finally:
+            self.job.close()
+
+    async def _stream(self, send: Send, exchange: Exchange) -> None:
+        async def chunks() -> None:
+            async for chunk in self.job.chunks():
+                await self._send(send, chunk)
+
+        try:
+            await before_deadline(exchange, chunks())
+        except ApiError as error:
+            if not self.is_started:
+                raise
+            for chunk in self.job.reply.fail(error):
+                await self._send(send, chunk)
+        if self.job.reply.last:
+            await self._send(send, self.job.reply.last)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, send: Send, event: dict | str) -> None:
+        if not self.is_started:
+            self.is_started = True
+            # Without x-accel-buffering nginx buffers the events.
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                       (b"x-accel-buffering", b"no")]  # fmt: skip
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        name = ""
+        if isinstance(event, dict):
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            event = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        await send({"type": "http.response.body", "body": f"{name}data: {event}\n\n".encode(), "more_body": True})
+
+
+async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
+    """Return the result of `work`; raise ApiError 504 at the exchange's deadline."""
+    try:
+        async with asyncio.timeout_at(exchange.deadline):
+            return await work
+    except TimeoutError:
+        message = f"the request took longer than the {exchange.seconds:g} s that this server allows; ask for less"
+        raise ApiError(504, message, code="timeout") from None
+
+
+async def while_connected(receive: Receive, work: Coroutine) -> Any:
+    """Return the result of `work`; if the client leaves, cancel it and raise ClientDisconnect."""
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response for an error, in the shape of the API that `path` belongs to."""
+    status, body = error.response(path)
+    return JSONResponse(body, status, {**error.headers, **(headers or {})})

@@ -1,0 +1,111 @@
+"""The OpenAPI description: responses, errors and keys. FastAPI describes request bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Security
+from fastapi.openapi.utils import get_openapi
+from fastapi.security import APIKeyHeader, HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.json_schema import models_json_schema
+
+import castiron
+from castiron.pipelines.api.api_errors import ANTHROPIC_TYPES, TYPES, ApiError, is_anthropic
+
+DESCRIPTION = "Language models on a CPU, with OpenAI's and Anthropic's APIs. A server without API keys requires none."
+# For the description only: `App` checks keys before a body is read.
+KEYS = [Security(HTTPBearer(auto_error=False)), Security(APIKeyHeader(name="x-api-key", auto_error=False))]
+ERRORS = {
+    400: "the request is invalid; the message names the field and what to do",
+    401: "the API key is missing or wrong",
+    403: "the Host header is not this machine's, and the server is for this machine only",
+    404: "no such model or response",
+    408: "the body did not arrive in time",
+    413: "the body is too large",
+    415: "a web page sent something else than application/json",
+    429: "requests of this client use all their memory",
+    500: "the server failed on this request",
+    503: "the queue is full, or the server is ending",
+    504: "the request took longer than the server allows",
+}
+SCHEMA = "#/components/schemas/{model}"
+# Statuses of errors that every request may get, and every request with a body.
+ANY, BODY = (401, 403, 500), (400, 404, 408, 413, 415, 429, 503, 504)
+
+
+class Answer(BaseModel):
+    """An object that has at least these fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _answer(name: str, **fields: Any) -> Any:
+    return create_model(name, __base__=Answer, **{key: (kind, ...) for key, kind in fields.items()})
+
+
+def _error_type(types: Mapping[int, str]) -> Any:
+    return Annotated[str, Field(json_schema_extra={"enum": sorted({*types.values(), "invalid_request_error"})})]
+
+
+Object = dict[str, Any]
+_OpenAIErrorDetail = _answer("OpenAIErrorDetail", message=str, type=_error_type(TYPES), param=str | None, code=str | None)
+_AnthropicErrorDetail = _answer("AnthropicErrorDetail", message=str, type=_error_type(ANTHROPIC_TYPES))
+OpenAIError = _answer("OpenAIError", error=_OpenAIErrorDetail)
+AnthropicError = _answer("AnthropicError", type=Literal["error"], error=_AnthropicErrorDetail)
+_COMPLETION = {"id": str, "created": int, "model": str, "choices": list[Object], "usage": Object}
+ChatCompletion = _answer("ChatCompletion", object=Literal["chat.completion"], **_COMPLETION)
+Completion = _answer("Completion", object=Literal["text_completion"], **_COMPLETION)
+Embeddings = _answer("Embeddings", object=Literal["list"], data=list[Object], model=str, usage=Object)
+ResponseAnswer = _answer(
+    "ResponseAnswer", id=str, object=Literal["response"], created_at=int, status=str, model=str, output=list[Object]
+)  # fmt: skip
+DeletedResponse = _answer("DeletedResponse", id=str, object=Literal["response"], deleted=Literal[True])
+InputTokens = _answer("InputTokens", object=Literal["response.input_tokens"], input_tokens=int)
+MessageAnswer = _answer(
+    "MessageAnswer", id=str, type=Literal["message"], role=Literal["assistant"], model=str, content=list[Object],
+    stop_reason=str, usage=Object,
+)  # fmt: skip
+TokenCount = _answer("TokenCount", input_tokens=int)
+Ranking = _answer("Ranking", id=str, model=str, results=list[Object], usage=Object)
+ModelInfo = _answer(
+    "ModelInfo", id=str, object=Literal["model"], created=int, owned_by=Literal["castiron"], context_length=int
+)  # fmt: skip
+ModelList = _answer("ModelList", object=Literal["list"], data=list[ModelInfo])
+Tokens = _answer("Tokens", tokens=list[int], count=int, context_length=int)
+Detokenized = _answer("Detokenized", content=str, prompt=str)
+TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, model_max_length=int)
+Health = _answer("Health", status=Literal["ok", "stopping"])
+
+
+def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
+    """Return FastAPI's `responses` of a route with the errors of ANY and `statuses`.
+
+    `key`: whether the route requires an API key.
+    """
+    model = AnthropicError if is_anthropic(path) else OpenAIError
+    found: dict[int | str, dict[str, Any]] = {}
+    for status in sorted({*ANY, *statuses} - (set() if key else {401})):
+        shown, _ = ApiError(status, "").response(path)
+        headers = {name: {"required": True, "schema": {"type": "string"}} for name in ApiError(status, "").headers}
+        schema = {"$ref": SCHEMA.format(model=model.__name__)}
+        found[shown] = {"content": {"application/json": {"schema": schema}}, "description": ERRORS[status], "headers": headers}
+    return found
+
+
+def content(*media: str) -> dict[str, Any]:
+    """Return an entry of FastAPI's `responses` for text of these media types."""
+    return {"content": {each: {"schema": {"type": "string"}} for each in media}}
+
+
+def description(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document of the application."""
+    found = get_openapi(title="castiron", version=castiron.__version__, description=DESCRIPTION, routes=app.routes)
+    both: list[Any] = [(OpenAIError, "validation"), (AnthropicError, "validation")]
+    found["components"]["schemas"] |= models_json_schema(both, ref_template=SCHEMA)[1]["$defs"]
+    for operations in found["paths"].values():
+        for operation in operations.values():
+            # 422 is FastAPI's validation error, which `BodyRoute` replaces.
+            operation["responses"].pop("422", None)
+    return found

@@ -1,0 +1,217 @@
+"""The HTTP endpoints, and the chat page from the folder `page`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, get_type_hints
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from castiron.pipelines.api.api_errors import invalid
+from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
+from castiron.pipelines.api.model_api import ModelApi, run_in_thread
+from castiron.pipelines.api.responses import count_response_tokens, start_response
+from castiron.pipelines.api.responses_request import InputTokensRequest, ResponsesRequest
+from castiron.pipelines.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    TokenizeRequest,
+)
+from castiron.pipelines.server import openapi
+from castiron.pipelines.server.exchange import Exchange, answer_request, exchange_of
+from castiron.pipelines.server.metrics import MEDIA_TYPE, Metrics
+
+OPENAPI = "/openapi.json"
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+HOME = "chat.html"
+PAGE = files("castiron.pipelines.server").joinpath("page")
+PARTS = tuple(sorted(file.name for file in PAGE.iterdir() if file.name != HOME))
+# URL paths of the page's files.
+PATHS = tuple(f"/page/{name}" for name in PARTS)
+# The page loads scripts, styles and data from this server only, and text never becomes HTML or code.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Browsers check for a newer page, because a newer server has one.
+    "Cache-Control": "no-cache",
+}
+# Paths that need no API key.
+OPEN_PATHS = ("/", "/health", *PATHS)
+STREAM = {200: openapi.content("text/event-stream")}
+
+
+@cache
+def _data(name: str) -> bytes:
+    return PAGE.joinpath(name).read_bytes()
+
+
+def page(name: str = HOME) -> Response:
+    """Return the response with a file of the chat page, by default its HTML."""
+    return Response(_data(name), media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=HEADERS)
+
+
+def add_routes(app: FastAPI, metrics: Metrics) -> None:
+    """Add the endpoints of `app.state.models` to an application."""
+    _add_posts(app)
+    _add_gets(app, metrics)
+
+
+def _add_posts(app: FastAPI) -> None:
+    models, store = app.state.models, app.state.responses
+
+    def post(*paths: str, answer: Any, stream: bool = False) -> Callable:
+        """Return a decorator that serves a handler at `paths`.
+
+        The handler gets the request's model, body and exchange. It returns, possibly as an
+        awaitable, the JSON object of the response or a job. `answer`: record of the response, for
+        OpenAPI. `stream`: whether the request can ask for a stream.
+        """
+
+        def add(handler: Callable[[ModelApi, Any, Exchange], Any]) -> None:
+            async def endpoint(request: Request, body) -> Response:
+                exchange = exchange_of(request.scope)
+                api = await exchange.exits.enter_async_context(models.use(body.model))
+                return await answer_request(request, handler(api, body, exchange), stream and body.stream)
+
+            endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
+            endpoint.__annotations__["body"] = get_type_hints(handler)["body"]
+            for path in paths:
+                responses = openapi.errors(path, openapi.BODY) | (STREAM if stream else {})
+                app.post(path, response_model=answer, responses=responses, dependencies=openapi.KEYS)(endpoint)
+
+        return add
+
+    @post("/v1/chat/completions", answer=openapi.ChatCompletion, stream=True)
+    def chat(api: ModelApi, body: ChatRequest, _: Exchange) -> Any:
+        """Answer a conversation."""
+        return api.chat(body)
+
+    @post("/v1/completions", answer=openapi.Completion, stream=True)
+    def complete(api: ModelApi, body: CompletionRequest, _: Exchange) -> Any:
+        """Continue a text."""
+        return api.complete(body)
+
+    @post("/v1/responses", answer=openapi.ResponseAnswer, stream=True)
+    def respond(api: ModelApi, body: ResponsesRequest, exchange: Exchange) -> Any:
+        """Answer a conversation, in the shape of OpenAI's responses."""
+        return start_response(api, body, store, exchange.api_key)
+
+    @post("/v1/responses/input_tokens", answer=openapi.InputTokens)
+    async def count_input(api: ModelApi, body: InputTokensRequest, exchange: Exchange) -> dict:
+        """Count the tokens of a response's prompt."""
+        count = await count_response_tokens(api, body, store, exchange.api_key)
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+    @post("/v1/messages", answer=openapi.MessageAnswer, stream=True)
+    def send_message(api: ModelApi, body: MessagesRequest, _: Exchange) -> Any:
+        """Answer a conversation, in the shape of Anthropic's messages."""
+        return start_message(api, body)
+
+    @post("/v1/messages/count_tokens", answer=openapi.TokenCount)
+    async def count_tokens(api: ModelApi, body: CountTokensRequest, _: Exchange) -> dict:
+        """Count the tokens of a message's prompt."""
+        return {"input_tokens": await count_message_tokens(api, body)}
+
+    @post("/v1/embeddings", answer=openapi.Embeddings)
+    def embeddings(api: ModelApi, body: EmbeddingsRequest, _: Exchange) -> Any:
+        """Embed texts."""
+        return api.embeddings(body)
+
+    # Cohere's, Jina's and vLLM's clients use different paths.
+    @post("/v1/rerank", "/v2/rerank", "/rerank", answer=openapi.Ranking)
+    def rerank(api: ModelApi, body: RerankRequest, _: Exchange) -> Any:
+        """Order documents by their relevance to a query."""
+        return api.rerank(body)
+
+    @post("/tokenize", answer=openapi.Tokens)
+    async def tokenize(api: ModelApi, body: TokenizeRequest, _: Exchange) -> dict:
+        """Return the tokens of a text or of messages."""
+        tokens = await api.tokenize(body)
+        return {"tokens": tokens, "count": len(tokens), "context_length": api.context, "max_model_len": api.context}
+
+    @post("/detokenize", answer=openapi.Detokenized)
+    async def detokenize(api: ModelApi, body: DetokenizeRequest, _: Exchange) -> dict:
+        """Return the text of tokens."""
+        text = await api.detokenize(body.tokens)
+        # llama.cpp reads content and vLLM prompt.
+        return {"content": text, "prompt": text}
+
+
+def _add_gets(app: FastAPI, metrics: Metrics) -> None:
+    models, store = app.state.models, app.state.responses
+
+    def get(path: str, answer: Any = None, *errors: int, key: bool = True, add: Callable = app.get, **more: Any) -> Callable:
+        responses = openapi.errors(path, errors, key=key) | more.pop("responses", {})
+        return add(path, response_model=answer, responses=responses, dependencies=openapi.KEYS if key else None, **more)
+
+    @get("/v1/responses/{name}", openapi.ResponseAnswer, 400, 404)
+    async def stored(request: Request, name: str) -> Response:
+        """Look up a stored response."""
+        if request.query_params.get("stream", "false") != "false":
+            raise invalid("stream", "stream is not supported for a stored response; leave it out")
+        return Response(store.body(exchange_of(request.scope).api_key, name), media_type="application/json")
+
+    @get("/v1/responses/{name}", openapi.DeletedResponse, 404, add=app.delete)
+    async def delete(request: Request, name: str) -> Response:
+        """Delete a stored response."""
+        store.delete(exchange_of(request.scope).api_key, name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    @get("/tokenizer_info", openapi.TokenizerInfo, 503)
+    async def tokenizer_info(request: Request) -> Response:
+        """Describe the tokenizer."""
+        async with models.use(None) as api:
+            return JSONResponse(api.tokenizer_info)
+
+    @get("/v1/models", openapi.ModelList)
+    async def model_list(request: Request) -> Response:
+        """List the models."""
+        found = models.describe()
+        page = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
+        return JSONResponse({"object": "list", "data": found, **page})
+
+    @get("/v1/models/{name:path}", openapi.ModelInfo, 404)
+    async def model(request: Request, name: str) -> Response:
+        """Describe one model."""
+        return JSONResponse(models.describe(name)[0])
+
+    stopping = {503: {"model": openapi.Health, "description": "the server is ending"}}
+
+    @get("/health", openapi.Health, key=False, responses=stopping)
+    async def health(request: Request) -> Response:
+        """Return whether the server takes requests."""
+        healthy = models.healthy
+        return JSONResponse({"status": "ok" if healthy else "stopping"}, 200 if healthy else 503)
+
+    @get("/metrics", response_class=PlainTextResponse)
+    async def show_metrics(request: Request) -> Response:
+        """Return metrics for Prometheus."""
+        return PlainTextResponse(metrics.text(), media_type=MEDIA_TYPE)
+
+    @get("/", key=False, response_class=HTMLResponse, responses={200: openapi.content("text/plain")})
+    async def home(request: Request) -> Response:
+        """Return the chat page, or for an embedding model a hint."""
+        return PlainTextResponse(models.home) if models.home else page()
+
+    @get("/page/{file}", None, 404, key=False, response_class=Response,
+         responses={200: openapi.content("text/javascript", "text/css", "image/svg+xml")})  # fmt: skip
+    async def part(request: Request, file: Literal[PARTS]) -> Response:  # type: ignore[valid-type]
+        """Return a file of the chat page."""
+        return page(file)
+
+    @get(OPENAPI)
+    async def describe(request: Request) -> Response:
+        """Return this description."""
+        return JSONResponse(await run_in_thread(openapi.description, app))

@@ -1,0 +1,261 @@
+"""The models of a server, which are always open or opened on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.async_engine import Stopping
+from castiron.pipelines.api.model_api import Limits, ModelApi, ModelEngine, default_sampling, unknown_model
+from castiron.pipelines.engine.memory import needed, slots_of, total_bytes
+from castiron.pipelines.errors import PipelineError, error_message
+from castiron.pipelines.terminal import print_message
+from castiron.pipelines.text.chat_template import variables_of
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.manifest import Manifest
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """A model of a server.
+
+    names: all names that requests may use. template: chat template, None without one. open:
+    function that opens it. api: its endpoints, None while it is closed. lock: lock for opening and
+    closing. users: number of requests that use it. last_used: end of the last request, in
+    `time.monotonic` seconds.
+    """
+
+    name: str
+    names: Collection[str]
+    manifest: Manifest
+    template: str | None
+    open: Callable[[], ModelApi] | None = None
+    api: ModelApi | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
+    last_used: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights and of the states of all slots."""
+        need = needed(self.manifest, slots := slots_of(self.manifest))
+        return need.weights + need.state * slots
+
+
+class ModelPool:
+    """A pool of models, which are opened when a request names them and closed when unused.
+
+    A request without a name uses the first model. While a model is being opened, requests for other
+    models continue.
+    """
+
+    def __init__(
+        self,
+        bundles: Sequence[Bundle],
+        open: Callable[[Bundle, str], ModelApi],
+        *,
+        keep: float,
+        limits: Limits = Limits(),
+        memory_limit: int | None = None,
+        forget: Callable[[str], None] = lambda name: None,
+    ):
+        """
+        Args:
+            open: function that opens a bundle under a name.
+            keep: seconds without a request after which a model is closed.
+            memory_limit: bytes for all open models, by default the machine's memory; unused models
+                are closed before a model is opened that exceeds it.
+            forget: callback with the name of a closed model.
+
+        Raises:
+            PipelineError: for bundles without a tokenizer, or with the same name.
+        """
+        self.models = [
+            ServedModel(
+                name, {name, bundle.manifest.name, directory_name(bundle)}, bundle.manifest, bundle.chat_template,
+                partial(open, bundle, name),
+            )
+            for bundle, name in zip(bundles, _names(bundles), strict=True)
+        ]  # fmt: skip
+        self.keep: float | None = keep
+        self.forget, self.limits = forget, limits
+        self.memory_limit, self.started, self.draining = memory_limit or total_bytes(), int(time.time()), False
+
+    @classmethod
+    def single(cls, api: ModelApi) -> ModelPool:
+        """Return a pool of one model that is open and stays open."""
+        pool = cls([], lambda bundle, name: api, keep=0, limits=api.limits)
+        pool.models = [ServedModel(api.names[0], api.names, api.manifest, api.tokenizer.chat_template, api=api)]
+        pool.keep = None
+        return pool
+
+    @contextlib.asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[ModelApi]:
+        """Yield the endpoints of the model that a request names, which stays open until the exit.
+
+        Raises ApiError if no model has the name or it cannot be opened.
+        """
+        model = self.find(name)
+        model.users += 1
+        try:
+            # A client that leaves does not stop the opening, because others may wait for it.
+            yield model.api or await asyncio.shield(asyncio.ensure_future(self._opened(model)))
+        finally:
+            model.users -= 1
+            model.last_used = time.monotonic()
+            if self.keep is not None and not model.users:
+                loop = asyncio.get_running_loop()
+                loop.call_later(self.keep, lambda: loop.create_task(self._close_unused(model)))
+
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model with the name, None for the first; raise ApiError 404 if unknown."""
+        found = self.models[:1] if name is None else [model for model in self.models if model.name == name]
+        found = found or [model for model in self.models if name in model.names]
+        if len(found) != 1:
+            raise unknown_model(name, [model.name for model in self.models])
+        return found[0]
+
+    def describe(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Return the records of /v1/models, of all models or of the one that `name` names."""
+        return [self._record(model, name or model.name) for model in (self.models if name is None else [self.find(name)])]
+
+    def _record(self, model: ServedModel, name: str) -> dict[str, Any]:
+        manifest, date = model.manifest, datetime.fromtimestamp(self.started, UTC)
+        does: dict[str, Any]
+        if facts := manifest.encoder:
+            context = facts.max_tokens
+            does = {} if facts.relevance else {"dimensions": manifest.hidden, "prompts": dict(facts.prompts)}
+        else:
+            context, does = manifest.context, {
+                "sampling": default_sampling(manifest, self.limits).settings, "chat_template": model.template is not None,
+                "template_variables": variables_of(model.template or ""),
+            }  # fmt: skip
+        if self.keep is not None:
+            does["loaded"] = model.api is not None
+        return {
+            "id": name, "object": "model", "created": self.started, "owned_by": "castiron", "type": "model",
+            "display_name": name, "created_at": f"{date:%Y-%m-%dT%H:%M:%SZ}", "lifecycle": "active",
+            # OpenAI has no field for the context length; these are castiron's, Anthropic's and vLLM's.
+            "context_length": context, "max_input_tokens": context, "max_tokens": context, "max_model_len": context, **does,
+        }  # fmt: skip
+
+    @property
+    def home(self) -> str | None:
+        """The text that / shows for an embedding model, or None for the chat page."""
+        api = self.models[0].api
+        if api is None or api.has_chat or len(self.models) > 1:
+            return None
+        return f"{api.names[0]} is an embedding model: POST texts to {api.endpoint}\n"
+
+    async def _opened(self, model: ServedModel) -> ModelApi:
+        async with model.lock:
+            if self.draining:
+                raise Stopping
+            if model.api is None:
+                await self._free_memory(model)
+                loop, start = asyncio.get_running_loop(), time.monotonic()
+                try:
+                    api = await loop.run_in_executor(None, model.open)
+                except Exception as error:
+                    reason = error_message(error)
+                    if reason is None:
+                        raise
+                    print_message(f"cannot open {model.name}: {reason}")
+                    message = f"the model {model.name!r} cannot be opened: {reason}"
+                    raise ApiError(500, message, "model", "model_failure") from None
+                api.engine.start(loop)
+                model.api = api
+                print_message(f"{model.name} opened in {time.monotonic() - start:.1f} s")
+            return model.api
+
+    async def _free_memory(self, model: ServedModel) -> None:
+        """Close unused models, the least recently used first, until `model` fits."""
+        for other in sorted(self.models, key=lambda m: m.last_used):
+            # A model that is being opened counts as open.
+            opened = [m for m in self.models if m is not model and (m.api or m.lock.locked())]
+            if sum(m.bytes for m in opened) + model.bytes <= self.memory_limit:
+                return
+            if other.api and not other.users and not other.lock.locked():
+                await self._close(other)
+
+    async def _close_unused(self, model: ServedModel) -> None:
+        if not model.users and time.monotonic() - model.last_used >= (self.keep or 0):
+            await self._close(model)
+
+    async def _close(self, model: ServedModel) -> None:
+        async with model.lock:
+            if model.api is None or model.users:
+                return
+            # The list has the last reference, so that the other thread frees weights and states.
+            apis, model.api = [model.api], None
+            self.forget(model.name)
+
+            def close() -> None:
+                apis.pop().engine.stop()
+                gc.collect()
+
+            await asyncio.get_running_loop().run_in_executor(None, close)
+            print_message(f"{model.name} closed")
+
+    @property
+    def _engines(self) -> list[ModelEngine]:
+        return [model.api.engine for model in self.models if model.api]
+
+    @property
+    def healthy(self) -> bool:
+        return not self.draining and all(engine.healthy for engine in self._engines)
+
+    @property
+    def unfinished(self) -> int:
+        return sum(engine.unfinished for engine in self._engines)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the model that is open already; the others start when they are opened."""
+        for engine in self._engines:
+            engine.start(loop)
+
+    def drain(self) -> None:
+        """Reject new requests; accepted ones continue."""
+        self.draining = True
+        for engine in self._engines:
+            engine.drain()
+
+    def abort(self) -> None:
+        """End every request with an error."""
+        for engine in self._engines:
+            engine.abort()
+
+    def stop(self) -> None:
+        self.draining = True
+        for engine in self._engines:
+            engine.stop()
+
+
+def directory_name(bundle: Bundle) -> str:
+    """Return the name of the bundle's directory or file, without `.castiron`."""
+    return bundle.path.resolve().name.removesuffix(".castiron")
+
+
+def _names(bundles: Sequence[Bundle]) -> list[str]:
+    """Return a name for each bundle: its own, or its directory's if another bundle has the same."""
+    own = [bundle.manifest.name for bundle in bundles]
+    names = [directory_name(bundle) if own.count(name) > 1 else name for bundle, name in zip(bundles, own)]
+    for bundle, name in zip(bundles, names):
+        check_tokenizer(bundle)
+        if names.count(name) > 1:
+            raise PipelineError(f"two models are called {name}; rename the directory of one")
+    return names
+
+
+def check_tokenizer(bundle: Bundle) -> None:
+    """Raise PipelineError for a bundle without a tokenizer."""
+    if bundle.tokenizer is None:
+        raise PipelineError(f"{bundle.path} has no tokenizer and cannot serve text; compile a checkpoint that has one")

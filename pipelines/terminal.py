@@ -1,0 +1,157 @@
+"""Print messages and progress bars on stderr; format sizes and counts; escape control
+characters."""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+# Seconds of work before its bar is drawn.
+PATIENCE = 0.4
+# Seconds between two drawings of the bar.
+INTERVAL = 0.2
+WIDTH = 24
+# Seconds before the remaining time is shown: early estimates are bad.
+ESTIMATE_AFTER = 2.0
+# C0 except tab and line feed, DEL and C1; embeddings, overrides and isolates of UAX 9.
+_CONTROLS = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def sanitised(text: str) -> str:
+    """Escape the control characters of `text` that a terminal would obey, except tab and line
+    feed."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def print_message(line: str) -> None:
+    """Print one line on stderr."""
+    print(f"castiron: {sanitised(line)}", file=sys.stderr, flush=True)
+
+
+def megabytes(size: float) -> str:
+    """Format a size in bytes: `98.4 MB`, `1.25 GB`."""
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a count: `1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+class Progress:
+    """A progress bar on stderr for the current stage of long work, if stderr is a terminal.
+
+    Call it with the name of the stage and the share of it that is done, from 0 to 1:
+
+        with Progress() as progress:
+            compile_model(..., progress=progress)
+
+    A stage ends when its share reaches 1 or the next stage begins; its bar is then erased. A stage
+    whose share stays at 0 shows the seconds it has taken; others also estimate the seconds left.
+    """
+
+    def __init__(self, quiet: bool = False):
+        self.shown = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self.stage: str | None = None
+        self.note = ""
+        # `done` now, and when the stage began, at `start_time`.
+        self.done = self.start_done = self.start_time = 0.0
+        self._drawn = False
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._thread:
+            self._over.set()
+            self._thread.join()
+        with self._lock:
+            self._erase()
+
+    def __call__(self, stage: str, done: float, note: str = "") -> None:
+        if not self.shown:
+            return
+        with self._lock:
+            if stage != self.stage:
+                self._erase()
+                self.stage, self.start_done, self.start_time = stage, done, time.monotonic()
+            self.done, self.note = min(max(done, 0.0), 1.0), note
+            if self.done == 1:
+                self._erase()
+                self.stage = None
+        if not self._thread:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def print(self, line: str) -> None:
+        """Print a line on stdout, which may be the same terminal."""
+        with self._lock:
+            self._erase()
+            print(line, flush=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(INTERVAL):
+            with self._lock:
+                if self.stage is not None and time.monotonic() - self.start_time >= PATIENCE:
+                    self._draw()
+
+    def _draw(self) -> None:
+        full = round(self.done * WIDTH)
+        bar = f"  [{'#' * full}{'.' * (WIDTH - full)}] {self.done:4.0%}" if self.done else ""
+        seconds, left = time.monotonic() - self.start_time, ""
+        if self.done > self.start_done and seconds >= ESTIMATE_AFTER:
+            left = f", about {seconds * (1 - self.done) / (self.done - self.start_done):.0f} s left"
+        note = f"  {self.note}" if self.note else ""
+        # A line that wraps cannot be erased.
+        self._write(f"\r\x1b[K{f'{self.stage}{bar}{note}  {seconds:.0f} s{left}'[: _columns() - 1]}")
+        self._drawn = True
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._write("\r\x1b[K")
+            self._drawn = False
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+@contextlib.contextmanager
+def clock(report: Callable[[float], None], expected: Callable[[], float]) -> Iterator[None]:
+    """Call `report` with an estimated share done while the block runs work that does not report its
+    progress.
+
+    expected: returns the seconds that the work usually takes. The estimate is 90 % after this time,
+    and approaches 100 % ever more slowly.
+    """
+    over = threading.Event()
+
+    def tick() -> None:
+        start, seconds = time.monotonic(), max(expected(), 1e-3)
+        while not over.wait(INTERVAL):
+            report(share_of((time.monotonic() - start) / seconds))
+
+    thread = threading.Thread(target=tick, name="clock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def share_of(time_share: float) -> float:
+    """Return the share of the work to display after `time_share` of the expected time has passed."""
+    return time_share * 0.9 if time_share <= 1 else 1 - 0.1 / time_share

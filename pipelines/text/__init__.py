@@ -1,0 +1,2 @@
+"""Conversion between text and token ids: tokenizer, chat templates, tool calls, reasoning,
+grammars."""

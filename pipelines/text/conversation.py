@@ -1,0 +1,189 @@
+"""A conversation over an engine: its states stay cached between turns, and only new tokens are
+read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from castiron.pipelines.engine.context import default_limit, free_positions
+from castiron.pipelines.engine.sampling import Sampler, Sampling
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.terminal import print_message
+from castiron.pipelines.text.generation import Stream
+from castiron.pipelines.text.reasoning import Reasoning
+from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.tokenizer import Tokenizer
+from castiron.vmfb.disk import reason
+from castiron.vmfb.staging import write_file
+from castiron.vmfb.state_file import StateError
+
+if TYPE_CHECKING:
+    from castiron.pipelines.engine.engine import Engine
+
+# Without --max-tokens, turns are dropped while less than this share of the context is free.
+ANSWER_SHARE = 4
+# The share of the context dropped at once: what remains is read again, so not after every turn.
+DROPPED_SHARE = 4
+ROLES = ("system", "user", "assistant")
+# Suffix of the state file beside a conversation's file.
+STATE = ".state"
+
+Progress = Callable[[int, int], None]
+
+
+class Chat:
+    """Messages, and the engine that answers them.
+
+    `messages`: {"role", "content"} each, the system message first if there is one. Every turn
+    renders all messages by the template and continues where the ids first differ from those in the
+    cache, so that it follows a template that rewrites its history. `dropped`: how many messages the
+    last turn dropped for space. `stream`: the last answer's, with its speed.
+
+    Args:
+        max_tokens: the longest answer. Turns are dropped to have space for them, and a message that does
+            not leave it is rejected.
+        usual_tokens: the longest answer without `max_tokens`, less near the end of the context;
+            without both an answer may fill the context.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, *, sampling: Sampling = Sampling(), system: str | None = None,
+        stops: Sequence[str] = (), max_tokens: int | None = None, usual_tokens: int | None = None,
+        repetition_stop: bool = True,
+    ):  # fmt: skip
+        self.engine, self.tokenizer, self.sampler = engine, tokenizer, Sampler(sampling)
+        self.system, self.stops = system, tuple(stops)
+        self.max_tokens, self.usual_tokens, self.repetition_stop = max_tokens, usual_tokens, repetition_stop
+        self.stream: Stream | None = None
+        self.dropped = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation except the system message; the cache stays."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def instruct(self, system: str | None) -> None:
+        """Replace the system message, or remove it."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.system = system
+        self.reset()
+        self.messages += others
+
+    def answer(self, message: str, progress: Progress | None = None) -> Iterator[str]:
+        """Send a message and yield the answer's text as it comes, its reasoning as `Reasoning`.
+
+        Closing the iterator early keeps the answer so far. PipelineError if the message does not
+        fit in the context; the conversation is then as before.
+        """
+        return self._answer([*self.messages, {"role": "user", "content": message}], progress)
+
+    def retry(self, progress: Progress | None = None) -> Iterator[str]:
+        """Answer the last message again, and replace its answer."""
+        return self._answer(self.messages[: self._last_question() + 1], progress)
+
+    def undo(self) -> str:
+        """Remove the user's last message with its answer, and return it; PipelineError without one."""
+        last = self._last_question()
+        message = self.messages[last]["content"]
+        self.messages = self.messages[:last]
+        return message
+
+    def _last_question(self) -> int:
+        questions = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not questions:
+            raise PipelineError("nothing has been asked yet")
+        return questions[-1]
+
+    def _answer(self, messages: list[dict], progress: Progress | None) -> Iterator[str]:
+        messages, prompt, self.dropped = self._fit(messages)
+        context = self.engine.context
+        limit = self.max_tokens or default_limit(self.usual_tokens, free_positions(context, len(prompt)))
+        request = text_request(
+            prompt, context, self.tokenizer, sampling=self.sampler, max_tokens=limit, stop_tokens=self.tokenizer.eos,
+            stop_strings=self.stops, repetition_stop=self.repetition_stop, reasoning=True, on_prefill=progress,
+        )  # fmt: skip
+        self.stream = stream = Stream(self.engine, request, reasoning=True)
+        return self._pieces(stream, messages)
+
+    def _pieces(self, stream: Stream, messages: list[dict]) -> Iterator[str]:
+        answer: list[str] = []
+        try:
+            for text in stream:
+                # Models are trained without the reasoning of earlier turns.
+                if not isinstance(text, Reasoning):
+                    answer.append(text)
+                yield text
+        finally:
+            stream.close()
+            if stream.prefill_seconds:
+                self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+    def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
+        """Return messages that fit, their ids, and how many were dropped.
+
+        If the answer has too little space, the oldest turns are dropped until it fits and at least
+        1 / DROPPED_SHARE of the context is free.
+        """
+        context = self.engine.context
+        needed = self.max_tokens or max(1, min(self.usual_tokens or context, context // ANSWER_SHARE))
+        head = 1 if messages[0]["role"] == "system" else 0
+        prompt = self.tokenizer.encode_chat(messages)
+        goal, dropped = len(prompt), 0
+        if free_positions(context, len(prompt)) < needed:
+            goal -= context // DROPPED_SHARE
+        while len(prompt) > goal or free_positions(context, len(prompt)) < needed:
+            turns = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
+            if not turns:
+                break
+            dropped += turns[0] - head
+            messages = [*messages[:head], *messages[turns[0] :]]
+            prompt = self.tokenizer.encode_chat(messages)
+        if free_positions(context, len(prompt)) < (self.max_tokens or 1):
+            answer = f" and {needed} for the answer" if self.max_tokens else ""
+            raise PipelineError(
+                f"this message needs {len(prompt)} tokens{answer} by itself and the context is {context}: shorten it, "
+                "or compile with a larger --context"
+            )
+        return messages, prompt, dropped
+
+    def save(self, path: str | Path) -> None:
+        """Write the messages as JSON, {"messages": [{"role", "content"}, ...]}, and beside it the
+        state that has read them; PipelineError if a file cannot be written."""
+        text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
+        file = Path(path).resolve()
+        try:
+            # An earlier file of this name stays until this one is complete.
+            write_file(file, text.encode())
+            self.engine.save_state(file.with_name(file.name + STATE))
+        except OSError as error:
+            raise PipelineError(f"{path} cannot be written: {reason(error)}") from None
+
+    def load(self, path: str | Path) -> None:
+        """Take the messages of a file that `save` wrote, and the state beside it.
+
+        PipelineError for any other file; the conversation is then unchanged. A state that cannot be
+        used is reported, and the conversation is read again with the next message.
+        """
+        try:
+            messages = json.loads(Path(path).read_text("utf-8"))["messages"]
+            is_valid = isinstance(messages, list) and all(message["role"] in ROLES for message in messages)
+            messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+            # JSON may have lone surrogates, which no tokenizer takes.
+            "".join(message["content"] for message in messages).encode()
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_valid = False
+        if not is_valid:
+            raise PipelineError(f"{path} is not a conversation that /save wrote")
+        self.messages = messages
+        self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        state = Path(f"{path}{STATE}")
+        try:
+            self.engine.load_state(state)
+        except FileNotFoundError:
+            return
+        except (StateError, OSError) as error:
+            shown = error if isinstance(error, StateError) else f"{state}: {error.strerror}"
+            print_message(f"{shown}; the conversation is read again")

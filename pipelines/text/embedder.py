@@ -1,0 +1,173 @@
+"""Embeddings of texts as sentence-transformers computes them: a prompt before the text, cut to the
+model's length."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.terminal import print_message
+from castiron.pipelines.text.tokenizer import check_utf8, encode_text, load_tokenizer
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.encoder import Encoder
+
+# Error message after the name of a model that cannot rerank.
+NO_RERANKER = "generates text: rerank with a BERT or ModernBERT classifier of one label, or an embedding model"
+# Names of the prompts of queries and of documents.
+QUERY, DOCUMENT = ("query",), ("document", "passage")
+# Text, or token ids as they are.
+Given = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The ids of a text, special tokens included; `cut`: whether the text was cut to the model's
+    length."""
+
+    ids: list[int]
+    cut: bool = False
+
+
+class Embedder:
+    """An embedding or reranking model with its tokenizer and prompts. Threads may share it: one
+    runs at a time."""
+
+    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
+        """`threads` default to the physical cores. PipelineError for a model that generates text."""
+        self.bundle = bundle = open_bundle(bundle)
+        if bundle.manifest.encoder is None:
+            raise PipelineError(
+                f"{bundle.path} generates text and is not an embedding model: use castiron run; castiron embed takes a model "
+                "with a modules.json, as sentence-transformers saves it"
+            )
+        self.name, self.facts, self.hidden = bundle.manifest.name, bundle.manifest.encoder, bundle.manifest.hidden
+        self.encoder = Encoder(bundle, threads)
+        self.tokenizer = load_tokenizer(bundle) if bundle.tokenizer else None
+        if self.tokenizer:
+            self.tokenizer.backend.enable_truncation(self.facts.max_tokens)
+        self._running = threading.Lock()
+
+    def prompt(self, name: str | None = None) -> str:
+        """Return the text of a prompt, by default of the model's default one; PipelineError for an
+        unknown name."""
+        name = self.facts.default_prompt if name is None else name
+        if name is not None and name not in self.facts.prompts:
+            known = ", ".join(self.facts.prompts) or "none"
+            raise PipelineError(f"{self.name} has no prompt {name!r}; its prompts are: {known}")
+        return "" if name is None else self.facts.prompts[name]
+
+    def tokens(self, text: Given, prompt: str = "") -> Tokens:
+        """Return the tokens of a text after a prompt, or given token ids unchanged; PipelineError
+        if there are no tokens or too many ids."""
+        if isinstance(text, str):
+            # As in sentence-transformers, space at the ends does not count.
+            text = (prompt + text).strip()
+            tokens = self._encode(text.lower() if self.facts.lower_case else text)[0]
+        else:
+            tokens = Tokens(list(text))
+        if not 1 <= len(tokens.ids) <= self.facts.max_tokens:
+            raise PipelineError(f"the text has {len(tokens.ids)} tokens; {self.name} embeds 1 to {self.facts.max_tokens}")
+        return tokens
+
+    def _encode(self, text: str, second: str | None = None) -> tuple[Tokens, list[int]]:
+        """Return the tokens of a text or a pair, and for each token the index of its text: 0 or
+        1."""
+        if self.tokenizer is None:
+            raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none: give token ids")
+        for part in (text, second or ""):
+            check_utf8(part, "a text")
+        found = encode_text(self.tokenizer.backend, text, second)
+        return Tokens(found.ids, bool(found.overflowing)), found.type_ids
+
+    def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
+        """Return the inputs whose vectors `relevance` needs: the query with each document for a
+        reranking model, otherwise the query and each document."""
+        if self.facts.relevance:
+            return [self._pair(query, document) for document in documents]
+        before = [self.prompt(next((n for n in names if n in self.facts.prompts), None)) for names in (QUERY, DOCUMENT)]
+        return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
+
+    def _pair(self, query: str, document: str) -> Tokens:
+        """Return the tokens of a query and a document together, the longer one cut.
+
+        The embeddings of token types are in the embedding table after the vocabulary.
+        """
+        found, types = self._encode(query.strip(), document.strip())
+        shift = self.bundle.manifest.vocab if self.facts.types else 0
+        return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
+
+    def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the relevance of each document, f64 [documents], from the vectors of
+        `relevance_inputs`: a reranking model's score, or the cosine."""
+        found = np.array(vectors, np.float64)
+        if self.facts.relevance:
+            numbers = found[:, 0]
+            return 1 / (1 + np.exp(-numbers)) if self.facts.relevance == "sigmoid" else numbers
+        found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+        return found[1:] @ found[0]
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
+        """Return (index, relevance) of the documents, the most relevant first; prints how many
+        texts were cut."""
+        tokens = self.relevance_inputs(query, documents)
+        print_cut(tokens, self.facts.max_tokens)
+        return ranked(self.relevance([self.vector(found) for found in tokens])) if documents else []
+
+    def check_vectors(self) -> None:
+        """Raise PipelineError for a model whose vectors are not embeddings."""
+        if self.facts.relevance:
+            raise PipelineError(f"{self.name} is a reranking model and cannot embed text; rerank texts with it")
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is not None and not 1 <= dimensions <= self.hidden:
+            raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {self.hidden}")
+
+    def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
+        """Return the vector of a text, f32 [dimensions], all by default."""
+        self.check_dimensions(dimensions)
+        with self._running:
+            found = self.encoder.encode(tokens.ids)
+        return cut_to(found, dimensions, self.facts.normalised)
+
+    def embed(
+        self, texts: Iterable[Given], prompt_name: str | None = None, prompt: str | None = None,
+        dimensions: int | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Return the vectors of texts, f32 [texts, dimensions], in their order; prints how many
+        were cut."""
+        self.check_vectors()
+        before = self.prompt(prompt_name) if prompt is None else prompt
+        tokens = [self.tokens(text, before) for text in texts]
+        self.check_dimensions(dimensions)
+        print_cut(tokens, self.facts.max_tokens)
+        rows = [self.vector(found, dimensions) for found in tokens]
+        return np.stack(rows) if rows else np.empty((0, dimensions or self.hidden), np.float32)
+
+
+def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
+    """Return (index, score) pairs, the highest score first, equal scores in their order."""
+    return [(int(index), float(scores[index])) for index in np.argsort(-scores, kind="stable")]
+
+
+def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
+    """Return the first `dimensions` numbers of a vector (Matryoshka embeddings, arXiv:2205.13147).
+
+    `normalised`: whether to scale the result to length 1.
+    """
+    if dimensions is None or dimensions == vector.size:
+        return vector
+    found = vector[:dimensions]
+    return found / np.maximum(np.linalg.norm(found), np.float32(1e-12)) if normalised else found.copy()
+
+
+def print_cut(tokens: Sequence[Tokens], max_tokens: int) -> None:
+    """Print how many texts were cut, if any."""
+    if cut := sum(each.cut for each in tokens):
+        print_message(
+            f"{cut} of {len(tokens)} texts ha{'ve' if cut > 1 else 's'} more than {max_tokens} tokens; the rest is cut off"
+        )

@@ -1,0 +1,290 @@
+"""Text that an engine generates: encode prompts, stream one text, run many prompts, and open the
+draft model that proposes tokens."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from castiron.pipelines.engine.draft import Draft
+from castiron.pipelines.engine.request import Event, Failed, Finished, Request, Tokens
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.reasoning import Reasoning
+from castiron.pipelines.text.text_output import Delta, TextOutput
+from castiron.pipelines.text.tokenizer import Tokenizer
+from castiron.pipelines.text.vocabulary import read_vocabulary
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.manifest import VOCABULARY
+from castiron.vmfb.session import Session
+
+if TYPE_CHECKING:
+    from castiron.pipelines.engine.engine import Engine
+    from castiron.pipelines.engine.speculation import Speculator
+
+# Text as it is, token ids, or messages ({"role", "content"} each) for the chat template.
+Prompt = str | Collection[int] | Sequence[Mapping[str, Any]]
+
+
+def encode_prompt(
+    prompt: Any, tokenizer: Tokenizer | None, vocab: int, template_args: Mapping[str, Any] = {}
+) -> Collection[int]:
+    """Return the token ids of a prompt; PipelineError if it is not a prompt of this model."""
+    if tokenizer and isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if tokenizer and is_messages(prompt):
+        if tokenizer.chat_template is None:
+            raise PipelineError("this model has no chat template; give text instead of messages")
+        return tokenizer.encode_chat(prompt, **template_args)
+    if not isinstance(prompt, Collection) or not all(isinstance(token, Integral) for token in prompt):
+        kinds = "text, messages or " if tokenizer else ""
+        raise PipelineError(f"invalid prompt of type {type(prompt).__name__}; give {kinds}a list of token ids")
+    if outside := [token for token in prompt if not 0 <= token < vocab]:
+        raise PipelineError(f"token {outside[0]} is outside the vocabulary of {vocab} tokens")
+    return prompt
+
+
+def is_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether `value` is one prompt, rather than several."""
+    ids = isinstance(value, Collection) and bool(len(value)) and all(isinstance(token, Integral) for token in value)
+    return isinstance(value, str) or ids or is_messages(value)
+
+
+class Stream(Iterator[str]):
+    """An iterator over pieces of text, which never end inside a character or a stop string.
+
+    Without a tokenizer the pieces are token ids. The model runs only while the caller waits for a
+    piece.
+
+    Attributes, so far:
+        tokens: the ids. finish_reason: None until the end. repeated: whether a repetition loop was
+        the end. steps: the tokens chosen after the first. prefill_seconds, decode_seconds: spent
+        on the first token and on the steps, without what the caller does between them.
+    """
+
+    def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
+        """`reasoning`: yield it too, as `Reasoning`."""
+        self.request, self._engine, self._reasoning = request, engine, reasoning
+        self._events = engine.stream()
+        self._pieces: deque[str] = deque()
+        self._started, self._start, self._seconds = False, 0.0, 0.0
+
+    def __next__(self) -> str:
+        while not self._pieces:
+            self._pieces += [piece for event in self.read() for piece in self._texts(event)]
+            if not self._pieces and self._events.idle:
+                raise StopIteration
+        return self._pieces.popleft()
+
+    def read(self) -> list[Event]:
+        """Return the next events; empty after the end. Raises the error of a request that failed."""
+        start = time.monotonic()
+        if not self._started:
+            self._started, self._start = True, start
+            self._events.submit(self.request)
+        events = [event for _, event in self._events.read()]
+        self._seconds += time.monotonic() - start
+        for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+        return events
+
+    def run(self) -> Stream:
+        """Generate to the end without returning the text; return this stream."""
+        while not self._started or not self._events.idle:
+            self.read()
+        return self
+
+    def _texts(self, event: Event) -> list[str]:
+        if isinstance(event, Tokens):
+            return [f"{token.id} " for token in event.tokens]
+        if not isinstance(event, Delta):
+            return []
+        reasoning = [Reasoning(event.reasoning)] if self._reasoning and event.reasoning else []
+        return reasoning + [event.text] * bool(event.text)
+
+    def close(self) -> None:
+        """Stop here; dropping the stream does the same."""
+        self._events.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.finish_reason
+
+    @property
+    def repeated(self) -> bool:
+        return self.request.repeated
+
+    @property
+    def steps(self) -> int:
+        return max(0, self.request.chosen - 1)
+
+    @property
+    def prefill_seconds(self) -> float:
+        first = self.request.timing.first
+        return first - self._start if first else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        return self._seconds - self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """The speculator of this request; None if there is none, or another request has one now."""
+        found = self._engine.scheduler.speculator
+        return found if found and found.request is self.request else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of prompt number `index`, counted from 0.
+
+    `finish_reason` is "stop", "length", "context" or, with an `error`, "error". `text` is None
+    without a tokenizer.
+    """
+
+    index: int
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    error: PipelineError | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.text is not None else " ".join(map(str, self.tokens))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text as its `tokens`, with `logprobs` f64 [tokens], NaN for the first. `top`: for each
+    token but the first the most probable tokens at its position, as (id, logprob)."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    top: list[tuple[tuple[int, float], ...]]
+
+    @property
+    def total(self) -> float:
+        """The logarithm of the probability of all tokens after the first."""
+        return float(self.logprobs[1:].sum())
+
+
+def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Iterator[Result]:
+    """Yield a result for each prompt, in the order in which they end.
+
+    A prompt is taken from the iterable when a slot is free for it. The model runs only while the
+    caller waits for a result; closing the iterator cancels the rest. A prompt that cannot be run
+    has a result with an error.
+    """
+    waiting, stream = enumerate(prompts), engine.stream()
+    running: dict[Request, tuple[int, list[str]]] = {}
+    try:
+        while True:
+            while len(running) < engine.slots and (taken := next(waiting, None)):
+                index, prompt = taken
+                try:
+                    request = make_request(prompt)
+                except PipelineError as error:
+                    yield Result(index, [], None, "error", error)
+                    continue
+                running[request] = index, []
+                stream.submit(request)
+            if not running:
+                return
+            for request, event in stream.read():
+                index, pieces = running[request]
+                if isinstance(event, Delta):
+                    pieces.append(event.text)
+                if isinstance(event, Delta | Tokens):
+                    continue
+                del running[request]
+                error = event.error if isinstance(event, Failed) else None
+                text = "".join(pieces) if isinstance(request.output, TextOutput) else None
+                yield Result(index, request.tokens, text, request.finish_reason or "error", error)
+    finally:
+        stream.close()
+
+
+def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Iterator[Scored]:
+    """Yield the scores of each prompt, in their order; PipelineError for the first one that cannot
+    be scored.
+
+    `make_request` sets `prompt_logprobs`, and max_tokens 0.
+    """
+    waiting, ahead, ended, stream = iter(prompts), deque[Request](), set[Request](), engine.stream()
+    try:
+        while True:
+            for prompt in islice(waiting, engine.slots - len(ahead)):
+                ahead.append(make_request(prompt))
+                stream.submit(ahead[-1])
+            if not ahead:
+                return
+            while ahead[0] not in ended:
+                for request, event in stream.read():
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Finished):
+                        ended.add(request)
+            first = ahead.popleft()
+            ended.remove(first)
+            logprobs = np.array([np.nan, *(score.logprob for score in first.scores)])
+            yield Scored(first.prompt.tolist(), logprobs, [score.top[: first.prompt_logprobs] for score in first.scores])
+    finally:
+        stream.close()
+
+
+def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None = None) -> Draft:
+    """Open the draft model in `bundle` for the model in `target`.
+
+    Raises PipelineError if `check_draft` rejects it.
+    """
+    bundle = open_bundle(bundle)
+    check_draft(bundle, target)
+    return Draft(Session(bundle, threads), target.manifest.vocab)
+
+
+def check_draft(draft: Bundle, target: Bundle) -> None:
+    """Raise PipelineError for a draft that encodes texts or has another vocabulary, or for a model
+    without verify functions.
+    """
+    if draft.manifest.encoder:
+        raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
+    if not target.manifest.widths("verify"):
+        raise PipelineError(f"{target.path} has no verify functions for a draft; compile it with --speculate 4,8")
+    mine, others = draft.manifest, target.manifest
+    files = [manifest.files.get(VOCABULARY) for manifest in (mine, others)]
+    # The same file is the same vocabulary; others may differ in their padding.
+    if mine.vocab == others.vocab and (files[0] == files[1] is not None or not (draft.tokenizer or target.tokenizer)):
+        return
+    if not (draft.tokenizer and target.tokenizer):
+        bare = target if draft.tokenizer else draft
+        raise PipelineError(
+            f"{bare.path} has no tokenizer, so the vocabularies of {draft.path} and {target.path} cannot be compared; "
+            "compile it from a checkpoint with a tokenizer"
+        )
+    tokens = [read_vocabulary(each).tokens for each in (draft, target)]
+    length = max(map(len, tokens))
+    padded = [[*each, *[b""] * (length - len(each))] for each in tokens]
+    if padded[0] != padded[1]:
+        differs = next(index for index, (first, second) in enumerate(zip(*padded)) if first != second)
+        raise PipelineError(
+            f"{draft.path} has another vocabulary than {target.path} from token {differs} on; take a smaller model of the "
+            "same family"
+        )

@@ -1,0 +1,280 @@
+"""Grammars that a text has to match: JSON schemas, regular expressions, Lark or GBNF, by
+llguidance."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from castiron.pipelines.child_process import ChildProcess, LimitExceeded, run_on_large_stack
+from castiron.pipelines.engine.chooser import ConstraintError
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.reasoning import Marks
+from castiron.pipelines.text.vocabulary import Vocabulary, described
+
+# Limits of the child process that compiles a grammar first: processor time, memory.
+SECONDS, MAX_BYTES = 1.0, 1 << 30
+# Characters of a grammar, and how many compiled definitions are cached.
+MAX_CHARACTERS, MAX_CACHED = 1_000_000, 16
+# Memory of each text's grammar: a fixed part, and a part for each byte of its definition.
+BASE_BYTES, BYTES_EACH = 1_000_000, 2
+
+
+class GrammarConstraint:
+    """Constrains one text to its grammar, after the model's reasoning if there is any.
+
+    `forced`: tokens that must come next, as the tokenizer splits them, because the grammar leaves
+    no other text. `done`: the text is complete and cannot continue.
+
+    Args:
+        matcher: llguidance's, used by nothing else.
+        tokens, eos, encode: the vocabulary's.
+        marks: those that start and end reasoning, which may have started at the end of `prompt`.
+    """
+
+    def __init__(
+        self, matcher, tokens: Sequence[bytes], eos: Collection[int], encode: Callable[[str], list[int]],
+        marks: Marks = (), prompt: str = "",
+    ):  # fmt: skip
+        self._matcher, self._tokens, self.eos, self._encode = matcher, tokens, eos, encode
+        self.forced: deque[int] = deque()
+        # The end marks of the reasoning that has started, and the last bytes since its start.
+        self._ends = tuple(end.encode() for start, end in marks if prompt.rstrip().endswith(start))
+        self._reasoning = b""
+        # Tokens that may start reasoning now, with the mark that ends it. A mark of several tokens
+        # could be the start of the text itself.
+        self._starts: dict[int, bytes] = {}
+        if not self._ends and not any(prompt.rstrip().endswith(end) for _, end in marks):
+            self._starts = {ids[0]: end.encode() for start, end in marks if len(ids := encode(start)) == 1}
+        self._look_ahead()
+
+    def copy(self) -> GrammarConstraint:
+        """Return an independent constraint in the same state."""
+        other = copy(self)
+        other._matcher, other.forced = self._matcher.deep_copy(), self.forced.copy()
+        return other
+
+    @property
+    def done(self) -> bool:
+        return not self._ends and self._matcher.is_stopped()
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may come next."""
+        if self.forced:
+            return token == self.forced[0]
+        return bool(self._ends) or token in self._starts or self._matcher.validate_tokens([token]) == 1
+
+    def mask(self, vocab: int) -> np.ndarray:
+        """Return which tokens may come next, bool [vocab]; ConstraintError if none may."""
+        found = np.full(vocab, bool(self._ends) and not self.forced)
+        if self.forced:
+            found[self.forced[0]] = True
+        elif not self._ends:
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")[:vocab]
+            found[: len(bits)] = bits
+            found[list(self._starts)] = True
+            # llguidance returns the first token of a forced text that exists, even if bytes before
+            # it have no token.
+            if np.count_nonzero(bits) == 1 and self._matcher.validate_tokens([int(bits.argmax())]) != 1:
+                found[int(bits.argmax())] = False
+            if self._matcher.is_error() or not found.any():
+                raise self._error()
+        return found
+
+    def masked(self, logits: np.ndarray) -> np.ndarray:
+        """Return `logits` [vocab] with minus infinity for tokens that may not come next."""
+        return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
+
+    def accept(self, token: int) -> None:
+        """Append `token`; ConstraintError if it is not allowed, or the grammar grows too large."""
+        if self._ends:
+            self._accept_reasoning(token)
+        elif token in self._starts:
+            self._ends, self._starts = (self._starts[token],), {}
+        else:
+            self._starts = {}
+            if not self._matcher.consume_token(token):
+                raise self._error()
+        if self.forced:
+            self.forced.popleft()
+        self._look_ahead()
+
+    def _accept_reasoning(self, token: int) -> None:
+        """Append a token of the reasoning, up to the mark that ends it."""
+        self._reasoning += self._tokens[token] if token < len(self._tokens) else b""
+        for end in self._ends:
+            _, found, rest = self._reasoning.partition(end)
+            if found:
+                self._ends = ()
+                # The token may contain the mark and more.
+                if rest.strip() and not self._matcher.consume_tokens(self._encode(rest.decode("utf-8", "replace").lstrip())):
+                    raise self._error()
+                return
+        # A mark may have started.
+        self._reasoning = self._reasoning[-max(map(len, self._ends)) :]
+
+    def _look_ahead(self) -> None:
+        if not (self.forced or self._ends or self._starts):
+            tokens = self._matcher.compute_ff_tokens()
+            # The grammar may force bytes that the vocabulary lacks; then no token is forced.
+            self.forced.extend(tokens[: self._matcher.validate_tokens(tokens)])
+
+    def _error(self) -> ConstraintError:
+        reason = next(iter(self._matcher.get_error().splitlines()), "")
+        # llguidance's names for its ends are single words.
+        reason = reason if " " in reason else "no token of this model fits"
+        return ConstraintError(f"the grammar cannot be followed any further: {reason}")
+
+
+class GrammarError(PipelineError):
+    """An error for a schema, regular expression or grammar that is not supported.
+
+    `kind`: the name of the argument of `Grammars.compile`, such as "json_schema".
+    """
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(f"{kind.replace('_', ' ')}: {message}")
+        self.kind = kind
+
+
+class Grammar:
+    """A compiled grammar over one vocabulary.
+
+    `calls`: whether the text is tool calls; `nbytes`: approximate memory of each text.
+    """
+
+    def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
+        self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
+
+    def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
+        """Return the constraint of one text after `prompt`; reasoning between `marks` is free."""
+        grammars = self._grammars
+        return GrammarConstraint(self._matcher.deep_copy(), grammars.tokens, grammars.eos, grammars.encode, marks, prompt)
+
+
+class Grammars:
+    """Compiles grammars over a vocabulary: first in a child process, within limits of time and
+    memory, then in this one."""
+
+    def __init__(self, backend, vocabulary: Vocabulary, eos: Sequence[int]):
+        """`backend`: the tokenizers library's tokenizer. `eos`: the tokens that end a text.
+        PipelineError if llguidance is not installed."""
+        try:
+            import llguidance  # noqa: F401
+        except ModuleNotFoundError:
+            raise PipelineError("structured output needs llguidance: pip install 'castiron-llm[structured]'") from None
+        from castiron.pipelines.text import grammar_compiler
+
+        self._compiler, self._backend = grammar_compiler, backend
+        # A vocabulary without an end gets one that no model emits.
+        self.tokens = vocabulary.tokens if eos else [*vocabulary.tokens, b""]
+        self.eos = tuple(eos) or (len(vocabulary.tokens),)
+        self.special = vocabulary.special
+        added = backend.get_added_tokens_decoder()
+        marks = {str(added[i].content): i for i in self.special if i in added}
+        tokens = [token.decode("latin-1") for token in self.tokens]
+        self._child = ChildProcess(SECONDS, MAX_BYTES, grammar_compiler.start, tokens, self.special, self.eos, marks)
+        self._definition = lru_cache(MAX_CACHED)(self._definition_in_child)
+
+    @cached_property
+    def _index(self) -> Any:
+        return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
+
+    @cached_property
+    def _continuing_backend(self):
+        """The tokenizer without the space that some add before a text, because a text here
+        continues another."""
+        backend = self._backend
+        parts = json.dumps([described(backend.normalizer), described(backend.pre_tokenizer)])
+        if not re.search(r'"Prepend"|"prepend_scheme": "(always|first)"|"add_prefix_space": true', parts):
+            return backend
+        from tokenizers import Tokenizer
+
+        text = backend.to_str()
+        text = re.sub(r'("prepend_scheme": ?)"(?:always|first)"', r'\1"never"', text)
+        text = re.sub(r'("add_prefix_space": ?)true', r"\1false", text)
+        return Tokenizer.from_str(json.dumps(_without_prepend(json.loads(text))))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that continues another; their bytes are exactly its bytes."""
+        ids = self._continuing_backend.encode(text, add_special_tokens=False).ids
+        if b"".join(self.tokens[i] for i in ids) == text.encode():
+            return ids
+        return self._index.greedy_tokenize(text)
+
+    def compile(
+        self, *, json_schema: Mapping[str, Any] | bool | None = None, regex: str | None = None, grammar: str | None = None,
+        tools: Mapping[str, Any] | None = None, compact_json: bool = False,
+    ) -> Grammar:  # fmt: skip
+        """Compile one of: a JSON schema, a regular expression for the complete text, a grammar
+        (Lark or GBNF), or tool calls, as `Tools.grammar` describes them. `compact_json`: without
+        spaces.
+
+        GrammarError, which names the keyword or the limit, for one that is not supported.
+        """
+        given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "tools": tools}
+        kinds = [kind for kind, value in given.items() if value is not None]
+        if len(kinds) != 1:
+            raise PipelineError("give one of json_schema, regex and grammar")
+        kind = kinds[0]
+        try:
+            text = json.dumps(given[kind])
+            if len(text) > MAX_CHARACTERS:
+                raise GrammarError(kind, f"it has {len(text)} characters; the limit is {MAX_CHARACTERS}")
+            definition = self._definition(kind, text, compact_json)
+        except LimitExceeded as error:
+            raise GrammarError(kind, f"too complex: {error}; simplify it") from None
+        except RecursionError:
+            raise GrammarError(kind, "it nests too deep") from None
+        # A grammar that fits in the child process's stack fits in this stack, which is twice as
+        # large.
+        matcher = run_on_large_stack(self._compiler.make_matcher, self._index, definition)
+        if matcher.is_error():
+            raise GrammarError(kind, matcher.get_error())
+        return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
+
+    async def compile_async(self, **given: Any) -> Grammar:
+        """Run `compile` outside the event loop and its threads; cancelling it kills the child
+        process."""
+        queued = self._thread.submit(self.compile, **given)
+        work = asyncio.wrap_future(queued)
+        # Retrieved, so that asyncio does not log the error of a cancelled request.
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            if not queued.cancel():
+                self._child.stop()
+                await asyncio.wait([work])
+            raise
+        return work.result()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "grammar")
+
+    def _definition_in_child(self, kind: str, text: str, compact: bool) -> str:
+        try:
+            return self._child.call(self._compiler.compile_definition, kind, text, compact)
+        except PipelineError as error:
+            raise GrammarError(kind, str(error)) from None
+
+
+def _without_prepend(value: Any) -> Any:
+    """Return a tokenizer's JSON without normalizers that put something before the text."""
+    if isinstance(value, list):
+        return [_without_prepend(each) for each in value if not (isinstance(each, dict) and each.get("type") == "Prepend")]
+    if isinstance(value, dict):
+        if value.get("type") == "Prepend":
+            return None
+        return {name: _without_prepend(each) if name in ("normalizer", "normalizers") else each for name, each in value.items()}
+    return value

@@ -1,0 +1,205 @@
+"""Convert JSON schemas, regular expressions and grammars to llguidance's form, and run them once,
+in a child process.
+
+llguidance overflows its stack, or takes minutes, on some grammars of a few kilobytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.tool_formats import OPTIONS, ToolGrammar
+
+# Max states of a text's lexer, which take 1 to 2 kB each.
+MAX_STATES = 25_000
+# Work before the first token and at each token, in llguidance's units: at most half a second, and
+# 10 ms (or 0.4 s for a long text that the grammar forces), during which other requests wait. An
+# enumeration of 20,000 values takes less.
+FIRST_FUEL, STEP_FUEL = 400_000, 50_000
+# Terminals that contain each other: llguidance's work at a token grows with the cube of their
+# depth.
+MAX_TERMINAL_DEPTH = 200
+# Keywords that don't constrain values.
+ANNOTATIONS = ("description", "title", "examples", "default", "$comment", "$schema", "$id")
+# Keywords that llguidance lacks, with values that don't constrain either.
+NOOPS: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
+# Keywords whose value is schemas by name, and those whose value is one or several schemas.
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+# Error messages of llguidance, and what they mean to a user.
+ERRORS = (
+    (r"Unimplemented keys: \[(.*)\]", "{} cannot be honoured; leave it out"),
+    (r"Unknown format: (.*)", 'the format "{}" cannot be honoured; leave it out'),
+    (r"(oneOf) constraints are not supported", '"{}" cannot be honoured where more than one of its parts may match; use anyOf'),
+    (r"(?s)regex parse error:\n(.*)\nerror: (.*)", 'a "pattern" cannot be honoured: {1}'),
+    (r"Pointer '(.*)' does not exist", 'a "$ref" leads to #{}, which does not exist'),
+    (r"Resource '(.*?)' is not present", 'a "$ref" leads to {}, which is not part of the schema'),
+    (r"recursion limit exceeded", "it nests deeper than 100 levels"),
+)
+
+
+class Compiler:
+    """llguidance's index of a vocabulary, and the conversions over it."""
+
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
+        """`marks`: the ids of special tokens by name."""
+        self.marks = marks
+        self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
+        # Some vocabularies lack the bytes of rare characters.
+        self.bytes = frozenset(b"".join(tokens[i] for i in set(range(len(tokens))).difference(special)))
+
+    def compile(self, kind: str, value: Any, compact: bool) -> str:
+        """Return `value` in llguidance's form; PipelineError if it is not supported or no token of
+        the model fits."""
+        definition = self.definition(kind, value, compact)
+        matcher = make_matcher(self.index, definition)
+        if matcher.is_error():
+            raise PipelineError(_message(kind, matcher.get_error()))
+        # The work before the first token, which is done only now.
+        matcher.compute_ff_tokens()
+        matcher.compute_bitmask()
+        return definition
+
+    def definition(self, kind: str, value: Any, compact: bool) -> str:
+        import llguidance
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        matcher = llguidance.LLMatcher
+        if kind == "regex":
+            return matcher.grammar_from_regex(value)
+        try:
+            if kind == "json_schema":
+                schema = json.dumps(self.checked_schema(value))
+                return matcher.grammar_from_json_schema(schema, overrides=json_options(compact))
+            if kind == "tools":
+                schemas = {name: without_noops(schema) for name, schema in value.pop("schemas").items()}
+                answer = without_noops(value.pop("answer"))
+                grammar = ToolGrammar(value.pop("form"), self.marks, json_options(compact))
+                return matcher.grammar_from_lark(grammar.text(schemas, answer=answer, **value))
+            check_terminals(lark := any_to_lark(value))
+            return matcher.grammar_from_lark(lark)
+        except (PipelineError, MemoryError):
+            raise
+        except RecursionError:
+            raise PipelineError("it nests too deep") from None
+        except Exception as error:
+            # The conversion of GBNF raises a plain Exception, that of a schema a ValueError.
+            raise PipelineError(_message(kind, str(error))) from None
+
+    def checked_schema(self, schema: Any) -> Any:
+        for character in dict.fromkeys("".join(strings_of(schema))):
+            if not self.bytes.issuperset(character.encode("utf-8", "replace")):
+                raise PipelineError(f"this model's vocabulary has no bytes for {character!r}")
+        if isinstance(schema, bool):
+            # The two schemas that are not objects: everything, and nothing.
+            return {} if schema else {"enum": []}
+        return without_noops(schema)
+
+
+_compiler: Compiler
+
+
+def start(tokens: Sequence[str], *more: Any) -> None:
+    """Prepare this process for `compile_definition` over a vocabulary. Arguments: those of
+    `Compiler`, with tokens in Latin-1."""
+    global _compiler
+    _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
+
+
+def compile_definition(kind: str, value: str, compact: bool) -> str:
+    """Return `Compiler.compile` of `value`, which is in JSON, in the child process."""
+    return _compiler.compile(kind, json.loads(value), compact)
+
+
+def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], encode: Callable[[str], list[int]]) -> Any:
+    """Return llguidance's index of a vocabulary; takes 0.25 s for 49,152 tokens. `encode`: returns the
+    ids of a text."""
+    import llguidance
+
+    class Source:
+        eos_token_id, bos_token_id = eos[0], None
+
+        def __call__(self, text: str) -> list[int]:
+            return encode(text)
+
+    Source.tokens, Source.special_token_ids = tokens, list({*special, *eos})
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Source()), eos_token=list(eos))
+
+
+def make_matcher(index: Any, definition: str) -> Any:
+    import llguidance
+
+    limits = llguidance.LLParserLimits(max_lexer_states=MAX_STATES, initial_lexer_fuel=FIRST_FUEL, step_lexer_fuel=STEP_FUEL)
+    return llguidance.LLMatcher(index, definition, log_level=0, limits=limits)
+
+
+def check_terminals(lark: str) -> None:
+    """Raise PipelineError for terminals that are nested too deeply."""
+    # Literals and comments may contain names.
+    names = re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/', " ", lark)
+    parts = re.split(r"(?m)^[ \t]*(\w+)[^:\n|]*:", names)
+    used = {
+        name: set(re.findall(r"\b[A-Z_][A-Z0-9_]*\b", body)) for name, body in zip(parts[1::2], parts[2::2]) if name.isupper()
+    }
+    depths = dict.fromkeys(used, 1)
+    for _ in range(MAX_TERMINAL_DEPTH):
+        deeper = {name: 1 + max((depths[each] for each in inner if each in depths), default=0) for name, inner in used.items()}
+        if deeper == depths:
+            return
+        depths = deeper
+    raise PipelineError(f"its terminals nest deeper than {MAX_TERMINAL_DEPTH} levels; use rules")
+
+
+def without_noops(schema: Any) -> Any:
+    """Return a JSON schema without keywords that don't constrain values."""
+    if isinstance(schema, list):
+        return [without_noops(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
+            value = {key: without_noops(each) for key, each in value.items()}
+        elif name in SCHEMAS:
+            value = without_noops(value)
+        if value not in NOOPS.get(name, ()) and name != OPTIONS:
+            found[name] = value
+    return found
+
+
+def strings_of(schema: Any) -> Iterator[str]:
+    """Yield every string of a schema that a value may have to contain."""
+    if isinstance(schema, str):
+        yield schema
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from strings_of(each)
+    elif isinstance(schema, Mapping):
+        for name, each in schema.items():
+            if name not in ANNOTATIONS:
+                yield name
+                yield from strings_of(each)
+
+
+def json_options(compact: bool) -> dict[str, Any]:
+    """Return llguidance's options for JSON. They allow one way to write space, because a model may
+    otherwise write space without end.
+
+    Models are trained on `", "` and `": "`: they give fewer right answers in compact JSON.
+    """
+    item, key = (",", ":") if compact else (", ", ": ")
+    return {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+
+
+def _message(kind: str, error: str) -> str:
+    """Return llguidance's error in one line, in words that a user of `kind` knows."""
+    for pattern, message in ERRORS if kind == "json_schema" else ():
+        if found := re.search(pattern, error):
+            return message.format(*(group.strip() for group in found.groups()))
+    if found := re.search(r"(?s)regex parse error:.*?\nerror: ([^\n]*)", error):
+        return found[1]
+    return next(iter(error.strip().splitlines()), "it is not well formed")[:300]

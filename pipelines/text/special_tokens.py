@@ -1,0 +1,210 @@
+"""Special tokens that a message spells stay text, so that a message can't open or end a turn.
+
+A message that spells `<|im_end|>` gets a break in it before the template renders it: a character
+that no message contains. In the rendered text, only a spelling without a break is a special token.
+So a template may cut, join and quote messages, and a spelling that results from that stays text
+too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from castiron.pipelines.errors import PipelineError
+
+# Private use characters: no language has them.
+BREAKS = range(0xE000, 0xF900)
+# Fields of an assistant's message that the model wrote.
+ANSWERS = ("content", "reasoning_content")
+# Depth of the expression that finds spellings: few share longer prefixes.
+DEEPEST = 60
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, and other tokens that its chat template writes as marks."""
+
+    def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
+        """`answers`: marks that a model writes in its answers, such as <think>: templates look for
+        them in an assistant's message."""
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._added = {str(token.content): token.special for token in added if token.content}
+        self.spelled = {w for w, special in self._added.items() if special and _is_mark(w)}
+        self.spelled |= {w for w in self._added if w in answers or _is_bracketed(w) and w in template}
+        # BPE's merges don't produce special tokens; other models may find one in normalised text.
+        self._normalised = tokenizer.normalizer is not None and (
+            type(tokenizer.model).__name__ != "BPE" or any(t.normalized for t in added if t.content in self.spelled)
+        )
+        # A text without any of these characters contains no spelling, and no part of one.
+        self._ends = {c for word in self.spelled for c in (word[0], word[-1])}
+        self._answers = answers
+
+    def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """Return a template's variables with a break in each spelling of a special token, or part
+        of a spelling at an end of a text; and the break, "" if none was needed. PipelineError for
+        values that nest too deep."""
+        try:
+            return self._broken(given)
+        except RecursionError:
+            raise PipelineError("the messages nest values too deep for a chat template; send them as text") from None
+
+    def _broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        texts = [text for text in _strings(given) if not self._ends.isdisjoint(text)]
+        if not any(self._everywhere.breaks(text) for text in texts):
+            return dict(given), ""
+        # Also in JSON's escapes.
+        joined = "".join(_strings(given)).lower()
+        mark = next((c for c in map(chr, BREAKS) if c not in joined and f"u{ord(c):04x}" not in joined), None)
+        if mark is None:
+            raise PipelineError("the messages contain every character of Unicode's private use area; leave one out")
+        return self._parted(given, mark, self._everywhere), mark
+
+    def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
+        """Return a tokenizer and the text that it has to encode for a rendered text.
+
+        Spellings with the break `mark` in them are text, and so are those that only normalisation
+        produces, such as full-width letters.
+        """
+        if not mark and not self._normalised:
+            return self._tokenizer, text
+        pieces = re.split(rf"{mark}|\\+u{ord(mark):04x}", text) if mark else [text]
+        breaks = [0]
+        for piece in pieces[:-1]:
+            breaks.append(breaks[-1] + len(piece))
+        text, parts, at, start = "".join(pieces), [], 0, 0
+        while found := self._any.search(text, start):
+            start, end = found.span()
+            if breaks[bisect_right(breaks, end - 1) - 1] > start:
+                # This spelling came from a message; the next one may start inside it.
+                start += 1
+                continue
+            parts += [text[at:start], self._names.get(found[0], found[0])]
+            at = start = end
+        parts.append(text[at:])
+        return self._plain, "".join(parts)
+
+    def _parted(self, value: Any, mark: str, spellings: Spellings) -> Any:
+        if isinstance(value, str):
+            cuts = [0, *spellings.breaks(value), len(value)]
+            return mark.join(value[start:end] for start, end in pairwise(cuts))
+        if isinstance(value, Mapping):
+            answer = value.get("role") == "assistant"
+            return {
+                self._parted(name, mark, self._everywhere): self._parted(
+                    each, mark, self._in_answers if answer and name in ANSWERS else self._everywhere
+                )
+                for name, each in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self._parted(each, mark, spellings) for each in value]
+        return value
+
+    @cached_property
+    def _everywhere(self) -> Spellings:
+        return Spellings(self.spelled)
+
+    @cached_property
+    def _in_answers(self) -> Spellings:
+        return Spellings(self.spelled.difference(self._answers))
+
+    @cached_property
+    def _any(self) -> re.Pattern:
+        return re.compile(_any_of(self._added))
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """The new random names of the special tokens in `_plain`, which no message can spell."""
+        secret = os.urandom(8).hex()
+        return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The tokenizer with special tokens renamed, so that their spellings are text."""
+        from tokenizers import Tokenizer
+
+        described, names = json.loads(self._tokenizer.to_str()), self._names
+        model = described["model"]
+        new = lambda word: names.get(word, word)
+        for token in described["added_tokens"]:
+            token["content"] = new(token["content"])
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {new(word): index for word, index in model["vocab"].items()}
+        else:
+            model["vocab"] = [[new(word), score] for word, score in model["vocab"]]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = new(model["unk_token"])
+        if "merges" in model:
+            model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
+        return Tokenizer.from_str(json.dumps(described))
+
+
+class Spellings:
+    """A search for spellings of special tokens, and for parts of them at the ends of a text.
+
+    It ignores case, because a template may change the case.
+    """
+
+    def __init__(self, words: Collection[str]):
+        low = {word.lower() for word in words}
+        # They may overlap.
+        self._each = re.compile(f"(?={_any_of(low)})")
+        parts = lambda cut: {part for word in low for n in range(1, len(word)) if _is_mark(part := cut(word, n), 1)}
+        self._begun, self._ended = parts(lambda word, n: word[:n]), parts(lambda word, n: word[n:])
+        self._longest = max(map(len, low), default=0)
+
+    def breaks(self, text: str) -> list[int]:
+        """Return where to break `text`, ascending: after the first character of each spelling, and
+        at an end of the text where the template may complete a part of a spelling."""
+        low = text.lower()
+        if len(low) != len(text):
+            low = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+        found = {match.start() + 1 for match in self._each.finditer(low)}
+        head, tail = low.lstrip(), low.rstrip()
+        if any(tail[-n:] in self._begun for n in range(1, min(self._longest, len(tail)) + 1)):
+            found.add(len(tail))
+        if any(head[:n] in self._ended for n in range(1, min(self._longest, len(head)) + 1)):
+            found.add(len(low) - len(head))
+        return sorted(found)
+
+
+def _is_mark(word: str, min_length: int = 2) -> bool:
+    """Return whether `word` is a mark; a plain word is not, because it may be a role's name."""
+    return len(word) >= min_length and not word.isspace() and not word.isalnum()
+
+
+def _is_bracketed(word: str) -> bool:
+    return _is_mark(word, 3) and not any(c.isalnum() or c.isspace() for c in (word[0], word[-1]))
+
+
+def _any_of(words: Collection[str], depth: int = 0) -> str:
+    """Return an expression that matches the longest of these words, and reads each character once."""
+    if len(words) == 1 or depth == DEEPEST:
+        return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
+    following: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            following.setdefault(word[0], []).append(word[1:])
+    if not following:
+        return r"(?!)" if not words else ""
+    parts = [f"{re.escape(c)}{_any_of(rest, depth + 1)}" for c, rest in sorted(following.items())]
+    return f"(?:{'|'.join(parts)}){'?' if '' in words else ''}"
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in `value`, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _strings(key)
+            yield from _strings(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _strings(each)

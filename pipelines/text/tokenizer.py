@@ -1,0 +1,266 @@
+"""A bundle's tokenizer and chat template: text to token ids, and tokens back to text as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.chat_template import check_variables, render
+from castiron.pipelines.text.reasoning import Marks, ReasoningSplitter, marks_of
+from castiron.pipelines.text.special_tokens import SpecialTokens
+from castiron.pipelines.text.tool_formats import FORMATS, ToolFormat
+from castiron.pipelines.text.vocabulary import Vocabulary, read_vocabulary
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.record import short
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from castiron.pipelines.text.grammar import Grammar, Grammars
+
+# Texts of at least this many characters are encoded without blocking other threads.
+LONG = 20_000
+# Up to this many characters a text's tokens are always counted.
+COUNTED = 100_000
+REPLACEMENT = "\ufffd"
+# Appended to the last message to find its end in the rendered text: private use characters.
+CUT = "\ue0c1\ue0c2\ue0c3"
+# Tokens at the end of a prompt that may contain a mark that starts reasoning.
+PROMPT_END = 16
+
+
+def check_utf8(text: str, name: str = "the prompt") -> str:
+    """Return the text; PipelineError for lone surrogates, which a terminal in another encoding
+    sends."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PipelineError(f"{name} is not valid UTF-8") from None
+    return text
+
+
+@contextmanager
+def tokenizer_errors() -> Iterator[None]:
+    """Turn errors of the tokenizers library into PipelineError: it raises a bare Exception, or a
+    panic, which is not an Exception, for a text that a regular expression takes too long for."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise PipelineError(f"the model's tokenizer does not take this text ({short(str(error))})") from None
+
+
+def encode_text(
+    backend: tokenizers.Tokenizer, text: str, second: str | None = None, add_special_tokens: bool = True
+) -> tokenizers.Encoding:
+    """Encode one text, or two together, without blocking other threads; PipelineError if the
+    library fails."""
+    with tokenizer_errors():
+        if len(text) > LONG and second is None:
+            # For a single text the library holds Python's lock until it is done.
+            return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return backend.encode(text, second, add_special_tokens=add_special_tokens)
+
+
+class Tokenizer:
+    """The tokenizer and the chat template of a bundle.
+
+    Args:
+        backend: a tokenizer of the tokenizers library.
+        template_args: values of the template's variables, unless a call gives others.
+        vocabulary: reads the bundle's; by default it is computed from `backend`.
+        tool_format: how the template writes calls of functions.
+        parse_special: special tokens in messages are special tokens, and not text.
+
+    Raises:
+        PipelineError: the template does not read a variable of `template_args`.
+    """
+
+    def __init__(
+        self, backend, chat_template: str | None = None, bos: int | None = None, eos: Sequence[int] = (),
+        template_args: Mapping[str, object] | None = None, vocabulary: Callable[[], Vocabulary] | None = None,
+        tool_format: ToolFormat | None = None, parse_special: bool = False,
+    ):  # fmt: skip
+        self.backend, self.chat_template, self.bos, self.eos = backend, chat_template, bos, tuple(eos)
+        # The file may have the padding and truncation of its training.
+        backend.no_truncation()
+        backend.no_padding()
+        self.template_args, self.tool_format, self.parse_special = dict(template_args or {}), tool_format, parse_special
+        check_variables(chat_template, self.template_args)
+        self._vocabulary = vocabulary
+        added = backend.get_added_tokens_decoder()
+        self.marks = marks_of(chat_template or "", (str(token.content) for token in added.values()))
+        tool_marks = (tool_format.begin, tool_format.end, *tool_format.marks) if tool_format else ()
+        shown = {mark for marks in (*self.marks, tool_marks) for mark in marks}
+        # Special tokens are no text, apart from those around reasoning and tool calls.
+        self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of plain text, with a BOS token if the model's tokenizer adds one."""
+        return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
+
+    def offsets(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return the character at which each token of a prompt starts, in the text itself or, for
+        ids, in the decoded text."""
+        found, end = [], 0
+        if not isinstance(prompt, str):
+            detokeniser = Detokeniser(self)
+            for token in prompt:
+                found.append(end)
+                end += len(detokeniser.add(token))
+            return found
+        for first, last in encode_text(self.backend, prompt).offsets:
+            # Space before a word belongs to its token, though some tokenizers leave it out; a
+            # special token has no characters.
+            found.append(min(first, end) if last > first else end)
+            end = max(end, last)
+        return found
+
+    def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
+        """Return the ids of `messages` ({"role", "content"} each) in the chat template;
+        PipelineError if there is none."""
+        return self._encode_rendered(*self._render_broken(messages, variables))
+
+    def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
+        """Return the ids of `messages` up to the end of the last one's content, which the model
+        continues; PipelineError if the template does not show it."""
+        *before, last = messages
+        unfinished = [*before, {**last, "content": last["content"] + CUT}]
+        rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})
+        text, found, _ = rendered.partition(CUT)
+        if not found:
+            raise PipelineError("this model's chat template does not show the last message, so it cannot be continued")
+        return self._encode_rendered(text, mark)
+
+    def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
+        """Return the template's text of `messages`, and the break in its spellings of special
+        tokens that are text."""
+        given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
+        if self.chat_template is not None and not self.parse_special:
+            given, mark = self.special_tokens.broken(given)
+        return self._render(**given), mark
+
+    def _encode_rendered(self, text: str, mark: str) -> list[int]:
+        # The template has written the special tokens itself.
+        if self.parse_special:
+            return self.encode(text, add_special_tokens=False)
+        return encode_text(*self.special_tokens.sanitised(check_utf8(text), mark), add_special_tokens=False).ids
+
+    def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
+        """Return the text whose ids `encode_chat` gives."""
+        return self._render(messages, **(self.template_args | variables))
+
+    def _render(self, messages: Sequence[Mapping], **variables) -> str:
+        if self.chat_template is None:
+            raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
+        names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
+        special = {name: self.backend.id_to_token(index) for name, index in names.items() if index is not None}
+        return render(self.chat_template, messages, special_tokens=special, **variables)
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The special tokens of the template's text; made when messages are first encoded."""
+        form, answers = self.tool_format, {mark for pair in self.marks for mark in pair}
+        # Harmony's marks open turns too.
+        if form and form.name != "harmony":
+            answers |= {form.begin, form.end, *form.marks}
+        return SpecialTokens(self.backend, self.chat_template or "", answers)
+
+    def reasoning_splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
+        """Return a splitter that separates reasoning from the answer; None for a model without
+        reasoning marks. The reasoning may have started at the end of `prompt`."""
+        return ReasoningSplitter(self.marks, self.end_of(prompt)) if self.marks else None
+
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """Return the text of a prompt's last tokens, special ones included."""
+        with tokenizer_errors():
+            return self.backend.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
+
+    @property
+    def answer_marks(self) -> Marks:
+        """The marks around text before an answer, such as reasoning, which grammars ignore."""
+        is_harmony = self.tool_format and self.tool_format.name == "harmony"
+        return (("", "<|channel|>final<|message|>"),) if is_harmony else self.marks
+
+    def grammar(self, **given: Any) -> Grammar:
+        """Compile a JSON schema, a regular expression or a grammar, as `Grammars.compile` does."""
+        return self.grammars.compile(**given)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry in the vocabulary."""
+        return max(map(len, self.backend.get_vocab()))
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The compiler of grammars over the vocabulary."""
+        from castiron.pipelines.text.grammar import Grammars
+
+        read = self._vocabulary or (lambda: Vocabulary.of(self.backend, self.backend.get_vocab_size()))
+        return Grammars(self.backend, read(), self.eos)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`, without special tokens other than the marks of reasoning and
+        tool calls."""
+        with tokenizer_errors():
+            return self.backend.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
+
+
+def load_tokenizer(
+    bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
+) -> Tokenizer:
+    """Return the tokenizer of a bundle; PipelineError if it has none, if its file is not a
+    tokenizer, or for the reasons of `Tokenizer`."""
+    bundle = open_bundle(bundle)
+    if bundle.tokenizer is None:
+        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_buffer(bundle.tokenizer.read_bytes())
+    except Exception as error:  # tokenizers raises Exception itself
+        raise PipelineError(f"{bundle.tokenizer}: cannot be read ({short(str(error))}); compile the bundle again") from None
+    tokens, tool_format = bundle.manifest.tokens, FORMATS.get(bundle.manifest.tool_format or "")
+    return Tokenizer(
+        backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, lambda: read_vocabulary(bundle), tool_format,
+        parse_special,
+    )  # fmt: skip
+
+
+class Detokeniser:
+    """A streaming detokenizer, whose pieces of text never end inside a character.
+
+    The texts that `add` and, at the end, `finish` return join to the text of all tokens decoded at
+    once. New tokens are decoded together with those before them, because a decoder may treat the
+    first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        # tokens[start:done] are returned, tokens[done:] wait for the rest of a character.
+        self.start = self.done = 0
+
+    def add(self, token: int) -> str:
+        """Return the text that is final with this token; empty while a character is incomplete and
+        for a special token."""
+        self.tokens.append(token)
+        returned, text = self._decode(self.done), self._decode(None)
+        if len(text) <= len(returned) or text.endswith(REPLACEMENT):
+            return ""
+        self.start, self.done = self.done, len(self.tokens)
+        return text[len(returned) :]
+
+    def finish(self) -> str:
+        """Return an incomplete character at the end of the text as a replacement character."""
+        rest = self._decode(None)[len(self._decode(self.done)) :]
+        self.start = self.done = len(self.tokens)
+        return rest
+
+    def _decode(self, end: int | None) -> str:
+        return self.tokenizer.decode(self.tokens[self.start : end])

@@ -1,1 +1,0 @@
-"""`castiron tune`: a search for tiles, by measurement on this machine, and what it found."""

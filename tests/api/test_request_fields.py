@@ -1,0 +1,255 @@
+"""Fields have their effect or are rejected by name; CORS and content types."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.parse_body import parse_body
+from castiron.pipelines.api.schemas import ChatRequest, TokenizeRequest
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.server.app import open_app
+from tests.support import toy_text
+
+MESSAGES = [{"role": "user", "content": "bc"}]
+# Reads system, user and assistant messages and enable_thinking; adds a system message if there is none.
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}sk{% endif %}{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
+    "{{ m.role[0] }}{{ m.content }}{% if m.name %}{{ m.name }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{% endif %}"
+)
+
+
+def app(tmp_path_factory, template: str, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy_text, "TEMPLATE_TEXT", template)
+        return open_app(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"), threads=1, **options)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with TestClient(app(tmp_path_factory, TEMPLATE)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A model without reasoning and tools."""
+    with TestClient(app(tmp_path_factory, "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")) as found:
+        yield found
+
+
+def ask(client, **body):
+    return client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, "ignore_eos": True, **body})
+
+
+def size(client, **body) -> int:
+    answer = ask(client, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [*MESSAGES, {"role": "tool", "content": "e", "tool_call_id": "1"}]}, "messages.1.role"),
+        ({"messages": [{"role": "assistant", "content": "c", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "c", "mood": "e"}]}, "messages.0.mood"),
+        ({"messages": [{"role": "tool", "content": "c"}] * 24}, "messages.0.role"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinkin": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"store": 0}, "store"),
+        ({"logit_bias": {"999": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"min_tokens": 1, "regex": "b"}, "min_tokens"),
+        ({"stop_token_ids": [99]}, "stop_token_ids"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ],
+)
+def test_rejects_fields_that_would_be_ignored(client, body, param):
+    answer = ask(client, **body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and param.split(".")[-1] in error["message"]
+
+
+def test_fields_that_the_template_reads_reach_it(client):
+    usual = size(client)
+    assert size(client, messages=[{"role": "user", "content": "bc", "name": "de"}]) == usual + 2
+    thinks_not = size(client, chat_template_kwargs={"enable_thinking": False})
+    assert thinks_not > usual == size(client, chat_template_kwargs={"enable_thinking": True})
+    assert size(client, reasoning_effort="none") == thinks_not
+    # A system message equal to the template's default is not ignored.
+    assert size(client, messages=[{"role": "system", "content": "k"}, *MESSAGES]) == usual
+
+
+def test_template_args_of_the_server_are_defaults(client, tmp_path_factory):
+    thinks = size(client)
+    with TestClient(app(tmp_path_factory, TEMPLATE, template_args={"enable_thinking": False})) as quick:
+        assert size(quick) > thinks == size(quick, chat_template_kwargs={"enable_thinking": True})
+    with pytest.raises(PipelineError, match="does not read enable_thinkin; it reads enable_thinking"):
+        app(tmp_path_factory, TEMPLATE, template_args={"enable_thinkin": False})
+
+
+def test_fields_that_change_nothing_are_accepted(client, plain):
+    parts = [{"type": "text", "text": "c", "cache_control": {"type": "ephemeral"}}, {"type": "refusal", "refusal": "d"}]
+    message = {"role": "assistant", "content": parts, "refusal": None, "annotations": [], "tool_calls": None, "audio": None,
+               "reasoning_content": "so", "name": "", "provider_specific_fields": {"refusal": None},
+               "cache_control": {"type": "ephemeral"}}  # fmt: skip
+    fields = {"service_tier": "auto", "verbosity": "medium", "store": False, "reasoning_effort": None, "n": 1,
+              "max_completion_tokens": 1, "parallel_tool_calls": True, "user": "me", "metadata": {"a": "b"}, "top_logprobs": 0}  # fmt: skip
+    assert size(client, messages=[*MESSAGES, message, *MESSAGES], **fields)
+    assert size(plain, reasoning_effort="none") == size(plain)
+
+
+def test_a_name_that_distinguishes_nobody_may_be_ignored(plain):
+    """A template without names may ignore a name that all messages of a role have."""
+    named = [{**MESSAGES[0], "name": "ann"}, {"role": "assistant", "content": "c", "name": "helper"},
+             {"role": "tool", "content": "d", "tool_call_id": "1", "name": "look"},
+             {"role": "tool", "content": "d", "tool_call_id": "2", "name": "hear"}]  # fmt: skip
+    assert size(plain, messages=named) == size(plain, messages=[{**message, "name": None} for message in named])
+    for other in ({"name": "bob"}, {}, {"name": {}}):
+        error = ask(plain, messages=[*named, {**MESSAGES[0], **other}]).json()["error"]
+        assert error["param"] == "messages.0.name" and "ignores the field 'name'" in error["message"]
+
+
+def generated(client, **body) -> tuple[str, str, int]:
+    """Return the text, finish reason and number of tokens of a greedy answer."""
+    answer = ask(client, temperature=0, max_tokens=8, **body).json()
+    (choice,) = answer["choices"]
+    return choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"]
+
+
+def test_fields_of_vllm_and_llama_cpp_have_their_effect(client, plain):
+    full, _, _ = generated(plain)
+    letter = full[3]
+    (end,) = plain.post("/tokenize", json={"content": letter}).json()["tokens"]
+    before = full[: full.index(letter)]
+    assert generated(plain, stop_token_ids=[end]) == (before, "stop", len(before))
+    longer, _, count = generated(plain, stop_token_ids=[end], min_tokens=6)
+    assert longer.startswith(before) and count >= 6 and letter not in longer[:6] and len(longer) == count
+    assert generated(plain, stop_token_ids=[end], min_tokens=8, n=1)[1:] == ("length", 8)
+    usual = size(plain)
+    assert size(plain, add_generation_prompt=False) == usual == size(plain, add_generation_prompt=True)
+    assert size(client, add_generation_prompt=False) == size(client) - len("a")
+    assert size(client, add_generation_prompt=False, continue_final_message=True) == size(client) - len("a")
+    defaults = {"skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0,
+                "spaces_between_special_tokens": True, "cache_prompt": True, "top_k": -1, "mirostat": 0, "min_tokens": 0}  # fmt: skip
+    assert generated(plain, **defaults)[0] == full
+    assert plain.app.api.sampling_of(ChatRequest(messages=MESSAGES, top_k=-1)).top_k == 0
+    chunks = ask(plain, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}, max_tokens=4).text
+    usages = [json.loads(line[6:])["usage"]["completion_tokens"] for line in chunks.split("\n\n")[:-2]]
+    assert usages[1:5] == [1, 2, 3, 4] and set(usages[5:]) == {4}
+    assert plain.get("/v1/models").json()["data"][0]["max_model_len"] == toy_text.CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/chat/completions", "it is /v1/chat/completions"),
+        ("/v1/v1/messages", "it is /v1/messages"),
+        ("/v2/models", "on this server"),
+    ],
+)
+def test_a_404_names_the_right_base_url(client, path, message):
+    answer = client.post(path, json={})
+    assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(message)
+
+
+@pytest.mark.parametrize("late", ["{{ raise_exception('late') }}", ""])
+def test_system_messages_are_merged_at_the_start_where_the_template_reads_no_others(tmp_path_factory, plain, late):
+    strict = f"{{% for m in messages %}}{{% if m.role == 'system' and not loop.first %}}{late}{{% else %}}{{{{ m.role[0] }}}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    system = [{"role": "system", "content": words} for words in ("b", "d")]
+    for messages, rendered, anywhere in (
+        ([system[0], *MESSAGES, system[1]], "sb..dubc", "sbubcsd"),
+        ([*MESSAGES, system[1]], "sdubc", "ubcsd"),
+        ([system[0], *MESSAGES, system[0]], "sb..bubc", "sbubcsb"),
+        ([*system, *MESSAGES], "sb..dubc", "sbsdubc"),
+    ):
+        with TestClient(app(tmp_path_factory, strict)) as found:
+            assert size(found, messages=messages) == len(rendered)
+        assert size(plain, messages=messages) == len(anywhere)
+
+
+def test_reasoning_effort_reaches_a_template_that_reads_it(tmp_path_factory):
+    with TestClient(app(tmp_path_factory, "{{ reasoning_effort }}{{ messages[0].content }}")) as found:
+        assert size(found, reasoning_effort="low") == size(found) + len("low")
+
+
+def test_synonyms_must_agree():
+    with pytest.raises(ApiError) as error:
+        parse_body(TokenizeRequest, b'{"content": "a", "add_special": true, "add_special_tokens": false}')
+    assert error.value.param == "add_special"
+    assert parse_body(ChatRequest, json.dumps({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 2}).encode())
+
+
+def test_special_tokens_are_added_where_the_server_of_that_field_adds_them(client, monkeypatch):
+    monkeypatch.setattr(client.app.api.tokenizer, "encode", lambda text, special=True: [24] if special else [1])
+    for body, tokens in (
+        ({"content": "b"}, [1]),
+        ({"content": "b", "add_special": True}, [24]),
+        ({"prompt": "b"}, [24]),
+        ({"prompt": "b", "add_special_tokens": False}, [1]),
+    ):
+        answer = client.post("/tokenize", json=body).json()
+        assert answer["tokens"] == tokens and answer["max_model_len"] == toy_text.CONTEXT
+    answer = client.post("/tokenize", json={"messages": MESSAGES, "add_special": True})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "add_special"
+
+
+BODY = json.dumps({"prompt": "abc", "max_tokens": 1}).encode()
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (FORM, 200),
+        ({}, 200),
+        ({"content-type": "application/json", "origin": "http://testserver"}, 200),
+        ({**FORM, "origin": "https://evil.example"}, 415),
+        ({"content-type": "text/plain", "origin": "null"}, 415),
+        ({"origin": "http://testserver"}, 415),
+    ],
+)
+def test_only_browsers_must_send_a_content_type(client, headers, status):
+    assert client.post("/v1/completions", content=BODY, headers=headers).status_code == status
+
+
+SITE = "https://app.example"
+
+
+@pytest.mark.parametrize(("cors", "origin", "allowed"), [
+    ([SITE], SITE, SITE), ([SITE], "https://other.example", None), (["*"], "https://other.example", "*"),
+    (["http://a.b:3000", SITE], SITE, SITE), ([], SITE, None),
+])  # fmt: skip
+def test_cors_allows_named_origins(tmp_path_factory, cors, origin, allowed):
+    """Browsers send preflight requests without the key, and pages can read a 401."""
+    preflight = {"origin": origin, "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type, x-stainless-os"}  # fmt: skip
+    key = {"authorization": "Bearer key"}
+    with TestClient(app(tmp_path_factory, TEMPLATE, api_keys=["key"], cors=cors)) as client:
+        leave = client.options("/v1/completions", headers=preflight)
+        answer = client.post(
+            "/v1/completions", content=BODY, headers={**key, "origin": origin, "content-type": "application/json"}
+        )
+        refusal = client.get("/v1/models", headers={"origin": origin})
+    name = "access-control-allow-origin"
+    assert [found.headers.get(name) for found in (leave, answer, refusal)] == [allowed] * 3
+    assert answer.status_code == 200 and refusal.status_code == 401 and (leave.status_code == 200) == bool(allowed)
+    if allowed:
+        assert "x-stainless-os" in leave.headers["access-control-allow-headers"]
+        assert "POST" in leave.headers["access-control-allow-methods"]

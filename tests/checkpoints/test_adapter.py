@@ -1,0 +1,251 @@
+"""LoRA adapters are merged as peft merges them; other adapters are rejected by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from castiron.pipelines.checkpoints.adapter import merge, open_adapter
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.cli import inspect
+from castiron.pipelines.compile.build_model import open_source
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.quantise_gguf import quantise
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.evaluate.verify import adapter_of, load_reference
+from castiron.reference import hf, tiny
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
+from tests.support.tiny_gguf import write_llama
+
+CASES = {
+    "plain": {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 6},
+    "all": {"target_modules": "all-linear", "r": 3, "lora_alpha": 7},
+    "rank-stabilised": {"target_modules": ["up_proj"], "r": 9, "lora_alpha": 4, "use_rslora": True},
+    "patterns": {
+        "target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 4,
+        "rank_pattern": {"layers.1.self_attn.q_proj": 7, "down_proj": 2}, "alpha_pattern": {r"layers\.[02]\..*": 11},
+    },
+    "some layers": {"target_modules": ["o_proj"], "layers_to_transform": [2], "r": 4},
+    "embedding and head": {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"], "r": 4},
+    "biases": {"target_modules": ["q_proj"], "bias": "all", "r": 2},
+    "fan in, fan out": {"target_modules": ["q_proj"], "fan_in_fan_out": True, "r": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    options = {"attention_bias": True, "tie_word_embeddings": False}
+    return tiny.tiny_model("llama", tmp_path_factory.mktemp("base") / "llama", **options)
+
+
+def train(base: Path, out: Path, **config) -> Path:
+    """Save an adapter of random matrices, which change the weights visibly."""
+    torch.manual_seed(0)
+    model = get_peft_model(hf.load(base, 1), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape))
+            elif parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(out)
+    return out
+
+
+def merged_by_peft(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    model = hf.load(base, 1).to(dtype)
+    return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory) -> Path:
+    return train(base, tmp_path_factory.mktemp("adapter") / "lora", **CASES["patterns"])
+
+
+@pytest.fixture
+def copy(adapter, tmp_path) -> Path:
+    """A copy of the adapter that the test may change."""
+    return shutil.copytree(adapter, tmp_path / "lora")
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("case", CASES)
+def test_the_merge_is_that_of_peft(base, tmp_path, case):
+    adapter = train(base, tmp_path / "lora", **CASES[case])
+    before, found = open_checkpoint(base), open_source(base, Options(adapter=str(adapter)))
+    expected = merged_by_peft(base, adapter)
+    assert set(expected) == set(found.tensors)
+    changed = 0
+    for name, values in expected.items():
+        np.testing.assert_allclose(found.tensors[name].dequantise(), values.numpy(), rtol=0, atol=2e-6, err_msg=name)
+        changed += not np.allclose(before.tensors[name].dequantise(), values.numpy(), atol=1e-3)
+    names = {*open_adapter(adapter).pairs, *open_adapter(adapter).replaced}
+    assert len(open_adapter(adapter).pairs) <= changed <= len(names)
+
+
+def test_the_merge_transposes_gpt2s_weights(tmp_path):
+    base = tiny.tiny_model("gpt2", tmp_path / "gpt2")
+    adapter = train(base, tmp_path / "lora", target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True, r=3)
+    found, expected = open_source(base, Options(adapter=str(adapter))), merged_by_peft(base, adapter)
+    for name in open_adapter(adapter).pairs:
+        np.testing.assert_allclose(found.tensors[name].dequantise(), expected[name].numpy().T, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_a_bf16_checkpoint_stays_one(tmp_path):
+    """The merge is computed in f32 and rounded once, as by peft."""
+    base = tiny.tiny_model("llama", tmp_path / "llama", dtype=torch.bfloat16)
+    adapter = train(base, tmp_path / "lora", **CASES["all"])
+    found = open_source(base, Options(adapter=str(adapter)))
+    for name, values in merged_by_peft(base, adapter, torch.bfloat16).items():
+        if name in found.tensors:
+            assert found.tensors[name].codec == "bf16"
+            ours = torch.from_numpy(found.tensors[name].dequantise())
+            # Sums in another order are sometimes rounded to the other side.
+            assert (ours == values.float()).float().mean() > 0.998, name
+            torch.testing.assert_close(ours, values.float(), rtol=2**-7, atol=1e-6)
+
+
+def test_a_bundle_with_an_adapter_gives_hfs_tokens(base, adapter, tmp_path):
+    options = Options(context=48, batch=(), speculate=(), adapter=str(adapter))
+    bundle = open_bundle(compile_model(base, tmp_path / "out", options).bundle)
+    tokens = np.random.default_rng(5).integers(3, 211, 30).tolist()
+    adapted = PeftModel.from_pretrained(hf.load(base, 1), str(adapter)).base_model.model
+    expected = hf.greedy(adapted, tokens, 12)
+    session = Session(bundle, 1)
+    found = [session.prefill(tokens)]
+    while len(found) < 12:
+        found.append(session.step(found[-1]))
+    assert min(expected.margins) > 1e-4 and found == expected.tokens
+    assert found != hf.greedy(hf.load(base, 1), tokens, 12).tokens
+    # verify compares with the adapted model, and the manifest names the adapter.
+    assert hf.greedy(load_reference(base, "native", 1, adapter_of(bundle)), tokens, 12).tokens == found
+    _, lines = inspect.bundle(str(bundle.path))
+    assert any(line.startswith("adapter") and str(adapter) in line and "rank 4" in line for line in lines)
+
+
+def test_a_changed_adapter_makes_a_new_bundle(base, copy, tmp_path):
+    options = Options(context=16, lowering="portable", batch=(), speculate=(), adapter=str(copy))
+    bundle = open_bundle(compile_model(base, tmp_path / "out", options).bundle)
+    assert compile_model(base, tmp_path / "out", options).up_to_date
+    tensors = {name: tensor * 2 for name, tensor in load_file(copy / "adapter_model.safetensors").items()}
+    save_file(tensors, copy / "adapter_model.safetensors")
+    with pytest.raises(PipelineError, match="is missing or has changed: .*; compile again"):
+        adapter_of(bundle)
+    assert not compile_model(base, tmp_path / "out", options).up_to_date
+
+
+def test_the_adapters_tokenizer_and_template_are_used(base, copy):
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    (copy / "tokenizer.json").write_text('{"model": {}}')
+    found = open_source(base, Options(adapter=str(copy)))
+    assert (found.chat_template, found.tokenizer) == ("{{ messages }}", {"model": {}})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected_message"),
+    [
+        ({"peft_type": "IA3"}, "adapter of type 'IA3', not LORA"), ({"use_dora": True}, "uses use_dora"),
+        ({"target_parameters": ["mlp.experts"]}, "uses target_parameters"), ({"novelty": 1}, "uses novelty"),
+        ({"init_lora_weights": "pissa"}, "initialised by pissa"),
+        ({"r": "4"}, "r, lora_alpha and their patterns are not numbers"), ({"rank_pattern": [1]}, "are not numbers"),
+        ({"r": 5}, "matrices of rank 4 and 4 for .*q_proj, but adapter_config.json states 5"),
+        ({"rank_pattern": {"(": 1}}, "an invalid pattern"),
+    ],
+)  # fmt: skip
+def test_rejects_variants_of_lora_by_name(copy, change, expected_message):
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | change))
+    refused(copy, expected_message)
+
+
+def refused(adapter: Path, expected_message: str) -> None:
+    with pytest.raises(CheckpointError, match=expected_message) as error:
+        open_adapter(adapter)
+    assert str(adapter) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rejects_folders_without_an_adapter(base, copy):
+    refused(base, "has no adapter_config.json")
+    (copy / "adapter_model.safetensors").unlink()
+    refused(copy, "has no adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected_message"),
+    [
+        (lambda t: t.popitem(), "only one of the two matrices"),
+        (lambda t: t.update({"base_model.model.x.lora_magnitude_vector": torch.ones(3)}), "not a plain LoRA matrix"),
+        (lambda t: t.update({"base_model.model.model.x.lora_A.weight": torch.ones(3)}), "not a matrix's"),
+    ],
+)
+def test_rejects_tensors_that_are_not_lora(copy, change, expected_message):
+    tensors = load_file(copy / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "adapter_model.safetensors")
+    refused(copy, expected_message)
+
+
+def test_rejects_the_adapter_of_a_different_model(base, adapter, tmp_path):
+    narrow = open_checkpoint(tiny.tiny_model("llama", tmp_path / "narrow", hidden_size=32))
+    with pytest.raises(CheckpointError, match="give the adapter's own base"):
+        merge(narrow, open_adapter(adapter))
+    short = open_checkpoint(tiny.tiny_model("llama", tmp_path / "short", num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match=r"adapts model.layers.*, which .* lacks; give the adapter's own base"):
+        merge(short, open_adapter(adapter))
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings")
+def test_rejects_changes_of_a_tied_head(base, tmp_path):
+    tied = tiny.tiny_model("llama", tmp_path / "tied", tie_word_embeddings=True)
+    adapter = open_adapter(train(tied, tmp_path / "lora", target_modules=["q_proj", "embed_tokens"], r=2))
+    with pytest.raises(CheckpointError, match="adapts model.embed_tokens.weight, which .* shares"):
+        merge(open_checkpoint(tied), adapter)
+    plain = train(tied, tmp_path / "plain", target_modules=["q_proj"], r=2)
+    tensors = load_file(plain / "adapter_model.safetensors")
+    embedding = torch.from_numpy(open_checkpoint(tied).tensors["model.embed_tokens.weight"].dequantise())
+    save_file(tensors | {"base_model.model.model.embed_tokens.weight": embedding}, plain / "adapter_model.safetensors")
+    assert merge(open_checkpoint(tied), open_adapter(plain)).tensors.keys() == open_checkpoint(tied).tensors.keys()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_merging_into_gguf_equals_merging_into_the_directory(base, copy, tmp_path):
+    """Adapted tensors have the file's order of rows, and metadata stays except for the template."""
+    (copy / "chat_template.jinja").write_text("{{ trained }}")
+    out = lambda name: tmp_path / f"{name}.gguf"
+    quiet = lambda stage, done: None
+    plain = quantise(base, out("plain"), Options(weights="f32"), quiet).file
+    for weights in ("f32", "q8_0"):
+        options = Options(weights=weights, adapter=str(copy))
+        straight, by_way = (
+            quantise(base, out("straight"), options, quiet).file,
+            quantise(plain, out("by-way"), options, quiet).file,
+        )
+        one, other = read_gguf(straight), read_gguf(by_way)
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in one.tensors.items():
+            assert np.array_equal(one.rows(tensor), other.rows(other.tensors[name])), name
+        message = {"tokenizer.chat_template": "{{ trained }}", "general.file_type": other.metadata["general.file_type"]}
+        assert other.metadata == read_gguf(plain).metadata | message
+
+
+def test_rejects_adapters_for_quantised_checkpoints(base, tmp_path):
+    import gguf
+
+    adapter = train(base, tmp_path / "lora", target_modules=["q_proj"], r=2)
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    tensors = {f"blk.{n}.attn_q.weight": (np.ones((64, 64), np.float32), q8) for n in range(2)}
+    path = write_llama(tmp_path / "m.gguf", tensors=tensors)
+    three = {name: pair for name, pair in open_adapter(adapter).pairs.items() if ".2." not in name}
+    with pytest.raises(CheckpointError, match="quantised .q8_0., which would round the adapter away"):
+        merge(open_checkpoint(path), type(open_adapter(adapter))(adapter, 2, three, {}))

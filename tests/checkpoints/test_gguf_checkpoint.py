@@ -1,0 +1,129 @@
+"""A GGUF file is read as HF's model: config, names of tensors, order of rows."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, missing_and_left_over
+from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from tests.support.hf_to_gguf import permute
+from tests.support.tiny_gguf import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    VOCAB,
+    llama_tensors,
+    write_gguf,
+    write_llama,
+)  # fmt: skip
+
+# Keys about the config's origin.
+_NOT_MATHEMATICS = {"_name_or_path", "_model_name_or_path", "unk_token_id", "transformers_version"}
+
+
+def _as_hf_reads(config: dict) -> dict:
+    config = AutoConfig.for_model(**config).to_dict()
+    return {key: value for key, value in config.items() if key not in _NOT_MATHEMATICS}
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_config_is_that_of_transformers(name, request, tmp_path):
+    """transformers reads the same metadata without the vocabulary, which would take half a minute."""
+    path, checkpoint = request.getfixturevalue(f"{name}_path"), request.getfixturevalue(name)
+    metadata = read_gguf(path).metadata
+    arch = metadata.pop("general.architecture")
+    short = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float))}
+    short[f"{arch}.vocab_size"] = checkpoint.config["vocab_size"]
+    write_gguf(tmp_path / "x.gguf", arch, short, {"output_norm.weight": np.ones(1, np.float32)})
+    peer = AutoConfig.from_pretrained(tmp_path, gguf_file="x.gguf").to_dict()
+    assert _as_hf_reads(checkpoint.config) == {k: v for k, v in peer.items() if k not in _NOT_MATHEMATICS}
+
+
+def test_tensors_are_views_of_the_mapped_file(smollm2):
+    tensor = smollm2.tensors["model.embed_tokens.weight"]
+    assert not tensor.data.flags.owndata and not tensor.data.flags.writeable
+    assert tensor.data.shape == (49152, 576 // 32 * 34)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_q_and_k_rows_come_back_in_hf_order(kind, tmp_path):
+    kind = gguf.GGMLQuantizationType[kind]
+    random = np.random.default_rng(1)
+    q = random.standard_normal((HIDDEN, HIDDEN), np.float32)
+    k = random.standard_normal((KV_HEADS * HEAD_DIM, HIDDEN), np.float32)
+    bias = random.standard_normal(HIDDEN).astype(np.float32)
+    tensors = {
+        "blk.0.attn_q.weight": (permute(q, HEADS), kind),
+        "blk.0.attn_k.weight": (permute(k, KV_HEADS), kind),
+        "blk.0.attn_q.bias": permute(bias, HEADS),
+    }
+    checkpoint = open_checkpoint(write_llama(tmp_path / "x.gguf", tensors=tensors))
+
+    def stored(values):
+        return gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+
+    read = checkpoint.tensors
+    assert np.array_equal(read["model.layers.0.self_attn.q_proj.weight"].dequantise(), stored(q))
+    assert np.array_equal(read["model.layers.0.self_attn.k_proj.weight"].dequantise(), stored(k))
+    assert np.array_equal(read["model.layers.0.self_attn.q_proj.bias"].dequantise(), bias)
+    assert checkpoint.config["attention_bias"] is True
+
+
+def test_tied_and_untied_output_heads(tmp_path):
+    tied = open_checkpoint(write_llama(tmp_path / "tied.gguf"))
+    head = {"output.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
+    untied = open_checkpoint(write_llama(tmp_path / "untied.gguf", tensors=head))
+    assert tied.config["tie_word_embeddings"] is True and "lm_head.weight" not in tied.tensors
+    assert untied.config["tie_word_embeddings"] is False and "lm_head.weight" in untied.tensors
+    assert tied.tokenizer is None
+
+
+INVALID_METADATA = {
+    ("general.architecture", "mamba"): "holds a mamba model",
+    ("llama.attention.clamp_kqv", 8.0): "llama.attention.clamp_kqv",
+    ("llama.block_count", 0): "llama.block_count is missing or 0",
+    ("llama.block_count", "two"): "is 'two'",
+    ("llama.attention.head_count", (4, 2)): r"is \[4, 2\]",
+    ("llama.attention.head_count_kv", 3): "not a multiple of 3 key-value heads",
+    ("split.count", 3): "one of 3 parts",
+    ("general.type", "adapter"): "of type 'adapter'",
+    ("llama.rope.dimension_count", 8): "dimension_count is 8, not 16",
+    ("llama.rope.scaling.type", "x"): "'x'",
+    ("llama.attention.value_length", 8): "value_length is 8",
+    ("llama.rope.freq_base", float("nan")): "not finite",
+    ("tokenizer.ggml.eos_token_id", "</s>"): "not a token id",
+}
+INVALID_TENSORS = {"blk.0.attn_k.weight": ((6, HIDDEN), "has 6 rows"), "blk.00.ffn_up.weight": ((1, 1), "are the same")}
+
+
+def test_invalid_metadata_and_tensors_end_in_one_line(tmp_path):
+    path = tmp_path / "x.gguf"
+
+    def check(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message) as error:
+            open_checkpoint(path)
+        assert "\n" not in str(error.value)
+
+    for (key, value), message in INVALID_METADATA.items():
+        metadata = {key: list(value) if isinstance(value, tuple) else value}
+        if key == "general.architecture":
+            write_gguf(path, value, {}, llama_tensors())
+        else:
+            write_llama(path, metadata)
+        check(message)
+    for name, (shape, message) in INVALID_TENSORS.items():
+        write_llama(path, tensors={name: np.zeros(shape, np.float32)})
+        check(message)
+
+
+def test_an_unknown_tensor_is_reported_as_left_over(tmp_path):
+    strange = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32), "rope_factors_long.weight": np.ones(8, np.float32)}
+    checkpoint = open_checkpoint(write_llama(tmp_path / "x.gguf", tensors=strange))
+    required = {name: t.shape for name, t in checkpoint.tensors.items() if name not in strange}
+    left_over = ["blk.0.attn_sinks.weight [4] is left over", "rope_factors_long.weight [8] is left over"]
+    assert sorted(missing_and_left_over(required, checkpoint)) == left_over

@@ -1,0 +1,147 @@
+"""Tensors that a directory stores stacked, transposed or in MXFP4 are read as HF computes with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.quantise_gguf import quantise
+from castiron.reference import hf
+from castiron.reference.tiny import tiny_model
+from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
+
+BLOCK = 32
+
+
+def quantised(shape: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return random MXFP4 blocks [*shape[:-1], groups, 16] and exponents [*shape[:-1], groups], a few
+    of which are very small.
+    """
+    random = np.random.default_rng(seed)
+    groups = (*shape[:-1], shape[-1] // BLOCK)
+    scales = random.integers(122, 126, groups).astype(np.uint8)
+    scales[..., 0, 0] = 90
+    return random.integers(0, 256, (*groups, BLOCK // 2)).astype(np.uint8), scales
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A gpt-oss with experts in MXFP4."""
+    path = tiny_model("gpt_oss", tmp_path_factory.mktemp("mxfp4"))
+    tensors = load_file(path / "model.safetensors")
+    for seed, name in enumerate(sorted(tensors)):
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            experts, inner, out = tensors.pop(name).shape
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = quantised((experts, out, inner), seed)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"], "dequantize": True}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(directory):
+    return hf.load(directory, threads=1)
+
+
+def test_experts_in_mxfp4_equal_hfs(directory, oracle):
+    tensors = open_checkpoint(directory).tensors
+    experts = oracle.model.layers[1].mlp.experts
+    both, down = (getattr(experts, name)[4].T.detach().numpy() for name in ("gate_up_proj", "down_proj"))
+    for name, expected in (("gate_proj", both[::2]), ("up_proj", both[1::2]), ("down_proj", down)):
+        tensor = tensors[f"model.layers.1.mlp.experts.4.{name}.weight"]
+        assert tensor.codec == "mxfp4" and tensor.shape == expected.shape
+        np.testing.assert_array_equal(tensor.dequantise(), expected)
+
+
+def test_experts_in_mxfp4_stay_when_the_others_are_quantised(directory, tmp_path):
+    own = shutil.copytree(directory, tmp_path / "model")
+    config = json.loads((own / "config.json").read_text(encoding="utf-8"))
+    # llama.cpp supports this limit only.
+    (own / "config.json").write_text(json.dumps(config | {"swiglu_limit": 7.0}), encoding="utf-8")
+    made = quantise(own, tmp_path / "out.gguf", Options(weights="q8_0"), lambda stage, done: None)
+    before, after = open_checkpoint(own).tensors, open_checkpoint(made.file).tensors
+    for name, tensor in after.items():
+        if ".experts." in name and name.endswith("weight"):
+            assert tensor.codec == "mxfp4" and np.array_equal(tensor.data, before[name].data), name
+    assert after["model.layers.1.self_attn.q_proj.weight"].codec == "q8_0"
+
+
+@pytest.mark.parametrize("lowering", ["portable", "kernels"])
+def test_logits_of_experts_in_mxfp4_are_those_of_hf(directory, oracle, lowering):
+    checkpoint = open_checkpoint(directory)
+    tokens = prompt(checkpoint.config["vocab_size"], 30)
+    expected = hf.logits(oracle, tokens)
+    ours, agreement = Pair(oracle, checkpoint).ours(lowering), Agreement()
+    agreement.add(ours.prefill(tokens[:28], WIDTHS[1])[1], expected[27])
+    for position in (28, 29):
+        agreement.add(ours.step(tokens[position])[1], expected[position])
+    agreement.check()
+
+
+def test_blocks_without_exponents_are_rejected(directory, tmp_path):
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.experts.down_proj_scales")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="experts.down_proj_blocks has the unsupported type U8"):
+        open_checkpoint(tmp_path)
+
+
+def test_names_of_the_first_gpt2_checkpoints_are_read(tmp_path):
+    """The published files have no "transformer." before names, and causal masks among the weights."""
+    today = open_checkpoint(tiny_model("gpt2", tmp_path / "today")).tensors
+    stored = load_file(tmp_path / "today" / "model.safetensors")
+    first = {name.removeprefix("transformer."): values for name, values in stored.items()}
+    first |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "h.0.attn.masked_bias": np.ones(1, np.float32)}
+    (tmp_path / "first").mkdir()
+    save_file(first, tmp_path / "first" / "model.safetensors")
+    (tmp_path / "first" / "config.json").write_bytes((tmp_path / "today" / "config.json").read_bytes())
+    tensors = open_checkpoint(tmp_path / "first").tensors
+    assert tensors.keys() == today.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.dequantise(), today[name].dequantise())
+    np.testing.assert_array_equal(
+        tensors["transformer.h.1.mlp.c_fc.weight"].dequantise(), stored["transformer.h.1.mlp.c_fc.weight"].T
+    )
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next", "nemotron_h"])
+def test_stacked_experts_equal_hfs(model_type, tmp_path):
+    """HF's modules store experts stacked, and read files that do."""
+    apart = open_checkpoint(tiny_model(model_type, tmp_path)).tensors
+    stored, stacks = load_file(tmp_path / "model.safetensors"), {}
+    for name in sorted(name for name in stored if ".experts." in name):
+        head, number, leaf = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)_proj\.weight", name).groups()
+        stacks.setdefault((head, leaf), {})[int(number)] = stored.pop(name)
+    stacked = {key: np.stack([parts[number] for number in sorted(parts)]) for key, parts in stacks.items()}
+    for (head, leaf), values in stacked.items():
+        if leaf == "gate":
+            stored[f"{head}.gate_up_proj"] = np.concatenate([values, stacked[head, "up"]], 1)
+        elif leaf == "down" or (head, "gate") not in stacked:
+            stored[f"{head}.{leaf}_proj"] = values
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = open_checkpoint(tmp_path)
+    assert found.tensors.keys() == apart.keys()
+    models, tokens, agreement = Pair(hf.load(tmp_path, threads=1), found), prompt(211, 12), Agreement()
+    agreement.add(models.ours().prefill(tokens, WIDTHS[1])[1], hf.logits(models.oracle, tokens)[-1])
+    agreement.check()
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("glm4_moe_lite", "model.layers.47.eh_proj"), ("nemotron_h", "mtp.fc")])
+def test_layers_for_multi_token_prediction_are_left_out(model_type, name, tmp_path):
+    directory = tiny_model(model_type, tmp_path)
+    before = open_checkpoint(directory).tensors.keys()
+    stored = load_file(directory / "model.safetensors")
+    stored[f"{name}.weight"] = np.ones((4, 8), np.float32)
+    save_file(stored, directory / "model.safetensors")
+    assert open_checkpoint(directory).tensors.keys() == before

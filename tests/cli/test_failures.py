@@ -1,0 +1,153 @@
+"""Test how commands fail: with a JSON object for --json, and with a remedy that fits the
+installation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from castiron.pipelines import errors
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.errors import error_message
+from tests.support import toy_text
+from tests.support.toy_text import read_json
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "message"),
+    [
+        (["inspect", "/no/such.gguf"], "CheckpointError", "/no/such.gguf"),
+        (["run", "/no/such"], "CheckpointError", "/no/such: no such file or directory"),
+        (["compile", "/no/such.gguf"], "CheckpointError", "/no/such.gguf"),
+        (["emit", "/no/such.gguf"], "CheckpointError", "/no/such.gguf"),
+        (["emit"], "PipelineError", "give a MODEL"),
+        (["list", "/no/such"], "PipelineError", "/no/such: no such file or directory"),
+    ],
+)
+def test_a_failure_is_one_json_object(argv, kind, message, capsys):
+    assert cli.main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and message in err
+    assert cli.main([*argv, "--json"]) == 1
+    out, again = capsys.readouterr()
+    assert read_json(out) == {"error": {"message": err.removeprefix("castiron: ").strip(), "type": kind}} and again == err
+
+
+@pytest.mark.parametrize("argv", [["run", "--json"], ["run", "x", "--bogus", "--json"], ["nonsense", "--json"]])
+def test_a_usage_error_is_a_json_object(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    out, err = capsys.readouterr()
+    error = read_json(out)["error"]
+    assert stop.value.code == 2 and error["type"] == "UsageError" and error["message"] in err
+
+
+def test_an_interrupt_is_exit_status_130(bundle, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("castiron.vmfb.bundle.open_bundle", interrupted)
+    assert cli.main(["inspect", bundle]) == 130
+    assert capsys.readouterr() == ("", "castiron: interrupted\n")
+    assert cli.main(["inspect", bundle, "--json"]) == 130
+    assert read_json(capsys.readouterr().out) == {"error": {"message": "interrupted", "type": "Interrupted"}}
+
+
+def test_the_error_of_an_unknown_option_names_the_help_of_its_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["pack", "x", "--bogus"])
+    assert capsys.readouterr().err == "castiron: pack: unrecognized arguments: --bogus; see castiron pack --help\n"
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "compile"])
+def test_more_threads_than_cpus_are_refused(bundle, command, monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert cli.main([command, bundle, "--threads", "7"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("castiron: --threads is 7, but this machine has 6 CPUs; give at most 6") and out == ""
+
+
+def test_threads_of_a_remote_machine_are_not_checked(monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    rows = ["batch", "/no/such.gguf", "/no/such.jsonl", "-o", "answers.jsonl", "--ray"]
+    for command in (["compile", "/no/such.gguf", "--target", "aarch64"], [*rows, "head:6379"]):
+        assert cli.main([*command, "--threads", "64"]) == 1
+        assert "/no/such" in capsys.readouterr().err
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: True)
+    assert cli.main([*rows, "local", "--threads", "64"]) == 1
+    assert "give at most 6" in capsys.readouterr().err
+
+
+def missing(module: str) -> str:
+    return error_message(ModuleNotFoundError(f"No module named {module!r}", name=module))
+
+
+def test_a_clone_suggests_make_or_pip():
+    for extra, (target, modules) in errors.EXTRAS.items():
+        for message in map(missing, modules.split()):
+            assert f"make {target} in {ROOT}, or " in message
+            assert f"-m pip install -e {ROOT}[{extra}]" in message.replace("'", "")
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_a_wheel_suggests_published_packages(monkeypatch):
+    monkeypatch.setattr(errors, "clone", lambda: None)
+    message = missing("transformers")
+    assert "pip install torch==" in message and "transformers==" in message and "castiron[" not in message
+    assert "iree-base-compiler==" in missing("iree.compiler")
+
+
+def test_every_extra_that_is_imported_lazily_has_packages():
+    for extra in errors.EXTRAS:
+        assert errors.requirements(extra), extra
+
+
+def test_a_missing_module_of_no_extra_is_a_bug():
+    assert missing("nonsense") is None
+
+
+def test_help_command_prints_the_help_of_the_command(capsys):
+    texts = []
+    for argv in (["help", "pack"], ["pack", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("usage: castiron pack ")
+    with pytest.raises(SystemExit):
+        cli.main(["help"])
+    assert "castiron help COMMAND" in capsys.readouterr().out
+
+
+def test_list_shows_catalogue_and_bundles(bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["list"]) == 0
+    assert "no bundles in build" in capsys.readouterr().out
+    Path("build").mkdir()
+    os.symlink(bundle, "build/toy")
+    (tmp_path / "other/broken").mkdir(parents=True)
+    (tmp_path / "other/broken/manifest.json").write_text("{}")
+    assert cli.main(["pack", bundle, "-o", "other/toy.castiron"]) == 0
+    capsys.readouterr()
+    assert cli.main(["list", "other", "--json"]) == 0
+    found = read_json(capsys.readouterr().out)
+    assert {m["name"]: m["fetched"] for m in found["catalogue"]}["smollm2-135m-instruct"] is False
+    rows = {row["path"]: row for row in found["bundles"]}
+    assert list(rows) == ["build/toy", "other/broken", "other/toy.castiron"]
+    assert rows["build/toy"]["context"] == toy_text.CONTEXT and not rows["build/toy"]["packed"]
+    assert rows["other/toy.castiron"]["packed"] and "schema" in rows["other/broken"]["error"]
+    assert cli.main(["list", "other"]) == 0
+    text = capsys.readouterr().out
+    assert all(path in text for path in rows) and json.dumps(toy_text.CONTEXT) in text

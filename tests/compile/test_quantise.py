@@ -1,0 +1,209 @@
+"""castiron quantise: castiron and gguf's own reader read its files back as the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from castiron.emitter.quantise import convert
+from castiron.pipelines import files
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.gguf_export import SAMPLE
+from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.build_model import build_model
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.quantise_gguf import quantise
+from castiron.pipelines.compile.weights import codecs_of
+from castiron.pipelines.errors import PipelineError
+from castiron.reference import tiny
+from tests.support.hf_to_gguf import convert as converted
+from tests.support.tiny_gguf import write_llama
+
+# Tiny models with configs that GGUF's metadata can express.
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.5, original_max_position_embeddings=128,
+    long_factor=[1.5, 2.0, 3.0, 4.0], short_factor=[1.0, 1.1, 1.2, 1.3],
+)  # fmt: skip
+FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
+MODELS = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}), "qwen3": ("qwen3", {}), "olmo2": ("olmo2", {}), "granite": ("granite", {}), "phi3": ("phi3", {}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
+    "gemma3_text": ("gemma3_text", {"query_pre_attn_scalar": 24, "layer_types": ["sliding_attention"] * 3}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "stablelm": ("stablelm", {"qk_layernorm": True}), "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "mixtral": ("mixtral", {}), "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "gemma": ("gemma", {}), "arcee": ("arcee", {}), "ernie4_5": ("ernie4_5", {}), "granitemoe": ("granitemoe", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}), "gpt2": ("gpt2", {}), "lfm2": ("lfm2", {}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "layer_types": FOURTH}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": FOURTH}),
+    "gpt_oss": ("gpt_oss", {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False}}),
+}  # fmt: skip
+PLAIN = Options(weights="f32")
+
+
+def quiet(stage: str, done: float) -> None:
+    assert 0 <= done <= 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_directory_is_read_back_as_itself(tmp_path, name):
+    """The file has the directory's tensors bit for bit and gives the same graph; gguf reads the same
+    from it as from a file of llama.cpp's converter.
+    """
+    model_type, config = MODELS[name]
+    directory = tiny.tiny_model(model_type, tmp_path / "model", **config)
+    report = quantise(directory, tmp_path / "out.gguf", PLAIN, quiet)
+    before, after = open_checkpoint(directory), open_checkpoint(report.file)
+    assert set(before.tensors) == set(after.tensors)
+    for tensor in before.tensors.values():
+        # Adding 1 to a norm rounds its last digits.
+        atol = 2**-20 if model_type.startswith("gemma") and len(tensor.shape) == 1 else 0
+        np.testing.assert_allclose(after.tensors[tensor.name].dequantise(), tensor.dequantise(), 0, atol, err_msg=tensor.name)
+    ours, theirs = (
+        build_model(checkpoint, Options(context=24, prefill=(8,), batch=(), speculate=())) for checkpoint in (before, after)
+    )
+    assert {f.name: [(op.kind, op.path) for op in f.ops] for f in ours.functions.values()} == {
+        f.name: [(op.kind, op.path) for op in f.ops] for f in theirs.functions.values()
+    }
+    for weight in ours.weights.values():
+        if weight.values is not None:
+            np.testing.assert_allclose(theirs.weights[weight.name].values(), weight.values(), atol=2e-6)
+    assert report.file.stat().st_size == report.bytes and sum(report.codecs.values()) == len(read_gguf(report.file).tensors)
+    if model_type == "mistral":  # a llama for llama.cpp
+        return
+    theirs = converted(directory, AutoConfig.from_pretrained(directory), tmp_path / "theirs.gguf")
+    one, other = ({t.name: t for t in gguf.GGUFReader(path).tensors} for path in (report.file, theirs))
+    assert set(one) == set(other)
+    for key in one:
+        np.testing.assert_allclose(one[key].data, other[key].data, rtol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("weights", ["q4_k_m", "q8_0", "q5_1", "bf16"])
+def test_gguf_reads_the_same_numbers(tmp_path, weights):
+    directory = tiny.tiny_model("llama", tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
+    out = quantise(directory, tmp_path / "out.gguf", Options(weights=weights), quiet).file
+    checkpoint, read = open_checkpoint(directory), open_checkpoint(out)
+    codecs = codecs_of(checkpoint, weights)
+    by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    for name, tensor in read.tensors.items():
+        assert tensor.codec == codecs[name]
+        meant = convert("f32", checkpoint.tensors[name].data, codecs[name])
+        assert np.array_equal(tensor.data, meant), name
+        theirs = by_name[tensor.source]
+        values = gguf.quants.dequantize(theirs.data, theirs.tensor_type).astype(np.float32)
+        assert np.array_equal(np.sort(values.reshape(tensor.shape), axis=0), np.sort(tensor.dequantise(), axis=0)), name
+
+
+def test_a_gguf_file_keeps_everything_but_its_weights(tmp_path):
+    """Metadata of every type stays byte for byte, and rows keep the file's order."""
+    own = {
+        "general.name": "mine", "general.file_type": 0, "tokenizer.ggml.model": "no_vocab", "tokenizer.chat_template": "{{ x }}",
+        "somebody.flag": True, "somebody.numbers": [1.5, 2.5], "somebody.words": ["a", "", "ü"], "somebody.flags": [True, False],
+    }  # fmt: skip
+    source = write_llama(tmp_path / "in.gguf", own, {"rope_freqs.weight": np.ones(8, np.float32)})
+    out = quantise(source, tmp_path / "out.gguf", Options(weights="q8_0"), quiet).file
+    before, after = read_gguf(source), read_gguf(out)
+    for key, folder in before.entries.items():
+        if key != "general.file_type":
+            assert before.data[slice(*folder)].tobytes() == after.data[slice(*after.entries[key])].tobytes(), key
+    assert after.metadata.keys() - before.metadata.keys() == {"general.quantization_version"}
+    assert after.metadata["general.file_type"] == 7 and after.metadata["general.quantization_version"] == 2
+    assert list(after.tensors) == list(before.tensors)
+    for tensor in before.tensors.values():
+        found = after.tensors[tensor.name]
+        wanted = before.rows(tensor) if len(tensor.shape) == 1 else convert("f32", before.rows(tensor), "q8_0")
+        assert np.array_equal(after.rows(found), wanted), tensor.name
+    assert len(gguf.GGUFReader(out).tensors) == len(before.tensors)
+
+
+def test_a_byte_level_tokenizer_is_written_and_read_back(smollm2, tmp_path):
+    """SmolLM2's tokenizer and template are read back: same tokens, same special ids."""
+    from tokenizers import Tokenizer
+
+    directory = tiny.tiny_model("llama", tmp_path / "model", vocab_size=49152, hidden_size=32, num_hidden_layers=1)
+    (directory / "tokenizer.json").write_text(json.dumps(smollm2.tokenizer))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    found = open_checkpoint(quantise(directory, tmp_path / "out.gguf", Options(weights="q8_0"), quiet).file)
+    ours, theirs = (Tokenizer.from_str(json.dumps(content)) for content in (smollm2.tokenizer, found.tokenizer))
+    for text in (SAMPLE, "<|im_start|>user\n12 3<|im_end|>", " a  b"):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+    assert found.chat_template == "{{ messages }}"
+    assert (found.bos_token_id, found.eos_token_ids) == (1, (2,))
+
+
+def refused(model: Path, out: Path, expected_message: str, **options) -> None:
+    with pytest.raises((CheckpointError, PipelineError), match=expected_message) as error:
+        quantise(model, out, Options(**({"weights": "q8_0"} | options)), quiet)
+    assert "\n" not in str(error.value)
+    assert not out.exists() or out.samefile(model)
+    assert not [name for name in os.listdir(out.parent) if name.startswith(".")]
+
+
+def test_rejects_models_that_gguf_cannot_express(smollm2, tmp_path):
+    out = tmp_path / "out.gguf"
+    scaled = tiny.tiny_model("gemma2", tmp_path / "scaled", query_pre_attn_scalar=20)
+    refused(scaled, out, "a gemma2 model, and GGUF would change its .*; convert it with llama.cpp")
+    sliding = tiny.tiny_model("mistral", tmp_path / "sliding", sliding_window=24)
+    refused(sliding, out, "a mistral model, and GGUF would change its windows; convert")
+    model = tiny.tiny_model("llama", tmp_path / "model")
+    content = {**smollm2.tokenizer, "model": {**smollm2.tokenizer["model"], "type": "Unigram"}}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    refused(model, out, "a tokenizer that is neither byte-level BPE nor")
+    split = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
+    steps = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
+    (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "pre_tokenizer": steps}))
+    refused(model, out, "splits text by rules without a name")
+    (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "normalizer": {"type": "Lowercase"}}))
+    refused(model, out, "would split text differently in GGUF")
+
+
+def test_errors_are_one_line_and_leave_no_file(tmp_path, monkeypatch):
+    out = tmp_path / "out.gguf"
+    source = write_llama(tmp_path / "in.gguf")
+    refused(source, source, "is the checkpoint itself")
+    with monkeypatch.context() as full:
+        full.setattr(files.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
+        refused(source, out, "out.gguf needs .* has 0.0 MB free")
+        with pytest.raises(PipelineError, match="the bundle .* needs .* has 0.0 MB free; delete files there"):
+            compile_model(source, tmp_path / "bundle", Options(context=8, lowering="portable", batch=(), speculate=()))
+        assert not (tmp_path / "bundle").exists()
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    small = write_llama(tmp_path / "q8.gguf", tensors={"blk.0.attn_q.weight": (np.ones((64, 64), np.float32), q8)})
+    refused(small, out, "is already quantised to q8_0")
+    spoilt = write_llama(tmp_path / "nan.gguf", tensors={"blk.0.ffn_up.weight": np.full((96, 64), np.nan, np.float32)})
+    refused(spoilt, out, "up_proj.weight has infinities")
+    directory = tiny.tiny_model("llama", tmp_path / "short")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    refused(directory, out, "q_proj.bias .* is missing")
+
+
+def test_quantise_prints_the_file_and_its_codecs(tmp_path, capsys):
+    source, out = write_llama(tmp_path / "in.gguf"), tmp_path / "out.gguf"
+    assert cli.main(["quantise", str(source), "-o", str(out), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["file"] == str(out) and facts["bytes"] == out.stat().st_size
+    assert facts["codecs"] == {"f32": 5, "q5_0": 12, "q8_0": 3}
+    assert cli.main(["quantise", str(source), "-o", str(out), "--weights", "q4_0"]) == 0
+    assert "15 q4_0" in capsys.readouterr().out
+    assert cli.main(["quantise", str(tmp_path / "none"), "-o", str(out)]) == 1

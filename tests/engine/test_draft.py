@@ -1,0 +1,323 @@
+"""A draft changes the speed and no token, greedy or sampled."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import castiron
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.engine import draft as drafting
+from castiron.pipelines.engine.draft import Draft, Guess
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.request import Request
+from castiron.pipelines.engine.sampling import Sampler, Sampling, candidates
+from castiron.pipelines.engine.speculation import Speculator
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.conversation import Chat
+from castiron.pipelines.text.generation import check_draft, open_draft
+from castiron.pipelines.text.tokenizer import load_tokenizer
+from castiron.pipelines.text.vocabulary import Vocabulary
+from castiron.reference import tiny
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.manifest import VOCABULARY
+from castiron.vmfb.session import Session
+from tests.engine.test_speculate import Parrot
+from tests.support import served
+from tests.support.fake_session import FakeSession
+from tests.support.generating import Generation, choose
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A canonical bundle: its verify functions sum in the order of decode_step, so draws are equal."""
+    return open_bundle(served.bundle(tmp_path_factory.mktemp("target"), (4, 8), "canonical"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Another model with the same vocabulary, one layer and half the context."""
+    folder = tmp_path_factory.mktemp("draft")
+    made = tiny.tiny_model("llama", folder / "checkpoint", seed=5, num_hidden_layers=1)
+    served.tokenizer().save(str(made / "tokenizer.json"))
+    options = Options(context=served.CONTEXT // 2, batch=(), speculate=())
+    return open_bundle(compile_model(made, folder / "bundle", options).bundle)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Use the draft at every turn, as if it cost nothing."""
+
+    def always(speculator, widest, left, other):
+        speculator._trying = True
+        speculator._start, _ = speculator.draft.plan(speculator.ngrams.tokens, 1e9)
+        return min(widest, left) - 1
+
+    monkeypatch.setattr(Speculator, "_plan_draft", always)
+
+
+PROMPT = "Sing a song"
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "greedy, penalised": Sampling(repeat_penalty=1.3, logit_bias={40: 1.5}),
+    "all": Sampling(temperature=1.0, seed=1),
+    "cut": Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=2),
+    "penalised": Sampling(temperature=1.2, repeat_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.2, seed=3),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_a_draft_does_not_change_the_tokens(target, small, eager, sampling):
+    """All proposals are right if the draft is the model itself; some are wrong for another model."""
+    session, text = Session(target, 1), load_tokenizer(target)
+    prompt = text.encode(PROMPT)
+    grammar = text.grammar(regex="([a-e]{3,5}: <=>; ){9}")
+    plain = {}
+    for proposing in (None, open_draft(target, target, 1), open_draft(small, target, 1)):
+        for stored in (None, grammar):
+            generation = Generation(
+                session, prompt, max_tokens=90, stop_tokens=(), text=text, sampling=sampling, grammar=stored, draft=proposing
+            )
+            tokens = list(generation)
+            assert plain.setdefault(stored, tokens) == tokens
+            if proposing:
+                reported = generation.speculator.stats["draft"]
+                itself = proposing.session.manifest == target.manifest
+                assert reported.accepted == reported.proposed > 30 if itself else reported.proposed > reported.accepted
+                assert generation.speculator.report()["sources"]["draft"]["proposed"] == reported.proposed
+    assert plain[grammar] != plain[None]
+
+
+class Table(FakeSession):
+    """A session whose logits depend on the last token only: `logits[t]` are those after token t."""
+
+    def __init__(self, logits):
+        super().__init__(verify=(4,))
+        self.table, self.vocab, self.checked = logits, len(logits), []
+
+    def verify(self, tokens):
+        self.fed += tokens
+        self.checked = tokens
+        return [int(self.table[token].argmax()) for token in tokens]
+
+    def logits(self):
+        return self.table[self.fed[-1]].copy()
+
+    def verified_logits(self, token):
+        return self.table[self.checked[token]].copy()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, seed=7), Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=8)])
+def test_samples_follow_the_models_distribution(eager, monkeypatch, sampling):
+    from scipy import stats
+
+    tables = np.random.default_rng(0).normal(size=(2, 8, 8))
+    session, proposing = Table(tables[0]), Table(0.8 * tables[0] + 0.2 * tables[1])
+
+    def drawn():
+        """Return the lowest p-value over the tokens, and the counts of the proposals."""
+        text = Generation(session, [0], max_tokens=6000, stop_tokens=(), sampling=sampling, draft=Draft(proposing, 8))
+        tokens, reported, found = [0, *text], text.speculator.stats["draft"], []
+        for token, logits in enumerate(tables[0]):
+            order, probability = np.arange(8), np.exp(logits)
+            if sampling.top_k:
+                order, probability = candidates(logits, sampling)
+            probability = probability ** (1 / sampling.temperature)
+            counts = np.bincount([b for a, b in zip(tokens, tokens[1:]) if a == token], minlength=8)
+            if np.delete(counts, order).any():
+                return 0.0, reported
+            found.append(stats.chisquare(counts[order], probability / probability.sum() * counts.sum()).pvalue)
+        return min(found), reported
+
+    # The lowest of 8 p-values: one seed in a hundred would fail.
+    smallest, reported = drawn()
+    assert smallest > 0.01 / 8 and 0.15 < reported.accepted / reported.proposed < 0.9
+    choose = Speculator._choose
+
+    def credulous(self, found, at):
+        argmax, logits, chosen = choose(self, found, at)
+        return argmax, logits, found.tokens[at + 1] if at + 1 < len(found.tokens) else chosen
+
+    monkeypatch.setattr(Speculator, "_choose", credulous)
+    smallest, reported = drawn()
+    assert smallest < 1e-4 and reported.accepted == reported.proposed
+
+
+class ParrotDraft(FakeSession):
+    """A draft's session over a parrot's text and clock; the proposals at the indices `wrong` are wrong."""
+
+    vocab = 10**6
+
+    def __init__(self, parrot, wrong, step, read, context):
+        super().__init__(context)
+        self.parrot, self.wrong, self.costs = parrot, wrong, (step, read)
+
+    def prefill(self, tokens, progress=None):
+        self.parrot.now += self.costs[1] * len(tokens)
+        return super().prefill(tokens)
+
+    def step(self, token):
+        self.parrot.now += self.costs[0] - self.costs[1]
+        return self.prefill([token])
+
+    def logits(self):
+        return np.zeros(1)
+
+
+class CertainDraft(Draft):
+    """A draft that is sure of every proposal."""
+
+    def _guess(self, argmax, chooser):
+        session, index = self.session, self._start + self.session.position
+        known = index < len(session.parrot.text)
+        return Guess(session.parrot.text[index] + (index in session.wrong) if known else 0, 1.0)
+
+
+def ratio(right: float, costs: dict[int, float], step: float, read: float, prompt: int, context: int = 10**6, seed: int = 0):
+    """Return the speed-up of 300 tokens by a draft with this share of `right` proposals.
+
+    100 tokens of the prompt cost as much as 4 steps.
+    """
+    random = np.random.default_rng(seed)
+    generated = random.integers(0, 5000, prompt + 400).tolist()
+    parrot = Parrot(generated)
+    parrot.COSTS = costs
+    wrong = set(np.flatnonzero(random.random(len(generated)) >= right).tolist())
+    proposing = CertainDraft(ParrotDraft(parrot, wrong, step, read, context), 10**6, parrot.clock)
+    parrot.now = 0.0
+    text = Request(generated[:prompt], 10**6, max_tokens=300, stop_tokens=())
+    speculator = Speculator(parrot, text, draft=proposing, clock=parrot.clock)
+    text.advance(parrot.prefill(generated[:prompt]))
+    parrot.now = speculator.prompt_seconds = prompt * costs[1] * 0.04
+    plain = parrot.now + 299 * costs[1]
+    while text.finish_reason is None:
+        if not speculator.ready:
+            speculator.feed(text.tokens[-1:])
+        speculator.advance()
+    assert text.tokens == generated[prompt : prompt + 300]
+    return plain / parrot.now
+
+
+def test_a_draft_loses_up_to_five_per_cent_and_pays_where_it_is_right():
+    cheap, dear = {1: 1.0, 4: 1.3, 8: 1.7}, {1: 1.0, 4: 2.4, 8: 4.5}
+    for costs in (cheap, dear):
+        for step in (0.05, 0.4, 1.5):
+            for right in (0.0, 0.3, 0.6, 1.0):
+                for prompt in (10, 300):
+                    for context in (200, 10**6):
+                        assert ratio(right, costs, step, step / 3, prompt, context) > 0.95
+    assert ratio(1.0, cheap, 0.1, 0.03, 40) > 1.7 and ratio(0.8, cheap, 0.1, 0.03, 40) > 1.2
+    # A draft whose context is shorter than the text reads the end of the text.
+    assert ratio(1.0, cheap, 0.1, 0.03, 300, context=200) > 1.4
+
+
+def test_a_short_text_is_drafted_for_after_the_end_of_a_long_one():
+    proposing = Draft(Table(np.eye(16, dtype=np.float32)), 16)
+    chooser = SimpleNamespace(done=False, forced=False, pick=lambda argmax, logits: argmax)
+    for length, seconds in ((200, drafting.WINDOW * proposing._read_seconds * 1.5), (20, 1e9), (200, 1e9)):
+        text = [index % 16 for index in range(length)]
+        start, _ = proposing.plan(text, seconds)
+        assert 0 <= start < length
+        assert [guess.token for guess in proposing.propose(text, start, chooser, lambda _: False)] == text[-1:]
+
+
+def test_a_conversation_keeps_the_draft_in_step(target, small, eager):
+    text, read = load_tokenizer(target), []
+
+    class Counting(Session):
+        def prefill(self, tokens, progress=None):
+            read.extend(tokens)
+            return super().prefill(tokens, progress)
+
+    proposing = Draft(Counting(target, 1), target.manifest.vocab)
+    generated = []
+    for each in (None, proposing):
+        chat = Chat(Engine(Session(target, 1), draft=each), text, max_tokens=8)
+        read.clear()
+        generated.append(["".join(chat.answer(words)) for words in ("Hi", "And then?", "Why?")])
+    assert generated[0] == generated[1] and len(read) <= len(text.encode_chat(chat.messages))
+
+
+def test_a_draft_serves_single_requests_and_batches_run_without(target, eager, monkeypatch):
+    prompts = [served.MESSAGES, "abc", "Sing"]
+    plain = {r.index: r.tokens for r in castiron.load(target, threads=1).generate_many(prompts, max_tokens=30)}
+    model = castiron.load(target, threads=1, draft=target)
+    scheduler = model._engine.scheduler
+    passes, steps = [], []
+    verify, step = Session.verify, scheduler.batch.step
+    monkeypatch.setattr(Session, "verify", lambda self, tokens: passes.append(1) or verify(self, tokens))
+    monkeypatch.setattr(scheduler.batch, "step", lambda tokens: steps.append(len(tokens)) or step(tokens))
+    for many in ([0], [0, 1, 2], [2]):
+        passes.clear()
+        results = model.generate_many([prompts[index] for index in many], max_tokens=30)
+        assert {many[r.index]: r.tokens for r in results} == {index: plain[index] for index in many}
+        # The last of several requests may run alone at the end.
+        assert passes or len(many) > 1
+    assert max(steps) == 3
+
+
+def test_commands_and_the_api_take_a_draft(target, small, tmp_path, capsys):
+    path, draft = str(target.path), str(small.path)
+    argv = ["run", path, "-p", PROMPT, "-n", "20", "--threads", "1", "--json"]
+    found = []
+    for more in ([], ["--draft", draft], ["--draft", draft, "--temperature", "1", "--seed", "3"]):
+        assert cli.main([*argv, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == found[1]["tokens"] and found[0]["speculation"] is None
+    assert set(found[2]["speculation"]["sources"]) == {"ngram", "draft"}
+    with castiron.load(path, threads=1, draft=draft) as model:
+        assert model.chat(PROMPT, max_tokens=20).tokens == found[0]["tokens"]
+    with served.served(target.path, tmp_path / "log", "--draft", draft) as running:
+        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "temperature": 0}
+        request = urllib.request.Request(f"{running.url}/v1/chat/completions", json.dumps(body).encode())
+        generated = json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
+        assert generated == found[0]["text"] and "; draft: weights" in running.errors
+    assert cli.main(["serve", path, "--keep", "9", "--draft", draft]) == 1
+    assert "--draft is for one model" in capsys.readouterr().err
+
+
+def bundle_with(tokens=None, vocab=3, verify=(4,), name="x"):
+    """Return a bundle as far as `check_draft` reads it; `tokens`: None without a tokenizer."""
+    files = {} if tokens is None else {VOCABULARY: repr(tokens)}
+    manifest = SimpleNamespace(encoder=None, vocab=vocab, files=files, widths=lambda role: verify)
+    return SimpleNamespace(path=name, manifest=manifest, tokenizer=tokens, tokens=tokens)
+
+
+def test_rejects_a_draft_with_another_vocabulary(monkeypatch):
+    monkeypatch.setattr("castiron.pipelines.text.generation.read_vocabulary", lambda bundle: Vocabulary(bundle.tokens, ()))
+    two, three = [b"a", b"b"], [b"a", b"b", b""]
+    target = bundle_with(three)
+    for good in (bundle_with(three), bundle_with(two, vocab=2), bundle_with([*three, b""], vocab=4)):
+        check_draft(good, target)
+    check_draft(bundle_with(), bundle_with())
+    for bad, model, message in (
+        (bundle_with([b"a", b"c", b""]), target, "from token 1 on; take a smaller model of the same"),
+        (bundle_with([*two, b"d", b"e"], vocab=4), target, "from token 2 on"),
+        (bundle_with(), target, "x has no tokenizer"),
+        (bundle_with(vocab=4), bundle_with(), "cannot be compared"),
+        (bundle_with(three), bundle_with(three, verify=()), "compile it with --speculate 4,8"),
+    ):
+        with pytest.raises(PipelineError, match=message):
+            check_draft(bad, model)
+
+
+def test_a_lookahead_does_not_use_random_numbers():
+    plain, looked = (Sampler(Sampling(temperature=1.0, seed=4)) for _ in range(2))
+    logits = np.random.default_rng(0).normal(size=300).astype(np.float32)
+    expected = [choose(plain, logits) for _ in range(6)]
+    assert [looked.pick(logits, (), ahead=i)[0] for i in (3, 0, 1)] == [expected[i] for i in (3, 0, 1)]
+    assert [choose(looked, logits) for _ in range(6)] == expected
+
+
+def test_a_random_number_near_a_boundary_is_uncertain():
+    sampler = Sampler(Sampling(temperature=1.0, seed=0))
+    logits = np.zeros(4, np.float32)
+    for number, sure in ((0.1, True), (0.25 + 1e-6, False), (0.5 - 1e-6, False), (1e-9, True), (1 - 1e-9, True)):
+        sampler._numbers.appendleft(number)
+        assert sampler.pick(logits, ()) == (int(number * 4), sure)

@@ -1,0 +1,258 @@
+"""Fairness of the scheduler among clients, prompts and running answers, over a model in NumPy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from castiron.pipelines.engine.admission import PATIENCE
+from castiron.pipelines.engine.scheduler import INTERLEAVED, Observer, Scheduler
+from tests.engine.test_scheduler import CONTEXT, Asked, FakeBatch, run, single_past_eos
+
+PROMPTS = st.lists(st.integers(3, 5), min_size=1, max_size=CONTEXT - 10)
+
+
+class Forced:
+    """A constraint that forces `run` tokens after every fifth one."""
+
+    done, eos, forced = False, (), ()
+
+    def __init__(self, run: int):
+        self.run, self.count = run, 0
+
+    def best(self, argmax: int, logits) -> int:
+        return argmax
+
+    def accept(self, token: int) -> None:
+        self.count += 1
+        self.forced = self.forced[1:] if self.forced else (7,) * self.run if self.count % 5 == 0 else ()
+
+
+class Watch(Observer):
+    """Asserts that a client gets a slot beyond its share only if no waiting client has less than its share."""
+
+    def __init__(self):
+        self.scheduler: Scheduler | None = None
+        self.waited: list = []
+
+    def started(self, sequence) -> None:
+        s = self.scheduler
+        stored = Counter(one.client for one in (*s.prefilling.values(), *s.decoding.values()) if one is not sequence)
+        clients = {*stored, *(one.client for one in (*s.waiting, sequence))}
+        share = ceil(s.slots / len(clients))
+        # Requests that wait for a prefix being read could not have had the slot.
+        others = [one for one in s.waiting if one.priority == sequence.priority and one.prompt[0] == one.client_mark]
+        assert stored[sequence.client] < share or all(stored[one.client] >= share for one in others)
+
+
+ARRIVALS = st.lists(
+    st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 3), st.integers(0, 3), st.sampled_from([0, 0, 2, 40])),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(st.integers(1, 4), ARRIVALS)
+def test_no_request_waits_longer_than_a_chunk_or_starves(size, arrivals):
+    """Between two tokens of an answer at most one chunk is read, the oldest prompt is passed over at
+    most PATIENCE times, clients get equal shares, and every request gets the tokens of a run by itself.
+    """
+    batch, watch = FakeBatch(size), Watch()
+    watch.scheduler = scheduler = Scheduler(batch, observer=watch)
+    free, bound = [], []
+
+    def turn() -> None:
+        running = {s: (len(s.tokens), batch.slots[slot].position) for slot, s in scheduler.decoding.items()}
+        batch.work.clear()
+        run(scheduler, 1)
+        if running:
+            assert sum(work[2] for work in batch.work if work[0] == "prefill") <= INTERLEAVED
+        for slot, s in scheduler.decoding.items():
+            if s in running:
+                assert (len(s.tokens), batch.slots[slot].position) > running[s] and batch.slots[slot].position > running[s][1]
+        if scheduler.prefilling:
+            oldest = min(scheduler.prefilling.values(), key=lambda s: s.timing.arrived)
+            older = [s for s in scheduler.decoding.values() if s.timing.arrived < oldest.timing.arrived]
+            assert oldest.passed_over <= PATIENCE + len(older)
+
+    for prompt, max_tokens, client, turns, run_of in arrivals:
+        # Prompts of different clients share no prefix.
+        request = Asked([10 + client, *prompt], max_tokens)
+        request.request.client, request.request.client_mark = f"client {client}", -1
+        if run_of:
+            request.request.chooser.constraint = Forced(run_of)
+            bound.append(request)
+        else:
+            free.append(request)
+        if all(int(s.prompt[0]) != 10 + client for s in (*scheduler.waiting, *scheduler.prefilling.values())):
+            request.request.client_mark = 10 + client
+        scheduler.submit(request.request)
+        for _ in range(turns):
+            turn()
+    turns = 0
+    while not scheduler.idle:
+        turn()
+        turns += 1
+        assert turns < 60 * len(arrivals), "a sequence never ends"
+    for request in free:
+        request.check_as_single()
+    for request in bound:
+        tokens = request.request.tokens
+        assert len(tokens) <= request.max_tokens and request.end
+        assert set(tokens[5 : 5 + request.request.constraint.run]) <= {7}, "forced tokens are generated"
+    for slot, session in enumerate(batch.slots):
+        assert list(scheduler.cache.tokens[slot, : session.position]) == session.stored
+
+
+def test_a_long_prompt_is_read_behind_any_number_of_clients_with_short_ones():
+    """Five clients ask again as soon as they have an answer."""
+    scheduler = Scheduler(FakeBatch(6))
+    long = Asked([5] * 96, 1, stop_tokens=[])
+    long.request.client = "long"
+    live: dict[int, Asked] = {}
+    asked = 0
+
+    def shorts() -> None:
+        nonlocal asked
+        for client in range(5):
+            if client not in live or _ended(live[client]):
+                live[client] = Asked([10 + client, 3 + asked % 30, 4], 2, stop_tokens=[])
+                live[client].request.client = f"short {client}"
+                scheduler.submit(live[client].request)
+                asked += 1
+
+    shorts()
+    run(scheduler, 8)
+    scheduler.submit(long.request)
+    turns = 0
+    while not _ended(long):
+        shorts()
+        run(scheduler, 1)
+        turns += 1
+        assert turns <= (96 // INTERLEAVED + 2) * (PATIENCE + 2), "short prompts starve a long one"
+    assert asked > 10
+
+
+def _ended(request: Asked) -> bool:
+    return request.request.finish_reason is not None
+
+
+def test_a_request_of_many_choices_leaves_slots_to_others():
+    """The next free slot goes to the other client, until both have equal shares."""
+    scheduler = Scheduler(FakeBatch(4))
+    many = [Asked([3] * 8, 6 + 3 * (i % 4)) for i in range(40)]
+    for request in many:
+        request.request.client = "many"
+        scheduler.submit(request.request)
+    run(scheduler, 4)
+    few = [Asked([4, 10 + i], 9) for i in range(8)]
+    for request in few:
+        request.request.client = "few"
+        scheduler.submit(request.request)
+    before = sum(map(_ended, many))
+    while not all(map(_ended, few)):
+        run(scheduler, 1)
+        if sum(map(_ended, many)) > before + 3:
+            stored = Counter(s.client for s in (*scheduler.prefilling.values(), *scheduler.decoding.values()))
+            assert stored["many"] <= 2 or not any(s.client == "few" for s in scheduler.waiting)
+    assert sum(map(_ended, many)) < 30
+    run(scheduler)
+    for request in (*many, *few):
+        request.check_as_single()
+
+
+def test_a_lower_priority_number_runs_first():
+    scheduler = Scheduler(FakeBatch(1))
+    order = []
+    requests = {p: Asked([3, 10 + i], 3, stop_tokens=[]) for i, p in enumerate((5, 0, -3, 7))}
+    for priority, request in requests.items():
+        request.request.priority = priority
+        scheduler.submit(request.request)
+    while not scheduler.idle:
+        run(scheduler, 1)
+        order += [p for p, request in requests.items() if _ended(request) and p not in order]
+    assert order == [-3, 0, 5, 7]
+    # Of two prompts being read, the higher priority goes first even if it is longer.
+    scheduler = Scheduler(FakeBatch(2))
+    low, high = Asked([4] * 70, 1, stop_tokens=[]), Asked([5] * 90, 1, stop_tokens=[])
+    low.request.priority = 1
+    scheduler.submit(low.request)
+    run(scheduler, 1)
+    scheduler.submit(high.request)
+    run(scheduler, 2)
+    assert _ended(high) and not _ended(low)
+
+
+PRIORITISED = st.lists(
+    st.tuples(PROMPTS, st.integers(1, 15), st.integers(-2, 2), st.integers(0, 5), st.sampled_from([0, 0, 0, 2, 40]), st.booleans()),
+    min_size=2, max_size=12,
+)  # fmt: skip
+
+
+@given(st.integers(1, 3), PRIORITISED, st.booleans())
+def test_a_preempted_request_generates_the_same_tokens(size, arrivals, fills):
+    """It may be preempted while it reads its prompt, decodes, or reads forced tokens."""
+    batch = FakeBatch(size)
+    scheduler = Scheduler(batch)
+    scheduler.fill_slots = fills
+    requests, bound, gone = [], [], []
+
+    def turn() -> None:
+        run(scheduler, 1)
+        assert sum(s.paused is not None for s in scheduler.waiting) <= size
+        running = [*scheduler.prefilling.values(), *scheduler.decoding.values()]
+        assert len(running) <= size and not any(s.paused for s in running)
+
+    for i, (prompt, max_tokens, priority, turns, run_of, leaves) in enumerate(arrivals):
+        request = Asked([6 + i, *prompt], max_tokens)
+        request.request.priority = priority
+        if run_of:
+            request.request.chooser.constraint = Forced(run_of)
+        (gone if leaves and i % 3 == 0 else bound if run_of else requests).append(request)
+        scheduler.submit(request.request)
+        for _ in range(turns):
+            turn()
+        for one in gone:
+            scheduler.cancel(one.request)
+            assert one.request.paused is None
+    while not scheduler.idle:
+        turn()
+    for request in requests:
+        request.check_as_single()
+    assert all(len(request.request.tokens) <= request.max_tokens and request.end for request in bound)
+
+
+def test_a_preempting_request_starts_at_once_and_the_other_resumes():
+    batch, reported = FakeBatch(2), []
+    scheduler = Scheduler(batch, observer=Pauses(reported))
+    slow = [Asked([3 + i] * 40, 30, stop_tokens=[]) for i in range(2)]
+    for i, request in enumerate(slow):
+        request.request.priority = 5 + i
+        scheduler.submit(request.request)
+    run(scheduler, 12)
+    read = sum(work[2] for work in batch.work if work[0] == "prefill")
+    before = [len(request.request.tokens) for request in slow]
+    urgent = Asked([9, 9], 4, stop_tokens=[])
+    scheduler.submit(urgent.request)
+    turns = 0
+    while not _ended(urgent):
+        run(scheduler, 1)
+        turns += 1
+    assert turns <= 4 and reported == [slow[1].request]
+    assert len(slow[0].request.tokens) > before[0] and len(slow[1].request.tokens) == before[1]
+    run(scheduler)
+    for request in (*slow, urgent):
+        assert request.request.tokens == single_past_eos(request.prompt, request.max_tokens)
+    # Nothing is read twice.
+    assert sum(work[2] for work in batch.work if work[0] == "prefill") == read + 2
+
+
+class Pauses(Observer):
+    def __init__(self, reported: list):
+        self.reported = reported
+
+    def preempted(self, sequence) -> None:
+        self.reported.append(sequence)

@@ -1,0 +1,59 @@
+"""The memory that a bundle needs is reported, with a warning if the machine has less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from castiron.emitter.abi import Function
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.engine import memory
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.manifest import WEIGHTS
+from tests.support import toy_text
+from tests.vmfb import toy
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"))
+
+
+def test_memory_counts_states_per_sequence_and_weights_per_process(bundle):
+    manifest = open_bundle(bundle).manifest
+    one, eight = memory.needed(manifest), memory.needed(manifest, 8)
+    state = 2 * toy.LAYERS * toy_text.CONTEXT * toy.HEAD_DIM * 4
+    assert (one.weights, one.state) == (manifest.files[WEIGHTS].size, state) == (eight.weights, eight.state)
+    assert f"8 x {memory.megabytes(state)} when full" in str(eight) and " x " not in str(one)
+
+
+@pytest.mark.parametrize("command", [["run", "BUNDLE", "--tokens", "1", "-n", "1"], ["inspect", "BUNDLE"]])
+def test_warns_of_weights_larger_than_the_memory(bundle, command, monkeypatch, capsys):
+    argv = [bundle if word == "BUNDLE" else word for word in command]
+    assert cli.main(argv) == 0
+    assert "every token will read them from disk" not in capsys.readouterr().err
+    monkeypatch.setattr(memory, "total_bytes", lambda: 100)
+    assert cli.main(argv) == 0
+    assert "every token will read them from disk" in capsys.readouterr().err
+
+
+def test_serving_prints_the_memory_of_all_slots(bundle, capsys):
+    """The widest batch function decides; the toy's manifest gets batch functions here."""
+    manifest = open_bundle(bundle).manifest
+    batches = tuple(Function("batch", size) for size in (8, 4))
+    wide = replace(manifest, functions=(*manifest.functions, *batches))
+    assert (memory.slots_of(manifest), memory.slots_of(wide)) == (1, 8)
+    memory.print_memory(wide, memory.slots_of(wide))
+    need = memory.needed(manifest, 8)
+    limit = memory.megabytes(need.weights + 8 * need.state)
+    assert f"memory: {need}; {limit} at most" in capsys.readouterr().err
+
+
+def test_a_container_has_less_memory_than_its_machine(tmp_path, monkeypatch):
+    (tmp_path / "limit").write_text("123456\n")
+    (tmp_path / "none").write_text("max\n")
+    monkeypatch.setattr(memory, "LIMITS", (tmp_path / "none", tmp_path / "absent"))
+    machine = memory.total_bytes()
+    monkeypatch.setattr(memory, "LIMITS", (tmp_path / "none", tmp_path / "limit"))
+    assert memory.total_bytes() == 123456 < machine

@@ -1,0 +1,127 @@
+"""A repetition loop ends an answer; a few repeated lines do not."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.engine import request as requests
+from castiron.pipelines.engine.request import MAX_PERIOD, MIN_REPEATS, MIN_TOKENS, Finished, RepetitionDetector, Request
+from castiron.pipelines.server.app import open_app
+from castiron.pipelines.text import text_output
+from tests.support import toy_text
+
+TOKEN = st.integers(0, 9)
+
+
+def ends_after(tokens) -> int | None:
+    """Return after how many of `tokens` a loop is detected; None if it never is."""
+    seen = RepetitionDetector()
+    return next((count for count, token in enumerate(tokens, 1) if seen.add(token)), None)
+
+
+def cycle_tokens(cycle):
+    while True:
+        yield from cycle
+
+
+@settings(deadline=None)
+@given(st.lists(TOKEN, max_size=40), st.lists(TOKEN, min_size=1, max_size=MAX_PERIOD))
+def test_a_cycle_without_end_ends_and_not_at_once(before, cycle):
+    found = ends_after([*before, *islice(cycle_tokens(cycle), MIN_REPEATS * MAX_PERIOD + MIN_TOKENS)])
+    assert found is not None and MIN_TOKENS <= found <= len(before) + max(MIN_TOKENS, MIN_REPEATS * len(cycle))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_tables_and_code_that_repeat_lines_a_few_times_never_end(data):
+    """Blocks of tokens are repeated up to seven times; a number separates the blocks."""
+    rows = st.lists(TOKEN, min_size=1, max_size=60)
+    blocks = data.draw(st.lists(st.tuples(rows, st.integers(1, MIN_REPEATS - 1)), min_size=1, max_size=12))
+    text = [token for number, (row, times) in enumerate(blocks) for token in [100 + number, *(row * times)]]
+    short = [token for token in text if token < 100][: MIN_TOKENS - 1]
+    assert ends_after(short) is None
+    # A row of equal tokens may itself be a loop.
+    if all(len(row) * times < MIN_TOKENS or len(set(row)) == len(row) for row, times in blocks):
+        assert ends_after(text) is None
+
+
+@settings(deadline=None)
+@given(st.lists(TOKEN, max_size=600))
+def test_detects_loops_by_their_definition(tokens):
+    def is_loop(end: int) -> bool:
+        for period in range(1, MAX_PERIOD + 1):
+            size = max(MIN_TOKENS, MIN_REPEATS * period)
+            if end >= size and all(tokens[i] == tokens[i - period] for i in range(end - size + period, end)):
+                return True
+        return False
+
+    tokens = [token % 2 for token in tokens[:3]] * 100 if tokens and tokens[0] > 7 else tokens
+    assert ends_after(tokens) == next((end for end in range(1, len(tokens) + 1) if is_loop(end)), None)
+
+
+def run_to_end(**options) -> tuple[Request, Finished]:
+    request = Request([1], 1000, **options)
+    tokens = cycle_tokens([5, 6, 7])
+    while True:
+        for event in request.advance(next(tokens), lambda: np.zeros(10, np.float32)):
+            if isinstance(event, Finished):
+                return request, event
+
+
+def test_only_repetition_stop_ends_a_loop():
+    request, end = run_to_end(repetition_stop=True)
+    assert end == Finished("stop", repeated=True) and request.repeated and len(request.tokens) == MIN_TOKENS
+    request, end = run_to_end()
+    assert end == Finished("context") and not request.repeated and len(request.tokens) == 1000
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Detect a loop after six tokens: the toy's context is 24."""
+    monkeypatch.setattr(requests, "MIN_TOKENS", 6)
+    monkeypatch.setattr(requests, "MIN_REPEATS", 3)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return toy_text.write(tmp_path_factory.mktemp("bundle") / "toy")
+
+
+def test_a_field_of_the_request_ends_loops(soon, bundle):
+    body = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 15}
+    # Biases exceed the toy's large logits.
+    body["logit_bias"] = {str(token): 100 if token == 3 else -100 for token in range(32)}
+    with TestClient(open_app(bundle, threads=1)) as client:
+        for more, ends, reason in (({}, False, "length"), ({"repetition_stop": True}, True, "stop")):
+            answer = client.post("/v1/completions", json={**body, **more}).json()
+            (choice,) = answer["choices"]
+            assert (answer["usage"]["completion_tokens"] < 15) == ends and choice["finish_reason"] == reason
+            assert choice.get("stop_reason") == ("repetition" if more else None)
+            streamed = client.post("/v1/completions", json={**body, **more, "stream": True}).text
+            last = json.loads(streamed.split("\n\n")[-3].removeprefix("data: "))["choices"][0]
+            assert last["finish_reason"] == reason and last.get("stop_reason") == choice.get("stop_reason")
+
+
+def test_chat_ends_loops_by_default_and_run_does_not(bundle, monkeypatch):
+    asked = []
+
+    class Asked(Request):
+        def __init__(self, *arguments, **options):
+            asked.append(options["repetition_stop"])
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(text_output, "Request", Asked)
+    for argv in (["chat", str(bundle)], ["chat", str(bundle), "--no-repetition-stop"], ["run", str(bundle), "ab"],
+                 ["run", str(bundle), "ab", "--repetition-stop"]):  # fmt: skip
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\n")))
+        assert cli.main([*argv, "-n", "1"]) == 0
+    assert asked == [True, False, False, True]

@@ -1,0 +1,159 @@
+"""Test the table, the page and the flame graph of castiron explain."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from castiron.pipelines.cli.explain import (
+    BAR,
+    REST,
+    WIDTH,
+    bar,
+    flame,
+    kernel_row,
+    of_limit,
+    page,
+    peak_share,
+    rest_ms,
+    table,
+)
+from castiron.vmfb.profile import Dispatch, Profile
+
+LIMITS = {
+    "read_gb_s": 10.0,
+    "peak_gflop_s": 100.0,
+    "peak_bytes_gop_s": 400.0,
+    "peak_pairs_gflop_s": 200.0,
+    "peak_matrix_gflop_s": 1600.0,
+}
+LONG = "gemv_q4_1_1536x576_rms9p99999975em06_silu_avx512_w2b2c4a16u4_and_much_more_that_makes_it_longer_than_a_line_is"
+
+
+def row(seconds: float, nbytes: int, flops: int, name: str = "k", calls: int = 2, paths=("model.layers.*.mlp",)) -> dict:
+    """Return the row of a kernel whose calls together take `seconds` and do this work."""
+    work = {"paths": list(paths), "calls": calls, "bytes": [nbytes // calls, 0, 0], "flops": [flops // calls, 0, 0]}
+    return kernel_row(Dispatch(f"{name}_fn", calls, seconds, 1), {name: work}, Profile("decode_step", 0, 2, 1.0, ()), LIMITS)
+
+
+def result(*rows: dict, call_ms: float) -> dict:
+    return {"function": "decode_step", "position": 7, "threads": 2, "machine": LIMITS, "call_ms": call_ms, "python_us": 12.0,
+            "dispatches": list(rows)}  # fmt: skip
+
+
+ROWS = (
+    row(4e-3, 30_000_000, 60_000_000, LONG),
+    row(2e-3, 20_000, 180_000_000, "attention", paths=("model.layers.*.self_attn",)),
+    row(1e-3, 21_800_000, 1_000_000, "norm", calls=4, paths=("model.layers.*.a_norm", "model.layers.*.b_norm" + "m" * 40)),
+    row(5e-4, 1_000, 1_000, "argmax", calls=1, paths=("output",)),
+    kernel_row(Dispatch("decode_step_dispatch_1", 1, 1e-4, 1), {}, Profile("decode_step", 0, 2, 1.0, ()), LIMITS),
+)
+CALL = result(*ROWS, call_ms=10.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nbytes", "flops", "bound", "share", "words"),
+    [
+        (4e-3, 30_000_000, 60_000_000, "memory", 0.75, "75%"),
+        (2e-3, 20_000, 100_000_000, "compute", 0.5, "50%"),
+        # Memory would need 2.18 ms for the bytes read in 1 ms.
+        (1e-3, 21_800_000, 1_000_000, "cache", None, "in cache"),
+        # Faster than the measured peak, at a higher clock rate.
+        (1e-3, 1_000, 120_000_000, "compute", 1.0, "100%"),
+    ],
+)
+def test_the_share_is_of_the_bound_and_at_most_one(seconds, nbytes, flops, bound, share, words):
+    found = row(seconds, nbytes, flops)
+    assert found["bound"] == bound and found["limit_share"] == (share if share is None else pytest.approx(share))
+    assert of_limit(found) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("gemm_q4_1_128x960x576_int8_avx512vnni_r6w2", 0.5),
+        ("gemm_bf16_128x960x576_bf16_pairs_avx512bf16_r8w2", 1.0),
+        ("gemm_bf16_128x960x576_bf16_matrix_silu_amx_r16h2", 0.125),
+        ("gemm_q4_1_128x960x576_bf16_split_amx_r16h2", 0.125),
+    ],
+)
+def test_a_kernel_of_rounded_activations_has_the_limit_of_its_unit(name, share):
+    assert row(1e-3, 1_000, 200_000_000, name)["limit_share"] == pytest.approx(share)
+    assert "100 GFLOP/s (f32), 400 (bytes), 200 (bf16), 1600 (tiles)" in "\n".join(table(CALL))
+
+
+def test_the_calls_share_of_the_peak_counts_all_arithmetic():
+    assert peak_share(CALL) == pytest.approx((60e6 + 180e6 + 1e6 + 1e3) / 10e-3 / 100e9)
+    assert "the call takes 24%" in "\n".join(table(CALL))
+    # The manifest does not describe the last kernel.
+    assert ROWS[-1]["bound"] is None and of_limit(ROWS[-1]) == "?"
+
+
+def test_the_table_fits_and_its_shares_sum_to_100_percent():
+    lines = table(CALL)
+    assert max(map(len, lines)) <= WIDTH == 100
+    shares = [float(found[1]) for line in lines if (found := re.match(r" *\d+\.\d{3} +(\d+\.\d)%", line))]
+    assert len(shares) == len(ROWS) + 1 and sum(shares) == pytest.approx(100, abs=0.5)
+    assert lines[-1].endswith(REST) and re.match(r" +2\.400 +24\.0% █", lines[-1])
+    bars = [re.search("[█▏▎▍▌▋▊▉]+", line) for line in lines if re.match(r" *\d+\.\d{3} ", line)]
+    assert len(bars[0][0]) > len(bars[1][0]) and all(found is None or len(found[0]) <= BAR for found in bars)
+
+
+def test_kernels_that_take_longer_than_the_call_leave_no_rest():
+    more = result(*ROWS, call_ms=5.0)
+    assert rest_ms(more) == 0 and re.match(r" +0\.000 +0\.0% ", table(more)[-1])
+
+
+@pytest.mark.parametrize(("share", "text"), [(0, ""), (1, "████████"), (0.5, "████"), (1 / 64, "▏"), (2, "████████")])
+def test_a_bar_is_as_long_as_its_share(share, text):
+    assert bar(share, 8) == text
+
+
+def test_the_flame_graph_sums_to_the_call():
+    root = flame(CALL)
+    assert root.ms == pytest.approx(10.0)
+
+    def check(frame):
+        if frame.below:
+            assert sum(child.ms for child in frame.below.values()) == pytest.approx(frame.ms)
+        for child in frame.below.values():
+            check(child)
+
+    check(root)
+    layers = root.below["layers.*"]
+    assert layers.ms == pytest.approx(7.0) and layers.below["a_norm"].ms == pytest.approx(0.5)
+    assert root.below[REST].ms == pytest.approx(2.4)
+
+
+class Tags(HTMLParser):
+    """A parser that collects unclosed tags, addresses and widths."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.widths = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag != "meta":
+            self.open.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+        self.widths += [float(v) for name, value in attrs if name == "style" for v in re.findall(r"width:([\d.]+)%", value)]
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_complete_and_needs_no_other_file():
+    order = ["norm", "attention", LONG, "argmax"]
+    text = page(CALL, "a <model>", order)
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == [] and tags.addresses == [] and "url(" not in text and "<model>" not in text
+    assert max(tags.widths) <= 100
+    # The kernels of the layers are in one box, in the order of execution.
+    graph = text[text.index("The graph by layer") : text.index("<h2>Kernels")]
+    assert [name for name in re.findall(r"<code>(\w+)_fn", graph)] == order
+    box = graph[graph.index('class="block"') :]
+    assert "2 layers, each" in box and "argmax" in box[box.index(LONG) :]

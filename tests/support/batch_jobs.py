@@ -1,0 +1,30 @@
+"""Run batch jobs in this process, and read and write files of records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from castiron.pipelines.cli import main as cli
+
+
+def write(path: Path, rows) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+class Jobs:
+    """A callable that runs `castiron batch` and returns the object that --json prints."""
+
+    def __init__(self, path: Path, capsys):
+        self.path, self.capsys = path, capsys
+
+    def __call__(self, rows: Path, output: Path, *options: str) -> dict:
+        cli.main(["batch", str(self.path), str(rows), "-o", str(output), "--threads", "1", "--json", *options])
+        captured = self.capsys.readouterr()
+        self.errors = captured.err
+        return json.loads(captured.out)

@@ -1,0 +1,43 @@
+"""A session without a model, for tests of what runs a session."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+
+class FakeSession:
+    """Has the methods of `castiron.vmfb.session.Session`; `fed` holds the tokens that it has read."""
+
+    def __init__(self, context: int = 10**6, eos=(), prefill_widths=(), verify=()):
+        self.context, self.fed = context, []
+        widths = {"prefill": prefill_widths, "verify": verify}
+        self.manifest = SimpleNamespace(tokens=SimpleNamespace(eos=eos), widths=lambda role: widths.get(role, ()))
+
+    @property
+    def position(self) -> int:
+        return len(self.fed)
+
+    def prefill(self, tokens, progress=None) -> int:
+        self.fed += map(int, tokens)
+        assert self.position <= self.context
+        return int(self.logits().argmax())
+
+    def step(self, token: int) -> int:
+        return self.prefill([token])
+
+    def logits(self) -> np.ndarray:
+        raise AssertionError("nothing may ask for logits")
+
+    def keep(self) -> None:
+        pass
+
+    def reachable(self, position: int) -> int:
+        return position
+
+    def rewind(self, position: int) -> None:
+        del self.fed[position:]
+
+    def snapshot(self, ahead=None):
+        return SimpleNamespace(position=self.position, stale=False)

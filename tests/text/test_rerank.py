@@ -1,0 +1,135 @@
+"""Reranking by transformers' classifiers and by the cosine of embeddings."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import castiron
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.server.app import open_app
+from tests.support import encoders, served
+
+QUERY, DOCUMENTS = "What does ice do?", ["Ice melts.", "The sky is blue", "", "Hello", "a longer one, cut" + "!" * 40]
+# Error of sums in f32 of numbers about 1.
+CLOSE = 2e-5
+LONGEST = 48
+
+
+def compiled(made, folder):
+    return compile_model(made, folder / "bundle", Options(context=LONGEST, embed=(LONGEST,))).bundle
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    made = encoders.write_classifier("bert", folder / "bert", num_hidden_layers=2)
+    return made, compiled(made, folder)
+
+
+def expected(made):
+    """Return the logit of the query with each document; the longer text of a pair is cut."""
+    space = LONGEST - 3 - len(QUERY)
+    return np.array([encoders.logit(made, QUERY, document[:space]) for document in DOCUMENTS])
+
+
+def test_bert_scores_pairs_of_texts(bert):
+    made, bundle = bert
+    wanted = 1 / (1 + np.exp(-expected(made)))
+    assert np.ptp(wanted) > 0.05, "the scores differ too little for a test"
+    with castiron.load(bundle, threads=1) as model:
+        found = model.rerank(QUERY, DOCUMENTS)
+        assert [index for index, _ in found] == np.argsort(-wanted).tolist()
+        np.testing.assert_allclose([score for _, score in found], np.sort(wanted)[::-1], atol=CLOSE)
+        # The order of the two texts changes the score.
+        assert abs(model.rerank(DOCUMENTS[0], [QUERY])[0][1] - wanted[0]) > 1e-4
+        assert model.rerank(QUERY, []) == []
+        with pytest.raises(PipelineError, match="is a reranking model and cannot embed text"):
+            model.embed("x")
+
+
+def test_modernbert_reports_raw_scores(tmp_path):
+    own = {"num_hidden_layers": 2, "local_attention": 12, "global_attn_every_n_layers": 2, "classifier_pooling": "mean",
+           "classifier_bias": True}  # fmt: skip
+    made = encoders.write_classifier("modernbert", tmp_path / "model", "linear.Identity", **own)
+    with castiron.load(compiled(made, tmp_path), threads=1) as model:
+        found = dict(model.rerank(QUERY, DOCUMENTS))
+    np.testing.assert_allclose([found[index] for index in range(5)], expected(made), atol=CLOSE)
+
+
+def test_the_server_and_a_batch_job_rerank(bert, tmp_path, tmp_path_factory, capsys):
+    _, bundle = bert
+    with castiron.load(bundle, threads=1) as model:
+        wanted = model.rerank(QUERY, DOCUMENTS)
+    with TestClient(open_app(bundle, threads=1)) as client:
+        ask = lambda path="/v1/rerank", **body: client.post(path, json={"query": QUERY, "documents": DOCUMENTS} | body)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            answer = ask(path).json()
+            assert [(row["index"], row["relevance_score"]) for row in answer["results"]] == wanted
+        assert [row["document"] for row in answer["results"]] == [{"text": DOCUMENTS[index]} for index, _ in wanted]
+        bodies = [{"query": QUERY, "documents": DOCUMENTS}, {"query": QUERY, "documents": []}, {"input": "x"}]
+        urls = ["/v1/rerank", "/v1/rerank", "/v1/embeddings"]
+        rows = [{"custom_id": f"{i}", "url": url, "body": body} for i, (url, body) in enumerate(zip(urls, bodies))]
+        (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": "x"}])))
+        words = [str(bundle), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--threads", "1", "--ordered"]
+        assert cli.main(["batch", *words]) == 0
+        *reported, plain = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        for url, body, row in zip(urls, bodies, reported):
+            asked = client.post(url, json=body)
+            without = lambda found: {name: value for name, value in found.items() if name != "id"}
+            assert row["response"]["status_code"] == asked.status_code
+            assert without(row["response"]["body"]) == without(asked.json())
+        assert reported[0]["response"]["body"]["id"].startswith("rerank-") and "rerank texts with it" in plain["error"]
+        assert answer["usage"]["total_tokens"] == sum(min(LONGEST, len(QUERY) + len(text) + 3) for text in DOCUMENTS)
+        documents = [{"text": text, "title": "x"} for text in DOCUMENTS]
+        top = ask(documents=documents, top_n=2, max_chunks_per_doc=1).json()["results"]
+        assert [row["index"] for row in top] == [index for index, _ in wanted[:2]]
+        assert top[0]["document"] == documents[wanted[0][0]]
+        assert all(row.keys() == {"index", "relevance_score"} for row in ask(return_documents=False).json()["results"])
+        for body, param in (({"documents": []}, "documents"), ({"documents": [{"title": "x"}]}, "documents"), ({"top_n": 0}, "top_n"),
+                            ({"query": None}, "query"), ({"max_chunks_per_doc": 2}, "max_chunks_per_doc")):  # fmt: skip
+            refused = ask(**body)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert "/v1/rerank" in client.get("/").text and "dimensions" not in client.get("/v1/models").json()["data"][0]
+        refused = client.post("/v1/embeddings", json={"input": "x"})
+        assert refused.status_code == 400 and "at /v1/rerank" in refused.json()["error"]["message"]
+    with TestClient(open_app(served.bundle(tmp_path_factory.getbasetemp()), threads=1)) as client:
+        refused = client.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS})
+        assert refused.status_code == 400 and "BERT or ModernBERT classifier" in refused.json()["error"]["message"]
+    assert cli.main(["inspect", str(bundle)]) == 0
+    assert f"two texts of at most {LONGEST} tokens together: cls pooling, sigmoid of one number" in capsys.readouterr().out
+    assert cli.main(["embed", str(bundle), "x"]) == 1 and "rerank texts with it" in capsys.readouterr().err
+
+
+def test_embeddings_rerank_by_cosine(tmp_path):
+    made = encoders.write("bert", tmp_path / "model", pooling="cls", longest=LONGEST, num_hidden_layers=1)
+    with castiron.load(compiled(made, tmp_path), threads=1) as model:
+        question, texts = model.embed(QUERY, prompt_name="query"), model.embed(DOCUMENTS, prompt_name="document")
+        found = model.rerank(QUERY, DOCUMENTS)
+    assert [index for index, _ in found] == np.argsort(-(texts @ question), kind="stable").tolist()
+    np.testing.assert_allclose([score for _, score in found], np.sort(texts @ question)[::-1], atol=1e-6)
+
+
+def test_rejects_other_classifiers(bert, tmp_path):
+    made, _ = bert
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(made / name)
+    config = json.loads((made / "config.json").read_text())
+    for changed, why in (
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "supported are classifiers with one label",
+        ),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "supported are Sigmoid, Identity"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(CheckpointError, match=why):
+            open_checkpoint(tmp_path)

@@ -1,0 +1,271 @@
+"""Tool calls: their formats, reading them from text in pieces, and grammars of calls."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.reasoning import Reasoning
+from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.tokenizer import Tokenizer
+from castiron.pipelines.text.tool_calls import CallPart, Tools, joined
+from castiron.pipelines.text.tool_formats import FORMATS, format_of
+from tests.support import schemas
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": WEATHER, "now": {"properties": {}}}
+BOTH = [("weather", {"city": 'Sao "P", {x}', "days": 2}), ("now", {})]
+# The calls of BOTH in each format, after other text where the format allows it.
+WRITTEN = {
+    "hermes": 'Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Sao \\"P\\", {x}", "days": 2}}\n</tool_call>\n<tool_call>\n'
+              '{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen-xml": "Well.\n<tool_call>\n<function=weather>\n<parameter=city>\nSao \"P\", {x}\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+                "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "llama3": '{"name": "weather", "parameters": {"city": "Sao \\"P\\", {x}", "days": 2}}; {"name": "now", "parameters": {}}',
+    "mistral": 'Well.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Sao \\"P\\", {x}", "days": 2}}, {"name": "now", "arguments": {}}]',
+    "mistral-args": 'Well.[TOOL_CALLS]weather[ARGS]{"city": "Sao \\"P\\", {x}", "days": 2}[TOOL_CALLS]now[ARGS]{}',
+    "gemma4": 'Well.<|tool_call>call:weather{city:<|"|>Sao "P", {x}<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    "functiongemma": 'Well.<start_function_call>call:weather{city:<escape>Sao "P", {x}<escape>,days:2}<end_function_call>'
+                     "<start_function_call>call:now{}<end_function_call>",
+    "lfm2": """Well.<|tool_call_start|>[weather(city='Sao "P", {x}', days=2), now()]<|tool_call_end|>""",
+    "harmony": '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Well.<|end|><|start|>assistant'
+               '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Sao \\"P\\", {x}", "days": 2}<|call|>'
+               "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
+}  # fmt: skip
+TEMPLATES = {
+    "hermes": "For each call return json within <tool_call></tool_call> tags",
+    "qwen-xml": "<tool_call>\n<function=example_function_name>",
+    "llama3": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
+    "mistral": "{{ '[TOOL_CALLS] [' }}",
+    "mistral-args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
+    "gemma4": "{{ '<|tool_call>call:' }}",
+    "functiongemma": "{{ '<start_function_call>call:' }}",
+    "lfm2": "List of tools: <|tool_list_start|>",
+    "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
+}
+
+
+def reported(tools: Tools, text: str, sizes: list[int]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return the reasoning, the answer and the calls of a text that comes in pieces of these sizes."""
+    reader, found, at = tools.reader(), [], 0
+    for size in [*sizes, len(text)]:
+        found += reader.add(text[at : at + size])
+        at += size
+    found += reader.finish()
+    words = [piece for piece in found if isinstance(piece, str)]
+    reasoning_text = "".join(word for word in words if isinstance(word, Reasoning))
+    return reasoning_text, "".join(word for word in words if not isinstance(word, Reasoning)), joined(
+        [piece for piece in found if isinstance(piece, CallPart)]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_finds_the_tool_format_of_a_template(name):
+    assert format_of(TEMPLATES[name]) == name and format_of("{{ messages }}") is format_of(None) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 9), max_size=200))
+def test_reads_calls_from_text_in_any_pieces(name, sizes):
+    reasoning_text, generated, calls = reported(Tools(FORMATS[name], SCHEMAS), WRITTEN[name], sizes)
+    assert [(called, json.loads(arguments)) for called, arguments in calls] == BOTH
+    assert generated.strip() == ("" if name == "llama3" else "Well.") and reasoning_text == ("Hm." if name == "harmony" else "")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"harmony"}))
+@settings(max_examples=25)
+@given(st.data())
+def test_text_that_is_not_a_call_is_unchanged(name, data):
+    form = FORMATS[name]
+    marks = st.sampled_from([form.begin, form.end, '{"name', "[", "(", "x", " ", "<", "\n", form.begin[:3]])
+    text = data.draw(st.lists(marks, max_size=6).map("".join))
+    reasoning_text, generated, calls = reported(Tools(form, SCHEMAS), text, data.draw(st.lists(st.integers(1, 3), max_size=40)))
+    assert not calls and not reasoning_text and "".join(generated.split()) == "".join(text.split())
+    if form.begin and form.begin not in text:
+        assert generated == text
+
+
+def test_arguments_come_in_pieces_and_a_single_call_ends_the_text():
+    reader = Tools(FORMATS["hermes"], SCHEMAS).reader()
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    pieces = [reader.add(letter) for letter in text]
+    names = [part.name for many in pieces for part in many]
+    assert names[0] == "weather" and names.count(None) == len('{"city": "Ulm"}')
+    for name in FORMATS.keys() - {"harmony", "llama3"}:
+        reader, found = Tools(FORMATS[name], SCHEMAS, single=True).reader(), []
+        for letter in WRITTEN[name]:
+            found += reader.add(letter)
+            if reader.full:
+                break
+        assert [name for name, _ in joined([p for p in found if isinstance(p, CallPart)])] == ["weather"] or name == "lfm2"
+
+
+def with_marks(name: str) -> Tokenizer:
+    """Return a tokenizer with the marks of a format as special tokens."""
+    form, tokenizer = FORMATS[name], schemas.tokenizer()
+    marks = [mark for mark in (form.begin, form.end, *form.marks) if mark]
+    if name not in ("hermes", "qwen-xml"):
+        tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    return Tokenizer(tokenizer, eos=(0,), tool_format=form)
+
+
+def calls_of(text: Tokenizer, schemas: dict, parallel: bool, **more):
+    """Return the grammar of a text that consists of calls."""
+    return text.grammar(tools=Tools(text.tool_format, single=not parallel).grammar(schemas, **more))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_required_calls_fit_the_functions_schema(name):
+    text, form, ended = with_marks(name), FORMATS[name], 0
+    for seed in range(12):
+        parallel = seed % 3 == 0
+        generated, end = schemas.generate_text(text, calls_of(text, SCHEMAS, parallel), seed, 600)
+        if end == "length":
+            continue
+        ended += 1
+        _, rest, calls = reported(Tools(form, SCHEMAS), generated, [7] * 100)
+        assert not rest and calls and (parallel or len(calls) == 1)
+        for called, arguments in calls:
+            jsonschema.validate(json.loads(arguments), {"type": "object", **SCHEMAS[called]})
+    assert ended > 2
+    only = schemas.generate_text(text, calls_of(text, {"now": SCHEMAS["now"] | {"additionalProperties": False}}, False), 1)[0]
+    assert reported(Tools(form), only, [])[2] == [("now", "{}")]
+
+
+def test_counts_reasoning_tokens_of_channels():
+    text = with_marks("harmony")
+    request = text_request(text.encode("x"), 2000, text, reasoning=True, stop_tokens=())
+    for token in text.encode(
+        "<|channel|>analysis<|message|>Hm, so.<|end|><|start|>assistant<|channel|>final<|message|>Well then."
+    ):
+        request.advance(token)
+    assert 0 < request.output.reasoning_tokens <= len("Hm, so.")
+
+
+def test_rejects_parameters_that_a_format_cannot_enforce():
+    for name, schema in (
+        ("gemma4", {"anyOf": []}),
+        ("lfm2", {"minProperties": 1}),
+        ("qwen-xml", {"properties": {"a": {"type": "string", "maxLength": 3}}}),
+        # Invalid schemas.
+        ("lfm2", {"properties": []}),
+        ("lfm2", {"properties": {"a": {}}, "required": 5}),
+        ("gemma4", {"properties": {"a": {"enum": 5}}}),
+        ("qwen-xml", {"properties": {"a": {"type": "string", "enum": 5}}}),
+        ("qwen-xml", {"properties": {"a": {"type": "string", "enum": [5]}}}),
+    ):
+        with pytest.raises(PipelineError, match="the parameters of f cannot be enforced"):
+            calls_of(with_marks(name), {"f": schema}, False)
+
+
+ANSWER = {"type": "object", "properties": {"name": {"enum": ["w", "Ulm"]}}, "required": ["name"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"harmony"}))
+def test_a_format_allows_a_call_or_an_answer(name):
+    text, functions = with_marks(name), {"now": {"properties": {}, "additionalProperties": False}, "weather": WEATHER}
+    call, _ = schemas.generate_text(text, calls_of(text, {"now": functions["now"]}, False), 1)
+    grammar = calls_of(text, functions, False, answer=ANSWER)
+    for words in (call, '{"name": "w"}', '{"name": "Ulm"}'):
+        assert not follow(constraint := grammar.constraint(), text, words), words
+        assert constraint.done or constraint.allows(text.eos[0])
+        _, rest, calls = reported(Tools(FORMATS[name], functions), words, [7] * 20)
+        assert (rest, calls) == (("", [("now", "{}")]) if "now" in words else (words, []))
+
+
+def follow(constraint, text: Tokenizer, words: str) -> str:
+    """Append the allowed tokens of `words`; return the rest of `words`."""
+    left = words.encode()
+    while left:
+        allowed = [
+            i
+            for i in np.flatnonzero(constraint.mask(len(text.grammars.tokens)))
+            if text.grammars.tokens[i] and left.startswith(text.grammars.tokens[i])
+        ]
+        if not allowed:
+            break
+        constraint.accept(int(allowed[-1]))
+        left = left[len(text.grammars.tokens[allowed[-1]]) :]
+    return left.decode()
+
+
+CODE = """if a < b and c > "d":\n\treturn f"<p class='x'>{x}</p>" # </parameter> [é, 🚀]\\n\n"""
+
+
+@pytest.mark.parametrize("value", [CODE, ""], ids=["code", "empty"])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_string_arguments_may_hold_any_text(name, value):
+    form, in_json = FORMATS[name], json.dumps(value, ensure_ascii=False)
+    body = {
+        "json": f'{{"name": "weather", "{form.arguments}": {{"city": {in_json}}}}}',
+        "list": f'[{{"name": "weather", "arguments": {{"city": {in_json}}}}}]',
+        "named": f'weather[ARGS]{{"city": {in_json}}}',
+        "python": f"[weather(city={in_json})]",
+        "gemma": f"call:weather{{city:{form.quote}{value}{form.quote}}}",
+        "xml": f"<function=weather>\n<parameter=city>\n{value}\n</parameter>\n</function>",
+        "harmony": f'<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"city": {in_json}}}',
+    }[form.kind]
+    line = "\n" if form.begin and form.kind in ("json", "xml") else ""
+    begin = "" if form.kind == "harmony" else form.begin
+    text, written = with_marks(name), f"{begin}{line}{body}{line}{form.end}"
+    constraint = calls_of(text, {"weather": WEATHER}, False).constraint()
+    assert not follow(constraint, text, written) and (constraint.done or constraint.allows(text.eos[0]))
+    ((called, arguments),) = reported(Tools(form, SCHEMAS), written, [7] * 100)[2]
+    assert called == "weather" and json.loads(arguments) == {"city": value}
+
+
+def test_a_string_that_may_be_null_has_quotes_or_none():
+    schema = {"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"], "additionalProperties": False}
+    text, tools = with_marks("qwen-xml"), Tools(FORMATS["qwen-xml"], {"f": schema})
+    written = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for value, expected in (("null", None), ('"x"', "x"), ("x", "x"), ("5", "5"), ("[1]", "[1]")):
+        assert reported(tools, written.format(value), [9] * 20)[2] == [("f", json.dumps({"a": expected}))]
+        if value in ("null", '"x"'):
+            assert not follow(calls_of(text, {"f": schema}, False).constraint(), text, written.format(value))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 9), max_size=100))
+def test_gpt_oss_may_name_the_recipient_before_the_channel(sizes):
+    """Its template writes calls so; a prompt ends in <|start|>assistant."""
+    call = ' to=functions.now<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
+    tools = Tools(FORMATS["harmony"], SCHEMAS)
+    assert reported(tools, call, sizes) == ("", "", [("now", '{"a": 1}')])
+    thinks = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert reported(tools, thinks + call, sizes) == ("Hm.", "", [("now", '{"a": 1}')])
+    for plain in (" to=functions.now", " to be or not", "to", " "):
+        assert reported(tools, plain, sizes) == ("", plain, [])
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"harmony", "llama3"}))
+def test_free_text_is_unconstrained_and_its_calls_fit_the_schema(name):
+    text, city_schema = (
+        with_marks(name),
+        {"type": "object", "properties": {"city": {"enum": ["Ulm", "Rom"]}}, "required": ["city"]},
+    )
+    grammar = calls_of(text, {"weather": city_schema, "now": {"type": "object"}}, True, free=True)
+    plain = "Well, <tool_cal and {more}, 1 < 2.\n"
+    assert not follow(constraint := grammar.constraint(), text, plain) and constraint.allows(text.eos[0])
+    call, _ = schemas.generate_text(text, calls_of(text, {"weather": {**city_schema, "additionalProperties": False}}, False), 1)
+    generated = reported(Tools(FORMATS[name], SCHEMAS), f"{plain}{call}", [5] * 100)
+    assert generated[1].strip() == plain.strip() and [called for called, _ in generated[2]] == ["weather"]
+    assert not follow(constraint := grammar.constraint(), text, plain + call) and (
+        constraint.done or constraint.allows(text.eos[0])
+    )
+    begun = call[: call.index("weather") + len("weather")]
+    assert follow(grammar.constraint(), text, plain + begun.replace("weather", "wether")).startswith("ther")
+    wrong = call.replace("city", "town")
+    assert wrong != call and follow(grammar.constraint(), text, plain + wrong).startswith("town")
