@@ -342,6 +342,7 @@ def load(
     model: str | Path | Bundle,
     *,
     threads: int | None = None,
+    context: int | None = None,
     progress: Callable[[str, float], None] | None = None,
     prefix_cache: str | Path | None = None,
     draft: str | Path | Bundle | None = None,
@@ -354,6 +355,8 @@ def load(
 
     Args:
         threads: CPU threads, by default one per physical core.
+        context: positions for a prompt and its answer, up to the model's limit; by default the
+            bundle's, at most 8192.
         progress: called with (stage, share done) while compiling; by default a progress bar.
         prefix_cache: a folder that stores the states of long prefixes, for other processes too.
         draft: a smaller model with the same vocabulary that proposes tokens, by path or name.
@@ -367,6 +370,8 @@ def load(
     """
     chosen = None if is_bundle(model) and not options else options_of(**{"threads": threads, **options})
     bundle = open_or_compile(model, chosen, progress, evaluate=_own_accuracy)
+    if context is not None:
+        bundle = bundle.with_context(context)
     draft_bundle = None if draft is None else open_or_compile(draft, None, progress)
     return Model(bundle, threads, prefix_cache, draft_bundle, parse_special)
 

@@ -58,6 +58,16 @@ class Bundle:
         """
         return unpack(self.part(name), name, self.manifest.files[name]) if self.packed else self.path / name
 
+    def with_context(self, context: int) -> Bundle:
+        """Return this bundle with `context` positions for each sequence; raise BundleError if its
+        functions have fewer."""
+        if not 1 <= context <= self.manifest.max_context:
+            limit = self.manifest.max_context
+            raise BundleError(
+                f"--context is {context}, but {self.manifest.name} has 1 to {limit} positions; give at most {limit}"
+            )
+        return replace(self, manifest=replace(self.manifest, context=context))
+
     @property
     def tokenizer(self) -> Part | None:
         """Return the file tokenizer.json; None if the bundle takes token ids only."""

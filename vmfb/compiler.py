@@ -96,19 +96,22 @@ def compile_mlir(
 
 
 def compile_modules(
-    texts: Mapping[str, str], target: Target, folder: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None
-) -> CompileResult:
+    texts: Mapping[str, str], target: Target, folder: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None,
+    cancelled: threading.Event | None = None,
+) -> CompileResult:  # fmt: skip
     """Compile `texts`, by file name, into files of `folder`, with one `compile.log` beside them.
 
     As many processes run at a time as the machine has cores, because iree-compile itself hardly
     runs in parallel. Results are cached in `cache_dir` (default: `compile` in the cache) by text,
     flags, compiler and target; a cached result whose sha256 differs is compiled again. An
     interrupted compilation removes its temporary files; those of a killed one are removed by the
-    next compilation. Raise CompileError with the first errors and the path of the log.
+    next compilation. Raise CompileError with the first errors and the path of the log, or if
+    `cancelled` is set.
     """
+    cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)
     store = Path(cache_dir) if cache_dir else cache_root() / "compile"
-    log, cancelled = folder / "compile.log", threading.Event()
+    log = folder / "compile.log"
 
     def compiled(text: str) -> tuple[dict, bytes, bool]:
         key = _key(text, flags, target)

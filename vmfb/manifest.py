@@ -134,6 +134,8 @@ class Manifest:
 
     Attributes:
         config, generation, source, speed, accuracy: information that vmfb does not use.
+        context: number of positions that a session uses, unless it is opened with another number.
+        max_context: number of positions that the states have addresses for.
         compile: how the bundle was compiled; batched decoding reads the kernels' `work` in it.
         numerics: a key of `emitter.abi.NUMERICS`.
         codecs: number of tensors by codec.
@@ -147,6 +149,7 @@ class Manifest:
     config: dict
     vocab: int
     context: int
+    max_context: int
     states: tuple[State, ...]
     functions: tuple[Function, ...]
     numerics: str
@@ -300,6 +303,8 @@ def check(manifest: Manifest) -> None:
     for name, smallest in minimum.items():
         if (value := getattr(manifest, name)) < smallest:
             raise RecordError(f"{name} is {value}, which is not positive")
+    if manifest.max_context < manifest.context:
+        raise RecordError(f"max_context is {manifest.max_context}, below the context of {manifest.context}")
     # Ids are i32, and each has an embedding of at least one byte; a weights file has at least a page.
     limit = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
     if manifest.vocab > limit:
@@ -354,7 +359,7 @@ def _check_states(manifest: Manifest) -> None:
         where = f"states.{state.name}"
         if problem := state.problem():
             raise RecordError(f"{where}.{problem}")
-        if state.kind == "positional" and state.shape[1] != manifest.context:
-            raise RecordError(f"{where} has {state.shape[1]} positions; the context is {manifest.context}")
+        if state.kind == "positional" and state.shape[1] != manifest.max_context:
+            raise RecordError(f"{where} has {state.shape[1]} positions; max_context is {manifest.max_context}")
         if state.kind == "window" and state.shape[1] < (needed := ring_rows(state.window, widest)):
             raise RecordError(f"{where} has {state.shape[1]} rows; its window and functions need {needed}")

@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -44,6 +45,9 @@ _ELEMENTS: dict[str, tuple[np.dtype, rt.HalElementType]] = {
 _MEMORY = int(rt.MemoryType.DEVICE_LOCAL) | int(rt.MemoryType.HOST_VISIBLE)
 _USAGE = int(rt.BufferUsage.DEFAULT) | int(rt.BufferUsage.MAPPING)
 _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
+# Address space of states may exceed the memory, because only the positions that are used get pages. Python names this flag of
+# Linux since 3.13.
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 # Exceptions that the runtime raises for an invalid file, one for each kind of status.
 RUNTIME_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, NotImplementedError)
 
@@ -228,7 +232,7 @@ def _fresh(count: int, dtype: str) -> np.ndarray:
     """Return `count` zeros in new pages, which use memory only once they are written."""
     numpy_dtype, _ = _ELEMENTS[dtype]
     # Private: shared memory would be accounted as a file.
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags)
     # With large pages the first row of every layer would take 2 MB.
     with contextlib.suppress(AttributeError, OSError):

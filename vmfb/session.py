@@ -358,7 +358,7 @@ class Session:
         if self._position + ids.size > self.context:
             raise SessionError(
                 f"{ids.size} token{'s' * (ids.size > 1)} from position {self._position} would end past the context of "
-                f"{self.context}; shorten the prompt or compile with a larger --context"
+                f"{self.context}; shorten the prompt or give a larger --context"
             )
         return ids
 

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="OUT", required=True,
                         help="results, in the same formats; - is stdout, which cannot be continued")  # fmt: skip
     parser.add_argument("--ordered", action="store_true", help="write results in the order of the records")
-    add_options(parser, "-n --max-tokens", "--threads")
+    add_options(parser, "-n --max-tokens", "-c --context", "--threads")
     parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: host:port, auto, or local")
     add_options(parser, "--json")
     group = parser.add_argument_group("prompt")
@@ -144,6 +144,8 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import print_memory, slots_of
 
+    # An actor opens the bundle itself.
+    bundle = bundle if args.context is None else bundle.with_context(args.context)
     manifest, seed = bundle.manifest, args.seed or 0
     options = {name: value for name, value in vars(args).items() if name in ANSWER_OPTIONS}
     job_identity = identity(manifest, options | {"seed": seed, "json_schema": args.json_schema})

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
     parser.add_argument("--load", metavar="FILE", help="continue a conversation that /save wrote")
-    add_options(parser, "-n --max-tokens", "--threads")
+    add_options(parser, "-n --max-tokens", "-c --context", "--threads")
     parser.add_argument("--no-history", action="store_true", help="neither read nor store what is typed")
     parser.add_argument("--quiet", action="store_true", help="do not print speed and context after each answer")
     group = parser.add_argument_group("prompt")

@@ -90,7 +90,8 @@ SHARED: dict[str, dict[str, Any]] = {
                      "help": "ignore an unsupported config or GGUF key; may be repeated"},
     "--weights": {"choices": WEIGHTS, "default": "native", "metavar": "TYPE",
                   "help": "type of the weight matrices (default: native, the checkpoint's own)"},
-    "--context": {"type": int, "metavar": "N", "help": "positions of the KV cache (default: the model's, at most 8192)"},
+    "-c --context": {"type": int, "metavar": "N", "help": "positions for prompt and answer (default: the bundle's)"},
+    "--context": {"type": int, "metavar": "N", "help": "default context (default: the model's, at most 8192)"},
     "--cache": {"choices": CACHES, "default": "f32", "help": "type of the KV cache (default: f32; others may change tokens)"},
     "--numerics": {"choices": NUMERICS, "default": "exact",
                    "help": "exact: HF's tokens; canonical: same bits everywhere; fast: rounded"},
@@ -192,7 +193,9 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False)
     `open_or_compile`."""
     from castiron.pipelines.compile.open_model import open_or_compile
 
-    return open_or_compile(model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
+    bundle = open_or_compile(model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
+    context = getattr(args, "context", None)
+    return bundle if context is None else bundle.with_context(context)
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":

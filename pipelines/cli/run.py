@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads stdin")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, and ignore stdin")
     prompt.add_argument("--tokens", type=token_ids, metavar="IDS", help="the prompt as token ids: 1,2,3")
-    add_options(parser, "-n --max-tokens", "--threads", "--json")
+    add_options(parser, "-n --max-tokens", "-c --context", "--threads", "--json")
     group = parser.add_argument_group("prompt")
     group.add_argument("--system", metavar="TEXT", help="system message before the prompt")
     add_options(group, "--raw", "--template-arg", "--parse-special", "--ignore-eos", "--prefix-cache", "--prefix-cache-size")

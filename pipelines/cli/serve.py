@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any (default: 8000)")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help=f"require this key; may be repeated; also {KEY_VARIABLE}=KEY,KEY")  # fmt: skip
-    add_options(parser, "--threads")
+    add_options(parser, "-c --context", "--threads")
     parser.add_argument("--quiet", action="store_true", help="do not log requests")
     group = parser.add_argument_group("models")
     group.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the bundle's)")

@@ -15,7 +15,7 @@ from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import merge, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, missing_and_left_over
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-from castiron.pipelines.compile.options import Options, Progress, context_of
+from castiron.pipelines.compile.options import Options, Progress, context_of, max_context_of
 from castiron.pipelines.compile.tile_store import TileFields, tiles_for
 from castiron.pipelines.compile.weights import codecs_of
 from castiron.vmfb.targets import Target, resolve
@@ -76,9 +76,9 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
         module = build(checkpoint.config, codec, sizes.context, (), embeds=sizes.widths, cache=options.cache, pooling=pooling)
     else:
-        context = context_of(checkpoint.config, options.context)
+        context, positions = context_of(checkpoint.config, options.context), max_context_of(checkpoint.config, options)
         prefill, verify, embed = ([w for w in of if w <= context] for of in (options.prefill, options.speculate, options.embed))
-        module = build(checkpoint.config, codec, context, prefill, verify, options.batch, embed, options.cache)
+        module = build(checkpoint.config, codec, positions, prefill, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     if problems := missing_and_left_over(required, checkpoint):
         # List both kinds: left-over names often explain the missing ones.

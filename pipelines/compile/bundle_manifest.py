@@ -18,7 +18,7 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256
 from castiron.pipelines.compile.build_model import EncoderSizes, encoder_sizes
 from castiron.pipelines.compile.calibration import text_sha256
-from castiron.pipelines.compile.options import Options, context_of
+from castiron.pipelines.compile.options import Options, context_of, max_context_of
 from castiron.pipelines.compile.tile_store import TileFields
 from castiron.pipelines.compile.weights import codecs_of
 from castiron.pipelines.locate import as_text, model_name, source_of
@@ -44,11 +44,13 @@ def manifest_of(
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options.context)
+    max_context = sizes.context if sizes else max_context_of(config, options)
     return Manifest(
         name=model_name(checkpoint.path),
         config=config,
         vocab=vocab_of(config),
         context=context,
+        max_context=max_context,
         states=first.states,
         functions=tuple(f.entry for f in module.functions.values() if f.entry),
         hidden=next((f.outputs[0].shape[-1] for f in module.functions.values() if f.output_names[0] != "argmax"), 0),
@@ -63,7 +65,7 @@ def manifest_of(
         generation=checkpoint.generation_config,
         tool_format=format_of(checkpoint.chat_template),
         source=_source(model, checkpoint, options),
-        compile=compile_info | _module_facts(module, options, target, tiles, context),
+        compile=compile_info | _module_facts(module, options, target, tiles, max_context),
     )
 
 

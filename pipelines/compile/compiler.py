@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import castiron
 from castiron.emitter.ir import Module
 from castiron.emitter.printer import print_layers, print_module
 from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import adapter_sha256
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, validate
+from castiron.pipelines.checkpoints.checkpoint import validate
+from castiron.pipelines.checkpoints.encoding_files import MODULES
+from castiron.pipelines.checkpoints.open_checkpoint import find_checkpoint
 from castiron.pipelines.compile.build_model import build_model, build_module, open_source
 from castiron.pipelines.compile.bundle_manifest import manifest_of, vocab_of
 from castiron.pipelines.compile.calibration import calibrate, text_sha256
@@ -28,7 +33,7 @@ from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import clock
 from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
-from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version, expected_seconds
+from castiron.vmfb.compiler import CompileError, compile_flags, compile_modules, compiler_version, expected_seconds
 from castiron.vmfb.disk import naming
 from castiron.vmfb.manifest import MODEL, TOKENIZER, VOCABULARY, WEIGHTS, Accuracy, BundleError, module_name
 from castiron.vmfb.targets import Target, missing_features, resolve
@@ -70,6 +75,7 @@ def compile_model(
     keep: Path | None = None,
     evaluate: Evaluate | None = None,
     packed: Bundle | None = None,
+    announce: Callable[[], None] = lambda: None,
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory, a catalogue name or a hub name into the bundle
     directory `out`.
@@ -79,16 +85,17 @@ def compile_model(
     the MLIR and the commands that compile it, which are also written if the bundle is up to date.
     evaluate: called with a bundle of fast numerics if this machine can run it; its result goes into
     the manifest. packed: another bundle; if its weights, or those of the bundle at `out`, are the
-    same, they are linked instead of packed again.
+    same, they are linked instead of packed again. announce: called once the checkpoint is read, if
+    it has to be compiled.
     CheckpointError, EmitError, CompileError, BundleError or StoreError, each one line; then nothing
     is written.
     """
     report = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
     target = resolve(options.target)
-    checkpoint = open_source(model, options, progress)
+    path = find_checkpoint(model, progress)
     tiles = tuned_tiles(options, target) if tiles is None else tiles
-    key = _key(checkpoint, options, target)
+    key = _key(path, options, target)
     before = existing(out)
     facts = before.manifest.compile if before else {}
     # Tiles are also compared: a key covers all but the tiles of the module's own matmuls.
@@ -96,6 +103,8 @@ def compile_model(
     up_to_date = before is not None and facts.get("key") == key and facts.get("tuned") == used
     if up_to_date and keep is None:
         return _report(before, True, {})
+    checkpoint = open_source(path, options, progress)
+    announce()
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
@@ -109,35 +118,27 @@ def compile_model(
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
-        if not up_to_date:
-            validate(checkpoint, vocab)
-    importance = UNIFORM
-    weights_key = _weights_key(checkpoint, options, target, module)
+    weights_key = _weights_key(path, options, target, module)
     same = next((b for b in (before, packed) if b and b.manifest.compile.get("weights_key") == weights_key), None)
     if not up_to_date and same is None:
         require_free_space(out, sum(param.type.nbytes for param in module.params.values()), f"the bundle {out}")
-        if options.calibrate:
-            with stage("calibrate"):
-                importance = calibrate(checkpoint, options, report)
     if keep is not None:
         with naming(keep):
             _write_sources(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
         return _report(before, True, {})
-    with BundleWriter(out) as writer:
-        texts = module_texts(module)
-        with stage("compile"), clock(lambda done: report("compile", done), lambda: expected_seconds(texts.values())):
-            result = compile_modules(texts, target, writer.directory, extra_flags=options.iree_flags)
-        with stage("pack"):
-            if same:
-                writer.link(same, WEIGHTS)
-                weights = same.manifest.files[WEIGHTS].sha256
-            else:
-                entries = [
-                    (p.name, lambda p=p: pack_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy))
-                    for p in sorted(module.params.values(), key=lambda p: p.name)
-                ]
-                weights = write_irpa(writer.path(WEIGHTS), entries, lambda done, total: report("pack", done / total))
+    cancelled, compiling = threading.Event(), threading.Event()
+
+    def report_pack(name: str, done: float) -> None:
+        if cancelled.is_set():
+            raise CompileError("the compilation was cancelled")
+        # While modules are compiled, their progress is shown.
+        if not compiling.is_set():
+            report(name, done)
+
+    def pack(writer: BundleWriter) -> str:
+        """Validate the checkpoint, write everything but modules, and return the weights' sha256."""
+        validate(checkpoint, vocab)
         if checkpoint.tokenizer is not None:
             tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
             writer.write(TOKENIZER, tokenizer)
@@ -146,6 +147,25 @@ def compile_model(
                 writer.write(VOCABULARY, bytes(vocabulary))
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
+        if same:
+            writer.link(same, WEIGHTS)
+            return same.manifest.files[WEIGHTS].sha256
+        importance = calibrate(checkpoint, options, report_pack) if options.calibrate else UNIFORM
+        entries = [
+            (p.name, lambda p=p: pack_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy))
+            for p in sorted(module.params.values(), key=lambda p: p.name)
+        ]
+        return write_irpa(writer.path(WEIGHTS), entries, lambda done, total: report_pack("pack", done / total))
+
+    with BundleWriter(out) as writer:
+        texts = module_texts(module)
+        with _beside(lambda: pack(writer), cancelled) as packing:
+            compiling.set()
+            with stage("compile"), clock(lambda done: report("compile", done), lambda: expected_seconds(texts.values())):
+                result = compile_modules(texts, target, writer.directory, extra_flags=options.iree_flags, cancelled=cancelled)
+            compiling.clear()
+            with stage("pack"):
+                weights = packing.result()
         compile_info = {
             "key": key,
             "weights_key": weights_key,
@@ -162,6 +182,23 @@ def compile_model(
             manifest = replace(manifest, accuracy=accuracy)
         bundle = writer.commit(manifest, hashes)
     return _report(bundle, False, seconds)
+
+
+@contextmanager
+def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
+    """Run `work` in a thread during the body; an error in one of them sets `cancelled` for the other."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
+        try:
+            yield future
+        except BaseException:
+            if not cancelled.is_set():
+                cancelled.set()
+                raise
+            # The body failed because the thread did, whose error names the cause.
+            future.result()
+            raise
 
 
 def module_texts(module: Module) -> dict[str, str]:
@@ -201,18 +238,21 @@ def _report(bundle: Bundle, up_to_date: bool, seconds: dict[str, float]) -> Comp
     return CompileReport(bundle.path, up_to_date, seconds, sizes, manifest.cache, manifest.accuracy, left_out)
 
 
-def _weights_key(checkpoint: Checkpoint, options: Options, target: Target, module: Module) -> str:
+def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
     """Return a hash of all that the packed weights depend on."""
     types = sorted((param.name, str(param.type)) for param in module.params.values())
-    of_weights = replace(options, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
-    return hashlib.sha256(json.dumps([_key(checkpoint, of_weights, target), types]).encode()).hexdigest()
+    of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
+    return hashlib.sha256(json.dumps([_key(path, of_weights, target), types]).encode()).hexdigest()
 
 
-def _key(checkpoint: Checkpoint, options: Options, target: Target) -> str:
-    """Return a hash, in hex, of everything that a bundle depends on except its tiles."""
-    path = checkpoint.path.resolve()
+def _key(path: Path, options: Options, target: Target) -> str:
+    """Return a hash, in hex, of everything that a bundle depends on except its tiles.
+
+    path: the checkpoint, which is not read.
+    """
+    path = path.resolve()
     # The layers after an encoder's pooling are in folders of their own.
-    own = [*path.iterdir(), *(path.glob("*/*") if checkpoint.encoding else ())] if path.is_dir() else [path]
+    own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else [path]
     files = sorted(p for p in own if p.is_file())
     stamps = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}

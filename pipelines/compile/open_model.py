@@ -51,7 +51,6 @@ def open_or_compile(
         if options is not None:
             raise PipelineError(f"options given for a bundle: {path} is compiled already; give its checkpoint")
         return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
-    from castiron.pipelines.compile.build_model import open_source
     from castiron.pipelines.compile.compiler import existing
     from castiron.pipelines.compile.options import Options
 
@@ -63,13 +62,9 @@ def open_or_compile(
     if existing(cached) is None:
         # The remains of a partly deleted bundle would not be replaced.
         shutil.rmtree(cached, ignore_errors=True)
-        if announce:
-            with Progress() as bar:
-                # An invalid checkpoint's error comes before the line below.
-                open_source(source, options, bar)
-            print_message(f"compiling {model} once, with default options; castiron compile takes others")
-    packed = existing(quick)
-    bundle = open_bundle(compile_to(source, cached, options, progress, evaluate, packed), full_check=full_check)
+    message = f"compiling {model} once, with default options; castiron compile takes others" if announce else None
+    built = compile_to(source, cached, options, progress, evaluate, existing(quick), message)
+    bundle = open_bundle(built, full_check=full_check)
     if cached != quick:
         shutil.rmtree(quick, ignore_errors=True)
     return bundle
@@ -82,13 +77,19 @@ def compile_to(
     progress: Report | None = None,
     evaluate: Evaluate | None = None,
     packed: Bundle | None = None,
+    message: str | None = None,
 ) -> Path:
     """Compile a model into the directory `out` and return its path; this process runs one
-    compilation at a time."""
+    compilation at a time.
+
+    message: printed if the model is valid and has to be compiled.
+    """
     from castiron.pipelines.compile.compiler import compile_model
 
+    announce = (lambda: print_message(message)) if message else lambda: None
     with _lock, Progress(quiet=progress is not None) as bar:
-        return compile_model(model, out, options, progress or bar, evaluate=evaluate, packed=packed).bundle
+        found = compile_model(model, out, options, progress or bar, evaluate=evaluate, packed=packed, announce=announce)
+    return found.bundle
 
 
 def options_of(**options: Any) -> Options:

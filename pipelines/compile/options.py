@@ -12,7 +12,8 @@ from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weights import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu import physical_cores
 
-DEFAULT_CONTEXT = 8192
+# Limits of the default number of positions of a session, and of those that the states have.
+DEFAULT_CONTEXT, MAX_CONTEXT = 8192, 131072
 # Threads of a bundle for another machine than this.
 DEFAULT_THREADS = 2
 
@@ -24,7 +25,8 @@ Progress = Callable[[str, float], None]
 class Options:
     """The options of `castiron compile`.
 
-    context: positions of the KV caches; None takes the model's limit, at most 8192.
+    context: positions of a session, unless it is opened with another number; None takes the model's
+    limit, at most 8192.
     weights: "native" keeps the checkpoint's types; "f32", "bf16" and "f16" convert every matrix;
     other values quantise.
     adapter: path of a PEFT directory; it is merged before the weights are converted.
@@ -79,8 +81,8 @@ class Options:
             )
 
     def for_one_sequence(self) -> Options:
-        """Return these options without the functions that an answer to one prompt does not need."""
-        return replace(self, prefill=self.prefill[1:], batch=(), speculate=())
+        """Return these options with the functions that suffice for one prompt at a time."""
+        return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
 
     @property
     def threads_or_cores(self) -> int:
@@ -89,5 +91,15 @@ class Options:
 
 
 def context_of(config: dict, requested: int | None) -> int:
-    """Return the context to compile for: the requested one, or the model's limit, at most 8192."""
+    """Return the default context: the requested one, or the model's limit, at most 8192."""
     return requested if requested is not None else min(read_config(config).max_positions, DEFAULT_CONTEXT)
+
+
+def max_context_of(config: dict, options: Options) -> int:
+    """Return the positions of the states: all that the model allows, up to 131,072.
+
+    Kernels read only the positions that are used; StableHLO reads all, and gets the default
+    context.
+    """
+    context = context_of(config, options.context)
+    return context if options.lowering == "portable" else max(context, min(read_config(config).max_positions, MAX_CONTEXT))

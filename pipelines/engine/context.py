@@ -39,13 +39,13 @@ def check_free_positions(context: int, prompt_tokens: int, max_tokens: int | Non
     free = free_positions(context, prompt_tokens)
     if free < 1:
         raise PipelineError(
-            f"the prompt has {prompt_tokens} tokens and the bundle's context is {context}; shorten the prompt, or compile "
-            "with a larger --context"
+            f"the prompt has {prompt_tokens} tokens and the bundle's context is {context}; shorten the prompt, or give "
+            "a larger --context"
         )
     if max_tokens is not None and max_tokens > free:
         raise PipelineError(
             f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, but the bundle's context is {context}; "
-            f"ask for at most {free}, or compile with a larger --context"
+            f"ask for at most {free}, or give a larger --context"
         )
     return free
 

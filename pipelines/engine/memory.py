@@ -38,7 +38,9 @@ class Needed:
 
 def needed(manifest: Manifest, slots: int = 1) -> Needed:
     """Return the memory that a bundle needs to run `slots` sequences at once."""
-    return Needed(manifest.files[WEIGHTS].size, sum(state.nbytes for state in manifest.states), slots)
+    used = {"positional": manifest.context / manifest.max_context}
+    state = sum(int(state.nbytes * used.get(state.kind, 1)) for state in manifest.states)
+    return Needed(manifest.files[WEIGHTS].size, state, slots)
 
 
 def slots_of(manifest: Manifest) -> int:

@@ -43,7 +43,7 @@ def bench(
     if settings.context > bundle.manifest.context:
         raise PipelineError(
             f"settings need {settings.context} positions, but the bundle's context is {bundle.manifest.context}; lower "
-            "--prompt, --gen or --depth, or compile with a larger --context"
+            "--prompt, --gen or --depth, or give a larger --context"
         )
     workload = Workload.of(bundle)
     engines = {"castiron": Engine("castiron", str(bundle.path), workload.weight_bytes, workload.cache_item_bytes)}

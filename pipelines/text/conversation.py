@@ -145,7 +145,7 @@ class Chat:
             answer = f" and {needed} for the answer" if self.max_tokens else ""
             raise PipelineError(
                 f"this message needs {len(prompt)} tokens{answer} by itself and the context is {context}: shorten it, "
-                "or compile with a larger --context"
+                "or give a larger --context"
             )
         return messages, prompt, dropped
 

@@ -178,7 +178,8 @@ def manifest(context: int = CONTEXT, widths: tuple[int, ...] = WIDTHS) -> Manife
     """Return the manifest of a toy bundle without its files."""
     states = tuple(State(name, (LAYERS, context, 1, HEAD_DIM)) for name in "kv")
     return Manifest(
-        name="toy", config={"model_type": "toy"}, vocab=VOCAB, context=context, states=states,
+        name="toy", config={"model_type": "toy"}, vocab=VOCAB, context=context, max_context=context,
+        states=states,
         functions=functions({"decode": (1,), "prefill": widths}), numerics="exact", lowering="portable", weights="native",
         codecs={"f32": 2}, target=TARGETS["host"], versions=Versions("0", compiler_version()),
     )  # fmt: skip
