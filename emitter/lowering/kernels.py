@@ -54,8 +54,12 @@ class Context:
 
 
 def _length(rows: int) -> Value | None:
-    """Return the run-time number of real rows of a value with one row for each token."""
-    return current_function().length if rows > 1 else None
+    """Return the number of real rows of x; None for one row.
+
+    A constant where every row is real, so that functions of one width share kernels.
+    """
+    length = current_function().length
+    return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length
 
 
 def embedding(c: Context, op: Op, tokens: Value, weight: Stored) -> Value:

@@ -88,14 +88,23 @@ class PreparedX:
         assert self.sums is not None, "only codecs with an offset or a minimum have sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
-    def fill(self, first: int, last: int) -> None:
-        """Prepare elements first .. last - 1 of every row, with zeros past the end of x."""
-        fill = self._fill_groups if self.codec.quantised else self._fill_elements
+    def fill(self, first: Index, last: Index) -> None:
+        """Prepare elements first .. last - 1 of every row, with zeros past the end of x.
+
+        Float codecs need bounds that are known now.
+        """
         if self.T == 1:
-            fill(0, first, last)
+            self._fill_row(0, first, last)
             return
         with self.b.loop(0, self.T) as token:
-            fill(token.index, first, last)
+            self._fill_row(token.index, first, last)
+
+    def _fill_row(self, token: Index, first: Index, last: Index) -> None:
+        if self.codec.quantised:
+            self._fill_groups(token, first, last)
+        else:
+            assert isinstance(first, int) and isinstance(last, int), "bounds of float codecs"
+            self._fill_elements(token, first, last)
 
     def _read(self, token: Index, k: Index, width: int) -> Ssa:
         return self.b.vload(self.source, width, self.b.add(token, self.row), k)
@@ -117,10 +126,10 @@ class PreparedX:
         for k in range(end - first, last - first):
             b.vstore(b.splat(0.0, 1), self.values, token, k)
 
-    def _fill_groups(self, token: Index, first: int, last: int) -> None:
+    def _fill_groups(self, token: Index, first: Index, last: Index) -> None:
         b, lanes, group = self.b, self.lanes, self.codec.group
         factors = code_factors(self.codec)
-        with b.loop(0, (last - first) // group) as g:
+        with b.loop(0, b.div(b.sub(last, first), group)) as g:
             start, parts = b.mul(g.index, group), []
             for k in range(0, group, lanes):
                 x = self._normalised(token, b.add(b.add(start, first), k), lanes)

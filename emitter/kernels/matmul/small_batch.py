@@ -125,17 +125,22 @@ class SmallBatch:
         zero = b.splat(0.0, self.lanes)
         with b.loop(0, self.T) as t, b.loop(0, self.batch * self.set * LANES, self.lanes) as column:
             b.vstore(zero, self.sums, t.index, column.index)
-        for start in range(0, self.count, self.chunk):
-            stop = min(start + self.chunk, self.count)
-            if self.chunk < self.count:
-                self.x.fill(start * self.layout.elements, stop * self.layout.elements)
 
+        def add_chunk(start: Index, stop: Index) -> None:
             def add(sides: list[tuple[Index, int, Index]], token: Index, rows: int) -> None:
                 with b.loop(start, stop) as record, b.loop(0, self.layout.groups) as group:
                     number = 0 if self.layout.groups == 1 else group.index
                     self._add_group(sides, token, rows, record.index, number, b.sub(record.index, start))
 
             self._tiles(first, last, end, add)
+
+        if self.chunk == self.count:
+            add_chunk(0, self.count)
+            return
+        with b.loop(0, self.count, self.chunk) as part:
+            stop = b.min(b.add(part.index, self.chunk), self.count)
+            self.x.fill(b.mul(part.index, self.layout.elements), b.mul(stop, self.layout.elements))
+            add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
         """Call add(sides, token, rows) for each tile of row blocks first .. last - 1.
