@@ -92,6 +92,7 @@ SHARED: dict[str, dict[str, Any]] = {
                   "help": "type of the weight matrices (default: native, the checkpoint's own)"},
     "-c --context": {"type": int, "metavar": "N", "help": "positions for prompt and answer (default: the bundle's)"},
     "--context": {"type": int, "metavar": "N", "help": "default context (default: the model's, at most 8192)"},
+    "--max-context": {"type": int, "metavar": "N", "help": "largest context of run -c (default: the model's limit)"},
     "--cache": {"choices": CACHES, "default": "f32", "help": "type of the KV cache (default: f32; others may change tokens)"},
     "--numerics": {"choices": NUMERICS, "default": "exact",
                    "help": "exact: HF's tokens; canonical: same bits everywhere; fast: rounded"},
@@ -153,8 +154,8 @@ def check_threads(args: argparse.Namespace) -> None:
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of `Options`; `compile_options` reads them back."""
     group = parser.add_argument_group("what is compiled")
-    add_options(group, "--weights", "--context", "--cache", "--numerics", "--adapter", "--calibrate", "--batch", "--speculate",
-                "--embed", "--ignore-key")  # fmt: skip
+    add_options(group, "--weights", "--context", "--max-context", "--cache", "--numerics", "--adapter", "--calibrate",
+                "--batch", "--speculate", "--embed", "--ignore-key")  # fmt: skip
     group = parser.add_argument_group("how it is compiled")
     add_options(group, "--target")
     add_options(group, "--threads", help="threads to divide kernels for (default: physical cores)")
@@ -165,7 +166,7 @@ def compile_options(args: argparse.Namespace) -> "Options":
     """Return the compiler's Options from the arguments of `add_compile_options`."""
     from castiron.pipelines.compile.options import Options
 
-    names = "context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
+    names = "context max_context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         if unknown := sorted(set(args.functions) - set(functions)):
             raise PipelineError(f"unknown function: {unknown[0]!r}; --functions takes {', '.join(functions)}")
         widths = [graph.entry.width for graph in functions.values() if graph.entry.role == "verify"]
-        max_prompt(context_of(checkpoint.config, options.context), widths)
+        max_prompt(context_of(checkpoint.config, options), widths)
         bench = Bench(args.model, options, args.functions, Path(directory), progress)
         prompts = prompts_of(bench.bundle)
         key = store.key_of(bench.target, bench.threads)

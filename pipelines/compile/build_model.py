@@ -51,7 +51,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
     generates text."""
     if checkpoint.encoding is None:
         return None
-    config, context = read_config(checkpoint.config), context_of(checkpoint.config, options.context)
+    config, context = read_config(checkpoint.config), context_of(checkpoint.config, options)
     max_tokens = min(context, checkpoint.encoding.max_tokens or context)
     if is_bidirectional(config):
         widths = {max_tokens, *(width for width in options.embed or SINGLE_CALL_WIDTHS if width < max_tokens)}
@@ -76,7 +76,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
         module = build(checkpoint.config, codec, sizes.context, (), embeds=sizes.widths, cache=options.cache, pooling=pooling)
     else:
-        context, positions = context_of(checkpoint.config, options.context), max_context_of(checkpoint.config, options)
+        context, positions = context_of(checkpoint.config, options), max_context_of(checkpoint.config, options)
         prefill, verify, embed = ([w for w in of if w <= context] for of in (options.prefill, options.speculate, options.embed))
         module = build(checkpoint.config, codec, positions, prefill, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}

@@ -43,7 +43,7 @@ def manifest_of(
     seconds.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
-    context = sizes.context if sizes else context_of(config, options.context)
+    context = sizes.context if sizes else context_of(config, options)
     max_context = sizes.context if sizes else max_context_of(config, options)
     return Manifest(
         name=model_name(checkpoint.path),

@@ -27,6 +27,8 @@ class Options:
 
     context: positions of a session, unless it is opened with another number; None takes the model's
     limit, at most 8192.
+    max_context: positions that states have addresses for; None takes the model's limit, at most
+    131,072.
     weights: "native" keeps the checkpoint's types; "f32", "bf16" and "f16" convert every matrix;
     other values quantise.
     adapter: path of a PEFT directory; it is merged before the weights are converted.
@@ -46,6 +48,7 @@ class Options:
     """
 
     context: int | None = None
+    max_context: int | None = None
     weights: str = "native"
     adapter: str | None = None
     calibrate: str | None = None
@@ -73,6 +76,8 @@ class Options:
                 raise EmitError(f"{name} takes distinct sizes from 2 to {limit}, not {', '.join(map(str, sizes))}")
         if self.calibrate and self.weights not in QUANTISED:
             raise EmitError(f"calibrate needs quantised weights, and weights is {self.weights!r}; choose a quantised type")
+        if self.max_context is not None and self.max_context < (self.context or 1):
+            raise EmitError(f"max_context is {self.max_context}; it must be at least the context, {self.context or 1}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
@@ -90,16 +95,20 @@ class Options:
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
-def context_of(config: dict, requested: int | None) -> int:
+def context_of(config: dict, options: Options) -> int:
     """Return the default context: the requested one, or the model's limit, at most 8192."""
-    return requested if requested is not None else min(read_config(config).max_positions, DEFAULT_CONTEXT)
+    if options.context is not None:
+        return options.context
+    return min(read_config(config).max_positions, DEFAULT_CONTEXT, options.max_context or DEFAULT_CONTEXT)
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the positions of the states: all that the model allows, up to 131,072.
+    """Return the positions of the states: the requested ones, or the model's limit, at most 131,072.
 
     Kernels read only the positions that are used; StableHLO reads all, and gets the default
     context.
     """
-    context = context_of(config, options.context)
+    if options.max_context is not None:
+        return options.max_context
+    context = context_of(config, options)
     return context if options.lowering == "portable" else max(context, min(read_config(config).max_positions, MAX_CONTEXT))

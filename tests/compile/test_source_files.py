@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.compile import compiler as compiling
 from castiron.pipelines.compile import source_hash as sources
 from castiron.pipelines.compile import tile_store as store
@@ -46,7 +45,7 @@ def touch(tmp_path, monkeypatch):
     ],
 )
 def test_a_bundle_is_out_of_date_when_code_that_made_it_changes(tmp_path, touch, file, counts):
-    checkpoint = open_checkpoint(write_llama(tmp_path / "tiny.gguf"))
+    checkpoint = write_llama(tmp_path / "tiny.gguf")
     before = compiling._key(checkpoint, Options(), resolve("host"))
     touch(file)
     assert (compiling._key(checkpoint, Options(), resolve("host")) != before) is counts

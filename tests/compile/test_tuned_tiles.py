@@ -43,7 +43,7 @@ def compiled(monkeypatch):
     """Replace iree-compile; return the list of the texts that it would have compiled."""
     texts = []
 
-    def compile_modules(by_name, target, folder, extra_flags=()):
+    def compile_modules(by_name, target, folder, extra_flags=(), cancelled=None):
         texts.append("".join(by_name.values()))
         for name in by_name:
             (folder / name).write_bytes(b"code")
