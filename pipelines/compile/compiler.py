@@ -186,7 +186,7 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread during the body; an error in one of them sets `cancelled` for the other."""
+    """Run `work` in a thread during the body; an error in either sets `cancelled` for the other."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)

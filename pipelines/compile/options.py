@@ -103,7 +103,7 @@ def context_of(config: dict, options: Options) -> int:
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the positions of the states: the requested ones, or the model's limit, at most 131,072.
+    """Return the positions of the states: those requested, or the model's limit, at most 131,072.
 
     Kernels read only the positions that are used; StableHLO reads all, and gets the default
     context.

@@ -1,4 +1,4 @@
-"""One bundle serves every context up to the model's limit, with the same bits and no compilation."""
+"""One bundle serves every context up to the model's limit, with the same bits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_bits_do_not_depend_on_the_context(checkpoint, tmp_path):
     assert logits(bundle).tobytes() == logits(bundle.with_context(bundle.manifest.max_context)).tobytes() == expected
 
 
-def test_another_default_context_compiles_and_packs_nothing_new(checkpoint, tmp_path):
+def test_a_new_default_context_compiles_and_packs_nothing_new(checkpoint, tmp_path):
     texts = []
     for context in (16, 32):
         bundle = bundle_with(checkpoint, tmp_path / "out", context=context)
